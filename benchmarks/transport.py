@@ -44,6 +44,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,8 @@ import zmq.asyncio
 
 from asyncrl.api import Sample, Trajectory
 from asyncrl.comm import sockets
-from asyncrl.comm.push_pull import TrajectoryPuller, TrajectoryPusher, messages, puller_links
+from asyncrl.comm.push_pull import TrajectoryPuller, TrajectoryPusher, pusher
+from asyncrl.comm.push_pull.puller import BATCH_BYTES, BATCH_TRAJECTORIES
 from asyncrl.comm.security.peer_gate import PeerGate
 from asyncrl.comm.security.run_secret import RunSecret, SocketSecurity
 from asyncrl.comm.sockets import Context, Frame
@@ -180,28 +182,31 @@ def plain_sender(case: Case, endpoint: str, results: Connection) -> None:
 
 
 class AsyncioLink:
-    """Counterpart of `PeerLink` for the pusher, by zmq.asyncio; it does not replace a lost connection."""
+    """Counterpart of `PeerRouter` and `PeerLink` for the pusher, by zmq.asyncio; a lost connection is not replaced."""
 
     connected = True
 
-    def __init__(
+    def __init__(self, security: SocketSecurity | None, *, high_water: int, context: Context) -> None:
+        self.router, self.writable = self, False
+        self._open_socket = partial(sockets.connecting, context, zmq.DEALER, security, high_water=high_water)
+
+    def connect(
         self,
         address: str,
-        open_socket: Callable[[], sockets.Socket],
         *,
-        on_writable: Callable[[AsyncioLink], None],
-        on_message: Callable[[AsyncioLink, list[memoryview]], None],
+        on_writable: Callable[[], None],
+        on_message: Callable[[list[memoryview]], None],
         on_lost: object,
-    ) -> None:
-        self.address, self.writable = address, False
+    ) -> AsyncioLink:
         self._on_writable, self._on_message = on_writable, on_message
-        plain = open_socket()
+        plain = self._open_socket()
         self._plain_monitor = plain.get_monitor_socket(int(zmq.Event.HANDSHAKE_SUCCEEDED))
         self._socket = zmq.asyncio.Socket.from_socket(plain)
         self._monitor = zmq.asyncio.Socket.from_socket(self._plain_monitor)
         plain.connect(address)
         self._plain = plain
         self._tasks = [asyncio.ensure_future(each) for each in (self._receive(), self._await_connection())]
+        return self
 
     def send(self, frames: Sequence[Frame]) -> bool:
         copy = len(frames[-1]) < sockets.ZERO_COPY_BYTES
@@ -225,16 +230,16 @@ class AsyncioLink:
     async def _await_room(self) -> None:
         await self._socket.poll(zmq.POLLOUT)
         self.writable = True
-        self._on_writable(self)
+        self._on_writable()
 
     async def _receive(self) -> None:
         while True:
             frames = await self._socket.recv_multipart(copy=False)
-            self._on_message(self, [frame.buffer for frame in frames])
+            self._on_message([frame.buffer for frame in frames])
 
 
 def asyncio_sender(case: Case, endpoint: str, results: Connection) -> None:
-    vars(puller_links)["PeerLink"] = AsyncioLink  # in this process alone
+    vars(pusher)["PeerRouter"] = AsyncioLink  # in this process alone
     asyncrl_sender(case, endpoint, results)
 
 
@@ -343,7 +348,7 @@ def time_parts(case: Case, results: Connection) -> None:
     """Encode and decode, in messages as the pusher makes them."""
     base, encode_s, decode_s = case.trajectory(), 0.0, 0.0
     ready = [dataclasses.replace(base, rollout_id=f"rollout-{i:08d}") for i in range(IN_FLIGHT)]
-    together = max(1, min(messages.BATCH_TRAJECTORIES, messages.BATCH_BYTES // prepare(base).nbytes))
+    together = max(1, min(BATCH_TRAJECTORIES, BATCH_BYTES // prepare(base).nbytes))
     for _ in range(TIMED // IN_FLIGHT):
         started = time.process_time()
         prepared = [prepare(trajectory) for trajectory in ready]

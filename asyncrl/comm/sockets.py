@@ -1,4 +1,7 @@
-"""ZMQ sockets with the options that asyncrl needs, and their integration into an asyncio loop.
+"""ZMQ sockets with the options that asyncrl needs, in an asyncio loop. One end binds, the other connects.
+
+The connecting end has a `PeerLink` for each peer, of a `PeerRouter`: pushers to pullers, callers to servers. The bound
+end is a `SocketThread`.
 
 zmq.asyncio is not used: for every message it creates a future, reads the socket's events and takes a turn of the event
 loop. Its rate of trajectories per second relative to this module, for one and for eight samples
@@ -14,8 +17,12 @@ Answers are long, so the first line decides.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
+import re
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeAlias
 
 import zmq
@@ -41,6 +48,11 @@ a full inbox of its messages. So the death of a RolloutWorker could kill a Model
 RECONNECT_MS = 50
 RECONNECT_MAX_MS = 1_000
 MESSAGES_PER_TURN = 256  # read from one socket before the loop's other tasks get their turn
+DESCRIPTORS_PER_CONNECTION = 1  # of a `PeerRouter`
+_REPLIES_HIGH_WATER = 1000  # in libzmq's own buffer per connection of a `PeerRouter`
+_CLOSE_LINGER_MS = 500  # for replies given just before a `SocketThread` is closed
+_ENDPOINT = re.compile(r"tcp://([\d.]+|\[[\da-f:.]+\]):\d+")
+"""Form of a bound socket's endpoint, and of the address that a monitor reports. Host names do not match."""
 _LINK_EVENTS = int(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
 _NO_WAIT = int(zmq.NOBLOCK)  # plain integers: pyzmq's flag enum takes a microsecond per "or"
 _SEND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
@@ -187,104 +199,304 @@ class LoopSocket:
 
 
 class PeerLink:
-    """The connection to one bound socket, from an asyncio loop: a DEALER and the monitor of its connection.
+    """The connection to one bound socket, made by `PeerRouter.connect`.
 
-    It accepts messages only while connected, so nothing is queued to a dead peer. One socket serves one connection.
-    When it breaks, the messages that have arrived are delivered. Then the socket is replaced, and unsent messages are
-    dropped. (ZMQ_IMMEDIATE would do the same, but drops messages that have arrived and are not read yet.)
+    It accepts messages only while connected, so nothing is queued to a dead peer. When it breaks, the messages that
+    have arrived are delivered, unsent ones are dropped, and it reconnects after a moment, until it is closed.
+    (ZMQ_IMMEDIATE would do the same, but drops messages that have arrived and are not read yet.)
 
-    Args:
+    Attributes:
         address: endpoint of the bound socket.
-        open_socket: creates the DEALER of each connection, with `connecting`.
-        on_writable: called when the link accepts messages again.
-        on_message: called with each received message; its buffers live as long as they are referred to.
-        on_lost: called when the connection breaks: unanswered messages may be lost. The link reconnects by itself.
-
-    Raises:
-        ValueError: `address` is not an endpoint.
+        connected: True from the handshake until the connection breaks.
+        writable: True if it accepts a message now.
     """
 
     def __init__(
         self,
+        router: PeerRouter,
         address: str,
-        open_socket: Callable[[], Socket],
-        *,
-        on_writable: Callable[[PeerLink], None],
-        on_message: Callable[[PeerLink, list[memoryview]], None],
-        on_lost: Callable[[PeerLink], None],
+        on_writable: Callable[[], None],
+        on_message: Callable[[list[memoryview]], None],
+        on_lost: Callable[[], None],
     ) -> None:
-        self.address, self._open_socket = address, open_socket
+        self.router, self.address = router, address
         self.connected = self.writable = False
-        self._on_writable, self._on_message, self._on_lost = on_writable, on_message, on_lost
-        self._reopening: asyncio.TimerHandle | None = None
-        self._open()
+        self.on_writable, self.on_message, self.on_lost = on_writable, on_message, on_lost
+        self.name = b""  # of the present connection; empty if there is none
+        self.reopening: asyncio.TimerHandle | None = None
 
     def send(self, frames: Sequence[Frame]) -> bool:
         """Pass `frames` to the connection; return False if it accepts no message now.
 
         `writable` is True afterwards if it accepts another message. Otherwise `on_writable` is called once it does.
         """
-        sent = self.connected and send(self._main.socket, frames)
-        self.writable = sent and bool(self._main.events() & zmq.POLLOUT)
-        self._main.recheck()
-        return sent
+        return self.router.send(self, frames)
 
     def close(self) -> None:
         """Disconnect; messages that libzmq has not sent are discarded."""
-        if self._reopening is not None:
-            self._reopening.cancel()
-        self._drop_socket()
+        self.router.drop(self)
 
-    def _drop_socket(self) -> None:
-        self.connected = self.writable = False
+
+class PeerRouter:
+    """Links to bound sockets, each at a different address. Create and use it in one running asyncio loop.
+
+    The socket is a ROUTER that connects instead of binding. It names each connection itself and routes messages both
+    ways by these names, so no peer can use another's. A connection takes one descriptor, the minimum for TCP. With
+    1,256 connections, the master's limit of open files must be above 1,256.
+
+    The peers bind, not this end: a ROUTER that binds cannot see whose connection broke, so a dead process would be
+    noticed only by its silence. If it connects, its monitor reports the address.
+
+    Args:
+        security: the run's keys, or None for plaintext.
+        high_water: messages in libzmq's buffer; the link is not writable while it is full, so a router with a limit has
+            one link. 0: no limit, for messages that each have a caller with a time limit.
+        context: context shared with other routers; its owner ends it after them. None: the router creates its own.
+    """
+
+    def __init__(self, security: SocketSecurity | None, *, high_water: int = 0, context: Context | None = None) -> None:
+        self.security = security
+        self._loop = asyncio.get_running_loop()
+        self._own_context = None if context is not None else Context()
+        context = context or self._own_context
+        assert context is not None
+        socket = connecting(context, zmq.ROUTER, security, high_water=_REPLIES_HIGH_WATER)
+        socket.sndhwm = high_water
+        socket.router_mandatory = True
+        self._monitor = LoopSocket(_monitor(context, socket), self._loop, self._observe)
+        self._main = LoopSocket(socket, self._loop, self._serve)
+        self._limited = high_water > 0
+        self._full: PeerLink | None = None
+        self._by_address: dict[str, PeerLink] = {}
+        self._by_name: dict[bytes, PeerLink] = {}
+        self._made = 0
+
+    def connect(
+        self,
+        address: str,
+        *,
+        on_writable: Callable[[], None],
+        on_message: Callable[[list[memoryview]], None],
+        on_lost: Callable[[], None],
+    ) -> PeerLink:
+        """Return a link to `address`.
+
+        Args:
+            on_writable: called when it is connected, and when it accepts messages again.
+            on_message: called with each message that arrives; its buffers live as long as they are referred to.
+            on_lost: called when it breaks: unanswered messages may be lost.
+
+        Raises:
+            ValueError: `address` is not an endpoint, or has a link already; or the router has a limit and a link.
+        """
+        if not _ENDPOINT.fullmatch(address):
+            raise ValueError(f"address {address!r} is not an endpoint: use tcp://<IP address>:<port>")
+        if address in self._by_address or (self._limited and self._by_address):
+            raise ValueError(f"address {address!r} or its router has a connection: close it first")
+        link = self._by_address[address] = PeerLink(self, address, on_writable, on_message, on_lost)
+        self._open(link)
+        return link
+
+    def send(self, link: PeerLink, frames: Sequence[Frame]) -> bool:
+        """See `PeerLink.send`."""
+        if not link.connected:
+            return False
+        try:
+            sent = send(self._main.socket, [link.name, *frames])
+        except zmq.ZMQError as error:
+            if error.errno != errno.EHOSTUNREACH:  # it broke; its monitor is about to report this
+                raise
+            sent = False
+        if self._limited:
+            link.writable = sent and bool(self._main.events() & zmq.POLLOUT)
+            self._full = None if link.writable else link
+        self._main.recheck()
+        return sent
+
+    def drop(self, link: PeerLink) -> None:
+        """See `PeerLink.close`."""
+        if self._by_address.get(link.address) is link:
+            del self._by_address[link.address]
+            if link.reopening is not None:
+                link.reopening.cancel()
+            self._disconnect(link)
+
+    def close(self) -> None:
+        """Close all links and the socket."""
+        for link in [*self._by_address.values()]:
+            self.drop(link)
         if not self._main.socket.closed:
             self._main.socket.disable_monitor()
             self._monitor.close()
             self._main.close()
+            if self._own_context is not None:
+                self._own_context.term()
 
-    def _open(self) -> None:
-        self._reopening = None
-        socket, loop = self._open_socket(), asyncio.get_running_loop()
-        self._monitor = LoopSocket(socket.get_monitor_socket(_LINK_EVENTS), loop, self._observe)
-        self._main = LoopSocket(socket, loop, self._serve)
-        try:
-            socket.ipv6 = "[" in self.address
-            socket.connect(self.address)
-        except zmq.ZMQError as error:
-            self.close()
-            raise ValueError(f"address {self.address!r} is not an endpoint: use tcp://host:port ({error})") from error
+    def _open(self, link: PeerLink) -> None:
+        link.reopening = None
+        self._observe(0)  # events until now belong to an earlier connection to this address
+        self._made += 1
+        # A name is never used twice: replies to an earlier connection must not answer this one's calls.
+        link.name = b"%d" % self._made
+        self._by_name[link.name] = link
+        self._main.socket.setsockopt(zmq.CONNECT_ROUTING_ID, link.name)
+        self._main.socket.ipv6 = "[" in link.address
+        self._main.socket.connect(link.address)
+        self._main.recheck()
+
+    def _disconnect(self, link: PeerLink) -> None:
+        link.connected = link.writable = False
+        if self._full is link:
+            self._full = None
+        if link.name:
+            del self._by_name[link.name]
+            link.name = b""
+            with contextlib.suppress(zmq.ZMQError):  # libzmq has already dropped it: the peer does not speak ZMTP
+                self._main.socket.disconnect(link.address)
+            self._main.recheck()
 
     def _serve(self, events: int) -> None:
-        if events & zmq.POLLOUT and self.connected and not self.writable:
-            self.writable = True
-            self._on_writable(self)
+        if events & zmq.POLLOUT and (link := self._full) is not None:
+            self._full = None
+            link.writable = True
+            link.on_writable()
         if events & zmq.POLLIN:
             self._deliver(MESSAGES_PER_TURN)
             self._main.recheck()  # more may have arrived; and receiving may have consumed the edge of POLLOUT
 
     def _deliver(self, limit: int) -> None:
         """Deliver up to `limit` messages that have arrived."""
-        socket = self._main.socket
         for _ in range(limit):
-            if socket.closed:  # by the receiver of a message
+            if self._main.socket.closed or (frames := receive(self._main.socket)) is None:  # closed by a receiver
                 return
-            if (frames := receive(socket)) is None:
-                return
-            self._on_message(self, [frame.buffer for frame in frames])
+            name, *rest = frames
+            if (link := self._by_name.get(name.bytes)) is not None:
+                link.on_message([frame.buffer for frame in rest])
 
     def _observe(self, events: int) -> None:
         while not self._monitor.socket.closed and self._monitor.socket.poll(0):
-            event = parse_monitor_message(self._monitor.socket.recv_multipart())["event"]
-            if event == zmq.Event.HANDSHAKE_SUCCEEDED:
-                self.connected = True
-                self._main.recheck()
-            elif event == zmq.Event.DISCONNECTED and self.connected:
-                self._replace()
+            event = parse_monitor_message(self._monitor.socket.recv_multipart())
+            link = self._by_address.get(event["endpoint"].decode())
+            if link is None or not link.name:
+                continue
+            if event["event"] == zmq.Event.HANDSHAKE_SUCCEEDED:
+                link.connected = link.writable = True
+                link.on_writable()
+            elif event["event"] == zmq.Event.DISCONNECTED and link.connected:
+                self._lose(link)
 
-    def _replace(self) -> None:
-        """Deliver the messages that have arrived, drop the broken connection's socket, and reconnect after a moment."""
+    def _lose(self, link: PeerLink) -> None:
+        """Deliver the messages that have arrived, disconnect, and reconnect after a moment."""
         self._deliver(sys.maxsize)
-        if self.connected:  # a receiver may have closed the link
-            self._drop_socket()
-            self._reopening = asyncio.get_running_loop().call_later(RECONNECT_MS / 1000, self._open)
-            self._on_lost(self)
+        if link.connected:  # the receiver of a message may have closed it
+            self._disconnect(link)
+            link.reopening = self._loop.call_later(RECONNECT_MS / 1000, self._open, link)
+            link.on_lost()
+
+
+def _monitor(context: Context, socket: Socket) -> Socket:
+    """Return the socket that receives the events of `socket`. It has no high-water mark, which would block libzmq's I/O
+    thread.
+    """
+    address = f"inproc://monitor-{id(socket)}"
+    socket.monitor(address, _LINK_EVENTS)
+    monitor = context.socket(zmq.PAIR)
+    monitor.rcvhwm = 0
+    monitor.connect(address)
+    return monitor
+
+
+class SocketThread:
+    """A bound socket, and a thread with the event loop that serves it.
+
+    Everything but `start`, `close` and the attributes is for its loop.
+
+    Args:
+        bind_host: address of the interface to listen on.
+        security: the run's keys, or None for plaintext.
+        on_message: called on the loop with the frames of each message, the first of them its sender's name. It may
+            block, which holds the senders back.
+        name: the thread's name.
+        requests_high_water, replies_high_water: see `bind`.
+        max_frame_bytes: larger frames end their connection.
+
+    Attributes:
+        endpoint: address of the socket.
+        loop: the thread's loop. Other threads reach it with `call_soon_threadsafe`.
+        tasks: the running tasks; `close` cancels them.
+    """
+
+    def __init__(
+        self,
+        bind_host: str,
+        security: SocketSecurity | None,
+        on_message: Callable[[list[zmq.Frame]], None],
+        *,
+        name: str,
+        requests_high_water: int,
+        replies_high_water: int,
+        max_frame_bytes: int,
+    ) -> None:
+        self._on_message = on_message
+        self._context = Context()
+        self._socket, self.endpoint, self._gate = bind(
+            self._context,
+            bind_host,
+            security,
+            requests_high_water=requests_high_water,
+            replies_high_water=replies_high_water,
+            max_frame_bytes=max_frame_bytes,
+        )
+        self.loop = asyncio.new_event_loop()
+        self.tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    @property
+    def unauthenticated(self) -> int:
+        """Connections that failed the handshake."""
+        return self._gate.refused
+
+    def start(self) -> None:
+        """Receive messages from now on."""
+        self._thread.start()
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Stop the thread and wait for its end, up to `timeout_s` seconds if given; given replies are sent."""
+        self._closing = True
+        if self._thread.is_alive():
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join(timeout_s)
+
+    def run_task(self, work: Coroutine[object, object, None]) -> None:
+        """Run `work` as a task of the loop."""
+        task = self.loop.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    def send(self, frames: Sequence[Frame]) -> None:
+        """Send one message; the socket drops messages to peers that have gone, or do not read."""
+        send(self._socket, frames)
+        self._watched.recheck()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self._watched = LoopSocket(self._socket, self.loop, self._on_ready)
+        try:
+            self.loop.run_forever()
+        finally:
+            for task in self.tasks:
+                task.cancel()
+            self.loop.run_until_complete(asyncio.gather(*self.tasks, return_exceptions=True))
+            self._watched.close(linger_ms=_CLOSE_LINGER_MS)
+            self.loop.close()
+            self._context.term()
+
+    def _on_ready(self, events: int) -> None:
+        if not events & zmq.POLLIN:
+            return
+        for _ in range(MESSAGES_PER_TURN):
+            if self._closing or (frames := receive(self._socket)) is None:
+                return
+            self._on_message(frames)
+        self._watched.recheck()

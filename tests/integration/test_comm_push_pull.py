@@ -16,12 +16,12 @@ import pytest
 import zmq
 
 from asyncrl.api import Sample, Trajectory
-from asyncrl.comm.push_pull import PushTimeout, TrajectoryPuller, TrajectoryPusher, TrajectoryRejected, messages
-from asyncrl.comm.push_pull import puller as puller_module
+from asyncrl.comm import sockets
+from asyncrl.comm.push_pull import PushTimeout, TrajectoryPuller, TrajectoryPusher, TrajectoryRejected
+from asyncrl.comm.push_pull.puller import BATCH_BYTES, Accepted, decode_reply, encode
 from asyncrl.comm.security.run_secret import RunSecret, SocketSecurity
 from asyncrl.comm.sockets import Frame
-from asyncrl.comm.trajectory_codec import encode_trajectories
-from asyncrl.comm.trajectory_codec.array_messages import CodecError
+from asyncrl.comm.trajectory_codec import CodecError, encode_trajectories
 
 HOST = "127.0.0.1"
 PATIENCE_S = 60.0
@@ -142,14 +142,14 @@ def test_every_message_is_acknowledged_to_a_sender_that_does_not_read(puller: Pu
         socket.rcvtimeo = int(1000 * PATIENCE_S)
         socket.connect(puller.endpoint)
         for seq in range(count):
-            socket.send_multipart([messages.encode([seq]), *frames])
-        replies = [messages.decode_reply(socket.recv()) for _ in range(count)]
-    assert all(isinstance(reply, messages.Accepted) for reply in replies)
+            socket.send_multipart([encode([seq]), *frames])
+        replies = [decode_reply(socket.recv()) for _ in range(count)]
+    assert all(isinstance(reply, Accepted) for reply in replies)
     assert sorted(number for reply in replies for number in reply.numbers) == list(range(count))
 
 
 async def test_closing_a_puller_acknowledges_what_it_has_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(puller_module, "_CLOSE_LINGER_MS", int(1000 * PATIENCE_S))
+    monkeypatch.setattr(sockets, "_CLOSE_LINGER_MS", int(1000 * PATIENCE_S))
     accepted = threading.Event()
     puller = TrajectoryPuller(HOST, None, on_message=lambda _: accepted.set())
     pusher = make_pusher(puller.endpoint)
@@ -183,7 +183,7 @@ async def test_without_acknowledgement_a_trajectory_is_sent_again(silent: zmq.So
     first = await asyncio.to_thread(silent.recv_multipart)
     assert await asyncio.to_thread(silent.recv_multipart) == first
     assert pusher.unacked_ids == ["rollout-1"]
-    silent.send_multipart([first[0], messages.encode(messages.Accepted([0]))])
+    silent.send_multipart([first[0], encode(Accepted([0]))])
     await pushing
     assert pusher.resent >= 1
     assert pusher.unacked_ids == []
@@ -353,7 +353,7 @@ async def test_an_invalid_trajectory_raises_where_it_was_made(puller: Puller) ->
 
 async def test_a_trajectory_over_the_pushers_limit_is_not_sent(puller: Puller) -> None:
     pusher = make_pusher(puller.endpoint, max_bytes=1000)
-    with pytest.raises(CodecError, match=r"'rollout-1' takes 1300 bytes, limit 1000"):
+    with pytest.raises(CodecError, match=r"'rollout-1' takes 1342 bytes, limit 1000"):
         await pusher.push(make_trajectory(1, 50), PATIENCE_S)
     assert await pusher.close(PATIENCE_S) == []
 
@@ -361,7 +361,7 @@ async def test_a_trajectory_over_the_pushers_limit_is_not_sent(puller: Puller) -
 async def test_a_trajectory_over_the_pullers_limit_is_refused_and_the_rest_goes_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    limit = 2 * messages.BATCH_BYTES
+    limit = 2 * BATCH_BYTES
     with closing(Puller(max_bytes=limit)) as puller:
         pusher = make_pusher(puller.endpoint)
         names = ["large-1", "small-1", "large-2", "small-2"]
@@ -381,7 +381,7 @@ def test_a_limit_below_a_batch_is_refused() -> None:
 
 
 async def test_garbage_is_counted_logged_once_and_survived(puller: Puller, caplog: pytest.LogCaptureFixture) -> None:
-    seq = messages.encode([0])
+    seq = encode([0])
     garbage: list[list[Frame]] = [
         [b""],
         [b"x" * 100],
@@ -389,8 +389,8 @@ async def test_garbage_is_counted_logged_once_and_survived(puller: Puller, caplo
         [seq, b"header"],
         [seq, b"a", b"b", b"c"],
         [seq * 2, *encoded_trajectory()],
-        [messages.encode([-1]), *encoded_trajectory()],
-        [messages.encode([0, 1]), *encoded_trajectory()],
+        [encode([-1]), *encoded_trajectory()],
+        [encode([0, 1]), *encoded_trajectory()],
     ]
     with caplog.at_level(logging.WARNING), zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 1000

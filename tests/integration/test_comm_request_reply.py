@@ -17,6 +17,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.comm import sockets
 from asyncrl.comm.request_reply import (
     Done,
     MessageError,
@@ -27,7 +28,6 @@ from asyncrl.comm.request_reply import (
     RequestClient,
     RequestServer,
     RequestTimeout,
-    io_thread,
 )
 from asyncrl.comm.request_reply.messages import decode
 from asyncrl.comm.security.run_secret import RunSecret, SocketSecurity
@@ -318,7 +318,7 @@ def test_whatever_bytes_arrive_are_a_request_or_refused(encoded: bytes) -> None:
 async def test_closing_the_server_breaks_outstanding_calls_and_sends_given_replies_first(
     server: RequestServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(io_thread, "_CLOSE_LINGER_MS", int(1000 * PATIENCE_S))
+    monkeypatch.setattr(sockets, "_CLOSE_LINGER_MS", int(1000 * PATIENCE_S))
     async with connected(server) as client:
         hanging = asyncio.create_task(client.call(Never(), timeout_s=PATIENCE_S))
         queued = asyncio.create_task(client.call(DoubleThem((1,) * 100_000), timeout_s=PATIENCE_S))

@@ -1,13 +1,16 @@
-"""A bound socket outlives whatever its peers do."""
+"""A bound socket outlives whatever its peers do; a link says when it accepts messages."""
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
+from collections.abc import Callable
 
+import pytest
 import zmq
 
-from asyncrl.comm.sockets import Context, connecting, send
+from asyncrl.comm.sockets import Context, PeerLink, PeerRouter, SocketThread, connecting, send
 
 BOUND = """
 import sys, time
@@ -43,3 +46,49 @@ def test_a_peer_that_goes_while_its_messages_wait_at_the_high_water_mark_does_no
         context.term()
         out, error = bound.communicate("gone\n", timeout=300)
         assert (bound.returncode, out) == (0, "alive\n"), error
+
+
+def connect(router: PeerRouter, address: str, on_writable: Callable[[], None] = lambda: None) -> PeerLink:
+    return router.connect(address, on_writable=on_writable, on_message=lambda _: None, on_lost=lambda: None)
+
+
+async def test_a_full_link_says_when_it_accepts_messages_again_and_a_closed_one_takes_none() -> None:
+    arrived: list[int] = []
+    bound = SocketThread(
+        "127.0.0.1",
+        None,
+        lambda frames: arrived.append(len(frames[1])),
+        name="test",
+        requests_high_water=2,
+        replies_high_water=2,
+        max_frame_bytes=1 << 20,
+    )
+    bound.start()
+    writable, router = asyncio.Event(), PeerRouter(None, high_water=2)
+    link = connect(router, bound.endpoint, writable.set)
+    assert not link.send([b"too early"])
+    sent = 0
+    async with asyncio.timeout(300):
+        for _ in range(20):
+            await writable.wait()
+            while link.writable:
+                sent += link.send([bytes(100_000)])
+            writable.clear()
+        await writable.wait()
+    link.close()
+    assert not link.send([b"too late"])
+    router.close()
+    await asyncio.to_thread(bound.close)
+    assert sent >= 20
+    assert len(arrived) <= sent
+    assert set(arrived) <= {100_000}
+
+
+async def test_a_router_with_a_limit_has_one_link() -> None:
+    router = PeerRouter(None, high_water=2)
+    link = connect(router, "tcp://127.0.0.1:9")
+    with pytest.raises(ValueError, match="close it first"):
+        connect(router, "tcp://127.0.0.1:10")
+    link.close()
+    connect(router, "tcp://127.0.0.1:10")
+    router.close()

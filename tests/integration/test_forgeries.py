@@ -25,6 +25,7 @@ from asyncrl.comm.push_pull import InvalidTrajectory, TrajectoryPuller, Trajecto
 from asyncrl.comm.request_reply import Done, RemoteError, Request, RequestClient, RequestServer
 from asyncrl.comm.request_reply.messages import pack
 from asyncrl.comm.security.run_secret import HttpSecurity, RunSecret
+from asyncrl.comm.sockets import Frame
 from asyncrl.comm.trajectory_codec import encode_trajectories
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.fleet.decisions import FleetDecisions
@@ -33,6 +34,7 @@ from asyncrl.manager.messages import DroppedRollout, FinishedRollout, ReceivedRo
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.plugins.datasets.queue.order import DataOrder
+from tests.trajectory_frames import taken_apart
 
 ORDER = DataOrder(9, 0)
 
@@ -91,32 +93,32 @@ async def test_what_the_consumer_will_never_take_is_refused_for_good(received: R
     assert (received.puller.counters.malformed, received.puller.counters.received) == (1, 1)
 
 
-def forged_header(change: Any) -> list[bytes]:
+def forged_header(change: Any) -> list[Frame]:
     """A sound message whose header is changed."""
-    header, payload = (bytes(frame) for frame in encode_trajectories([trajectory("forged")]))
-    content = msgspec.msgpack.decode(header)
-    change(content)
-    return [msgspec.msgpack.encode(content), payload]
+    message = taken_apart([trajectory("forged")])
+    change(message.header)
+    return message.frames()
 
 
-def forged_array(name: str, index: int, value: float) -> list[bytes]:
-    """A sound message with one value of an array replaced."""
-    header, payload = (bytes(frame) for frame in encode_trajectories([trajectory("forged")]))
-    changed, offset = bytearray(payload), 0
-    for spec in msgspec.msgpack.decode(header)["arrays"]:
-        dtype, count = np.dtype(spec["dtype"]), math.prod(spec["shape"])
-        if spec["name"] == name:
-            np.frombuffer(changed, dtype, count, offset)[index] = value
-        offset += -(-count * dtype.itemsize // 8) * 8
-    return [header, bytes(changed)]
+def forged_array(name: str, index: int, value: float) -> list[Frame]:
+    """A sound message with one value of a column replaced."""
+    message = taken_apart([trajectory("forged")])
+    message.columns[0][name][index] = value
+    return message.frames()
+
+
+def forged_size(name: str, size: int) -> list[Frame]:
+    """A sound message in which a column has another size than its part of the payload."""
+    message = taken_apart([trajectory("forged")])
+    return message.frames([[size if each == name else len(own) for each, own in message.columns[0].items()]])
 
 
 def entry(content: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = content["meta"][0]
+    found: dict[str, Any] = content["trajectories"][0]
     return found
 
 
-FORGED: dict[str, Callable[[], list[bytes]]] = {
+FORGED: dict[str, Callable[[], list[Frame]]] = {
     "NaN log-probability": lambda: forged_array("behave_logprobs", 1, math.nan),
     "infinite reward": lambda: forged_array("rewards", 0, math.inf),
     "negative token": lambda: forged_array("tokens", 2, -7),
@@ -125,14 +127,14 @@ FORGED: dict[str, Callable[[], list[bytes]]] = {
     "longer than its tokens": lambda: forged_array("lengths", 0, 5),
     "length that overflows": lambda: forged_array("lengths", 0, (1 << 63) - 1),
     "negative length": lambda: forged_array("lengths", 0, -4),
-    "more samples than there are": lambda: forged_array("sizes", 0, 2),
-    "a prompt that is not there": lambda: forged_array("prompt_lengths", 0, 1),
+    "more samples than there are": lambda: forged_size("lengths", 2),
+    "a prompt that is not there": lambda: forged_size("prompts", 1),
     "negative episode": lambda: forged_array("episodes", 0, -1),
     "NaN reward of a turn": lambda: forged_array("token_rewards", 1, math.nan),
     "infinite reward of a turn": lambda: forged_array("token_rewards", 1, -math.inf),
     "rewarded prompt": lambda: forged_array("token_rewards", 0, 1.0),
-    "rewards of turns that are not there": lambda: forged_array("token_rewards_sizes", 0, 0),
-    "rewards of turns of half of the tokens": lambda: forged_array("token_rewards_sizes", 0, 1),
+    "rewards of turns that are not there": lambda: forged_size("token_rewards", 0),
+    "rewards of turns of half of the tokens": lambda: forged_size("token_rewards", 1),
     "NaN reward part": lambda: forged_header(lambda content: entry(content)["reward_parts"].update(x=[math.nan])),
     "infinite metric": lambda: forged_header(lambda content: entry(content)["sample_metrics"].update(x=[math.inf])),
     "a reward part too many": lambda: forged_header(
@@ -146,9 +148,9 @@ FORGED: dict[str, Callable[[], list[bytes]]] = {
     "order of a wrong type": lambda: forged_header(lambda content: entry(content).update(order="0")),
     "NaN metric": lambda: forged_header(lambda content: entry(content).update(metrics={"m": math.nan})),
     "another protocol": lambda: forged_header(lambda content: content.update(protocol=1)),
-    "another kind": lambda: forged_header(lambda content: content.update(kind="trajectory")),
-    "an entry too many": lambda: forged_header(lambda content: content["meta"].append(content["meta"][0])),
-    "an array too few": lambda: forged_header(lambda content: content["arrays"].pop()),
+    "another magic": lambda: forged_header(lambda content: content.update(magic="other")),
+    "an entry too many": lambda: forged_header(lambda content: content["trajectories"].append(entry(content))),
+    "no payload": lambda: forged_header(lambda content: None)[:1],
 }
 
 

@@ -18,8 +18,8 @@ import zmq
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import FileResolver
 from asyncrl.comm.request_reply import PeerGone, RequestClient, RequestServer, messages
-from asyncrl.comm.request_reply.shared_socket import DESCRIPTORS_PER_CONNECTION, CallRouter
 from asyncrl.comm.security.run_secret import RunSecret, SocketSecurity
+from asyncrl.comm.sockets import DESCRIPTORS_PER_CONNECTION, PeerRouter
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.graph.builtin import grpo
 from asyncrl.master.peers.connections import (
@@ -128,7 +128,7 @@ class Registered:
 
 async def test_clients_of_a_kind_reach_each_of_its_workers_and_one_that_leaves_takes_no_other_along() -> None:
     with rollout_worker([0], 5) as first, rollout_worker([1], 5) as second:
-        router = CallRouter(None)
+        router = PeerRouter(None)
         clients = await connect(Registered([first.endpoint, second.endpoint]), names.ROLLOUT_WORKER, 2, router)
         assert (await evaluate(clients, "hard", 5, LIMIT_S)).answers == tuple(map(answered, (0, 1)))
         clients[0].close()
@@ -137,7 +137,7 @@ async def test_clients_of_a_kind_reach_each_of_its_workers_and_one_that_leaves_t
 
 
 async def test_a_peer_that_dies_ends_its_own_calls_alone_and_at_its_address_another_is_found() -> None:
-    router = CallRouter(None)
+    router = PeerRouter(None)
     dies, lives = Holding(ELSEWHERE), Holding("127.0.0.1")
     first, second = (RequestClient(each.server.endpoint, None, router=router) for each in (dies, lives))
     calls = [asyncio.ensure_future(each.call(Evaluate("x", 0), timeout_s=60.0)) for each in (first, second)]
@@ -166,7 +166,7 @@ async def test_a_peer_that_dies_ends_its_own_calls_alone_and_at_its_address_anot
 
 
 async def test_calls_that_are_not_sent_wait_for_a_peer_to_come_and_those_given_up_are_never_sent() -> None:
-    router, context = CallRouter(None), zmq.Context()
+    router, context = PeerRouter(None), zmq.Context()
     late, taken = context.socket(zmq.ROUTER), socket.socket()
     taken.bind((ELSEWHERE, 0))  # and does not listen
     address = f"tcp://{ELSEWHERE}:{taken.getsockname()[1]}"
@@ -189,7 +189,7 @@ async def test_calls_that_are_not_sent_wait_for_a_peer_to_come_and_those_given_u
 
 
 async def test_one_address_has_one_client_of_a_router_and_all_have_its_keys(tmp_path: Path) -> None:
-    router, secret = CallRouter(None), RunSecret.create(tmp_path / "secret").sockets()
+    router, secret = PeerRouter(None), RunSecret.create(tmp_path / "secret").sockets()
     with rollout_worker([0], 5) as worker:
         client = RequestClient(worker.endpoint, None, router=router)
         with pytest.raises(ValueError, match=r"has a connection: close it first"):
@@ -242,7 +242,7 @@ async def test_an_evaluation_whose_worker_dies_is_asked_of_its_successor(tmp_pat
     key = names.worker_key(names.ROLLOUT_WORKER, 0)
     dies = RequestServer("127.0.0.1", None, immediate={Evaluate: never})
     with FileResolver(str(tmp_path)) as resolver, rollout_worker([1], 5) as successor:
-        router = CallRouter(None)
+        router = PeerRouter(None)
         worker = ReplaceableWorker(resolver, key, names.WorkerAddress(dies.endpoint, 1).encode(), router)
         evaluation = asyncio.create_task(evaluate([worker], "hard", 5, LIMIT_S))
         await asked.wait()

@@ -41,10 +41,9 @@ from asyncrl.comm.http.calls import HttpMalformed, decoded_reply
 from asyncrl.comm.http.server import Refused
 from asyncrl.comm.name_resolve.errors import NameResolveError
 from asyncrl.comm.name_resolve.file import FileResolver
-from asyncrl.comm.push_pull import messages as push_pull
+from asyncrl.comm.push_pull import puller as push_pull
 from asyncrl.comm.request_reply import messages as request_reply
-from asyncrl.comm.trajectory_codec import decode_each, decode_trajectories, encode_trajectories
-from asyncrl.comm.trajectory_codec.array_messages import CodecError
+from asyncrl.comm.trajectory_codec import CodecError, decode_each, decode_trajectories, encode_trajectories
 from asyncrl.inference import messages as serving
 from asyncrl.inference.embedded.engine_io import RequestError
 from asyncrl.inference.embedded.serving import requests as embedded

@@ -69,6 +69,11 @@ class Outbox(Generic[T]):
         return [entry.label for entry in self._entries.values()]
 
     @property
+    def contents(self) -> list[T]:
+        """Contents of the unacknowledged entries, oldest first."""
+        return [entry.content for entry in self._entries.values()]
+
+    @property
     def peers(self) -> list[str]:
         """The peers in use."""
         return list(self._in_flight_at)

@@ -1,32 +1,85 @@
-"""The receiving end of push-pull: a background thread, so that the process may compute in its main thread."""
+"""The receiving end of push-pull, and its messages. A background thread receives, so that the process may compute in
+its main thread.
+
+    pusher ─▶ puller    [ Numbers, header, payload ]    trajectories of `trajectory_codec` and their numbers
+    puller ─▶ pusher    [ Accepted | Refused ]
+
+Each pusher numbers its trajectories. Those pushed at about the same time share a message of up to BATCH_TRAJECTORIES
+and BATCH_BYTES, because most of the cost of a small trajectory is per message. A message of more than BATCH_BYTES holds
+a single trajectory, so that a refusal for size affects no other.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import socket as os_socket
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated, TypeAlias
 
+import msgspec
 import zmq
 
 from asyncrl.api.trajectory import Trajectory
 from asyncrl.comm.ended_rollouts.recent_ids import AT_LEAST, RecentIds
-from asyncrl.comm.push_pull import messages
 from asyncrl.comm.security.peer_gate import SourceLog
 from asyncrl.comm.security.run_secret import SocketSecurity
-from asyncrl.comm.sockets import Context, bind, peer_address, receive, send
-from asyncrl.comm.trajectory_codec import decode_each
-from asyncrl.comm.trajectory_codec.array_messages import CodecError
+from asyncrl.comm.sockets import Frame, SocketThread, peer_address
+from asyncrl.comm.trajectory_codec import CodecError, decode_each, decode_typed
+from asyncrl.comm.typed import msgpack_decoder
 
 _log = logging.getLogger(__name__)
 
+BATCH_BYTES = 1 << 20  # of arrays in one message: above this size the cost per message is negligible
+BATCH_TRAJECTORIES = 64  # in one message: a quarter of what a pusher holds by default, so that both ends have work
+MAX_REASON = 500  # characters of a refusal's reason
+DEFAULT_MAX_BYTES = 256 << 20
+"""Limit of one trajectory in bytes: 20 million tokens."""
 _SOCKET_HIGH_WATER = 16  # batches in libzmq's own buffer per pusher
 _REPLIES_HIGH_WATER = 100_000  # acknowledgements: more than any pusher has trajectories in flight, some 10 bytes each
-_MESSAGES_PER_TURN = 64  # read before the next check whether the puller was closed
-_CLOSE_LINGER_MS = 500  # for the acknowledgements of what was accepted just before `close`
+
+Numbers: TypeAlias = Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(min_length=1)]
+
+
+class Accepted(msgspec.Struct, tag="accepted", frozen=True):
+    """The trajectories with these numbers were accepted. Duplicates get this reply again."""
+
+    numbers: Numbers
+
+
+class Refused(msgspec.Struct, tag="refused", frozen=True):
+    """The trajectories with these numbers are invalid and must not be sent again."""
+
+    numbers: Numbers
+    reason: str
+
+
+Reply: TypeAlias = Accepted | Refused
+_NUMBERS = msgpack_decoder(Numbers)
+_REPLY: msgspec.msgpack.Decoder[Reply] = msgpack_decoder(Reply)
+
+
+def encode(message: list[int] | Reply) -> bytes:
+    """Return the frame of numbers or of a reply."""
+    return msgspec.msgpack.encode(message)
+
+
+def decode_numbers(frame: Frame) -> list[int]:
+    """Return the numbers in the first frame of a pusher's message.
+
+    Raises:
+        CodecError: the frame is malformed.
+    """
+    return decode_typed(_NUMBERS, frame, "numbers of trajectories")
+
+
+def decode_reply(frame: Frame) -> Reply:
+    """Decode a puller's reply.
+
+    Raises:
+        CodecError: it is not a puller's reply.
+    """
+    return decode_typed(_REPLY, frame, "reply")
 
 
 @dataclass(slots=True)
@@ -71,7 +124,7 @@ class Deliveries:
         self.counters = PullerCounters()
         self._log = SourceLog("trajectory")
 
-    def take(self, frames: list[zmq.Frame], reply: Callable[[messages.Reply], None]) -> None:
+    def take(self, frames: list[zmq.Frame], reply: Callable[[Reply], None]) -> None:
         """Decode and deliver one message, which holds one or more trajectories.
 
         Args:
@@ -80,7 +133,7 @@ class Deliveries:
         """
         numbers: list[int] = []
         try:
-            numbers = messages.decode_numbers(frames[0].buffer)
+            numbers = decode_numbers(frames[0].buffer)
             decoded = decode_each([frame.buffer for frame in frames[1:]], max_bytes=self._max_bytes)
             if len(decoded) != len(numbers):
                 raise CodecError(f"message has {len(numbers)} numbers for {len(decoded)} trajectories")
@@ -100,7 +153,7 @@ class Deliveries:
                     self._refuse(frames, [number], error, reply)
         finally:
             if accepted:
-                reply(messages.Accepted(accepted))
+                reply(Accepted(accepted))
 
     def _accept(self, trajectory: Trajectory) -> bool:
         """Deliver the trajectory unless it is a duplicate; return True if it must be acknowledged.
@@ -128,13 +181,13 @@ class Deliveries:
         frames: list[zmq.Frame],
         numbers: list[int],
         error: CodecError | InvalidTrajectory,
-        reply: Callable[[messages.Reply], None],
+        reply: Callable[[Reply], None],
     ) -> None:
         """Count and log malformed trajectories; the reply makes their sender drop them."""
         self.counters.malformed += 1
         self._log.note(peer_address(frames), str(error))
         if numbers:
-            reply(messages.Refused(numbers, str(error)[: messages.MAX_REASON]))
+            reply(Refused(numbers, str(error)[:MAX_REASON]))
 
 
 class TrajectoryPuller:
@@ -159,70 +212,44 @@ class TrajectoryPuller:
         security: SocketSecurity | None,
         *,
         on_message: Callable[[Trajectory], None],
-        max_bytes: int = messages.DEFAULT_MAX_BYTES,
+        max_bytes: int = DEFAULT_MAX_BYTES,
         remembered: int = AT_LEAST,
         accepted: Iterable[str] = (),
     ) -> None:
-        if max_bytes < 2 * messages.BATCH_BYTES:
+        if max_bytes < 2 * BATCH_BYTES:
             raise ValueError(
                 f"max_bytes={max_bytes} is less than a message of small trajectories needs: use at least "
-                f"{2 * messages.BATCH_BYTES}"
+                f"{2 * BATCH_BYTES}"
             )
         self._deliveries = Deliveries(on_message, max_bytes, remembered, accepted)
-        self._closing = threading.Event()
-        self._waker, self._wakened = os_socket.socketpair()
-        self._context = Context()
         # A message of up to twice the limit is read, counted and refused. For a larger one libzmq ends the connection.
-        self._socket, self.endpoint, self._gate = bind(
-            self._context,
+        self._io = SocketThread(
             bind_host,
             security,
+            self._on_message,
+            name="trajectory-puller",
             requests_high_water=_SOCKET_HIGH_WATER,
             replies_high_water=_REPLIES_HIGH_WATER,
             max_frame_bytes=2 * max_bytes,
         )
-        self._thread = threading.Thread(target=self._run, name="trajectory-puller", daemon=True)
-        self._thread.start()
+        self.endpoint = self._io.endpoint
+        self._io.start()
 
     @property
     def counters(self) -> PullerCounters:
         """Return the counts so far."""
         counters = self._deliveries.counters
-        counters.unauthenticated = self._gate.refused
+        counters.unauthenticated = self._io.unauthenticated
         return counters
 
     def close(self) -> None:
         """Stop receiving. Accepted trajectories are acknowledged; the others stay with their senders."""
-        self._closing.set()
-        with contextlib.suppress(OSError):  # closed before
-            self._waker.send(b"w")
-        self._thread.join()
+        self._io.close()
 
-    def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wakened, zmq.POLLIN)
-        try:
-            while not self._closing.is_set():
-                poller.poll()
-                self._read()
-        finally:
-            self._socket.close(linger=_CLOSE_LINGER_MS)
-            self._context.term()
-            self._waker.close()
-            self._wakened.close()
+    def _on_message(self, frames: list[zmq.Frame]) -> None:
+        """Deliver one message and answer it at once: the sender prepares the next one while this end decodes."""
+        sender, *message = frames
+        self._deliveries.take(message, partial(self._reply, sender.bytes))
 
-    def _read(self) -> None:
-        """Read the messages that have arrived.
-
-        Each message is acknowledged separately: the sender prepares the next one while this end decodes.
-        """
-        for _ in range(_MESSAGES_PER_TURN):
-            if (frames := receive(self._socket)) is None:
-                return
-            sender, *message = frames
-            self._deliveries.take(message, partial(self._reply, sender.bytes))
-
-    def _reply(self, sender: bytes, reply: messages.Reply) -> None:
-        if not send(self._socket, [sender, messages.encode(reply)]):
-            _log.debug("a sender accepts no acknowledgement now; it will send again and be answered then")
+    def _reply(self, sender: bytes, reply: Reply) -> None:
+        self._io.send([sender, encode(reply)])

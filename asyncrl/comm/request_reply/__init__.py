@@ -1,8 +1,8 @@
 """Calls from one process to another, for example from the master to its workers.
 
 A client holds one connection to one server and may have many calls outstanding; requests arrive in the order of the
-calls. The connections of many clients may share one socket (`shared_socket.py`). The server's I/O runs in a separate
-thread (`io_thread.py`), and its handlers are of two kinds:
+calls. The connections of many clients may share one socket (`PeerRouter`). The server's I/O runs in a separate thread,
+and its handlers are of two kinds:
 
 - `immediate`: an async function on the I/O thread's loop. It answers while the main thread computes (heartbeats,
   metadata), and it may wait (long polls). Immediate calls start in order of arrival and may end in any order.

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 from asyncrl.comm.request_reply import messages
 from asyncrl.comm.request_reply.messages import Failure, MessageError, R, Reply, Request
-from asyncrl.comm.request_reply.shared_socket import CallRouter
 from asyncrl.comm.security.peer_gate import SourceLog
 from asyncrl.comm.security.run_secret import SocketSecurity
+from asyncrl.comm.sockets import PeerRouter
 from asyncrl.comm.waits import running_time
 
 
@@ -73,7 +73,7 @@ class RequestClient:
         *,
         name: str | None = None,
         max_bytes: int = messages.DEFAULT_MAX_BYTES,
-        router: CallRouter | None = None,
+        router: PeerRouter | None = None,
     ) -> None:
         self._peer = f"{name} ({address})" if name else address
         self._max_bytes = max_bytes
@@ -86,10 +86,10 @@ class RequestClient:
             raise ValueError(f"the router to {self._peer} has other keys than this client: give both the run's")
         self._own_router = None
         if router is None:
-            router = self._own_router = CallRouter(security)
+            router = self._own_router = PeerRouter(security)
         try:
-            self._connection = router.connect(
-                address, on_connected=self._flush, on_message=self._on_message, on_lost=self._on_lost
+            self._link = router.connect(
+                address, on_writable=self._flush, on_message=self._on_message, on_lost=self._on_lost
             )
         except ValueError:
             if self._own_router is not None:
@@ -128,12 +128,12 @@ class RequestClient:
         if not self._closed:
             self._closed = True
             self._fail_all("the client was closed")
-            self._connection.close()
+            self._link.close()
             if self._own_router is not None:
                 self._own_router.close()
 
     def _flush(self) -> None:
-        while self._unsent and self._connection.send(self._unsent[0][1]):
+        while self._unsent and self._link.send(self._unsent[0][1]):
             self._unsent.popleft()
 
     def _on_lost(self) -> None:

@@ -12,14 +12,14 @@ from typing import Any, TypeAlias
 import zmq
 
 from asyncrl.comm.request_reply import messages
-from asyncrl.comm.request_reply.io_thread import IoThread
 from asyncrl.comm.request_reply.messages import Failure, MessageError, Reply, Request
 from asyncrl.comm.security.peer_gate import SourceLog
 from asyncrl.comm.security.run_secret import SocketSecurity
-from asyncrl.comm.sockets import peer_address
+from asyncrl.comm.sockets import SocketThread, peer_address
 
 _log = logging.getLogger(__name__)
 
+_SOCKET_HIGH_WATER = 1000  # requests, and replies, in libzmq's own buffer per client
 ImmediateHandler: TypeAlias = Callable[[Any], Awaitable[Reply]]
 QueuedHandler: TypeAlias = Callable[[Any], Reply]
 """A function from a request of the registered type to that type's reply."""
@@ -79,7 +79,15 @@ class RequestServer:
         self._max_bytes = max_bytes
         self._log = SourceLog("request")
         self.malformed = 0
-        self._io = IoThread(bind_host, security, self._on_request, max_frame_bytes=2 * max_bytes)
+        self._io = SocketThread(
+            bind_host,
+            security,
+            self._on_request,
+            name="request-server",
+            requests_high_water=_SOCKET_HIGH_WATER,
+            replies_high_water=_SOCKET_HIGH_WATER,
+            max_frame_bytes=2 * max_bytes,
+        )
         self._io.start()
 
     @property

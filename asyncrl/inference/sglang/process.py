@@ -23,12 +23,13 @@ from typing import Final
 import psutil
 
 from asyncrl.inference.sglang import reaper
+from asyncrl.runtime import supervisor
 
 LAST_LINES: Final = 60  # enough for two schedulers that fail at once, each with a traceback
 _ERROR: Final = re.compile(r"\b\w*Error\b")
 _MAX_LINE_BYTES: Final = 1 << 20  # SGLang logs its 500 settings as one line
 _LOG_DRAIN_S: Final = 0.5
-_STOP_MARGIN_S: Final = 8.0  # extra time for the reaper after the command's grace period
+_STOP_MARGIN_S: Final = supervisor.GONE_LIMIT_S + 2.0  # for the reaper, after the command's grace period
 
 
 class ForwardedOutput:
@@ -129,9 +130,8 @@ class ProcessTree:
         assert self._process is not None, "not started"
         assert self._process.stdin is not None
         self.output.first_error = ""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            segments = reaper.shared_memory(psutil.Process(self._process.pid))
-            self._process.stdin.write(b"".join(os.fsencode(segment) + b"\n" for segment in segments))
+        segments = reaper.shared_memory(self._process.pid)
+        self._process.stdin.write(b"".join(os.fsencode(segment) + b"\n" for segment in segments))
         loop = asyncio.get_running_loop()
         watched = [p for p in self._descendants() if _title(p).startswith(title_prefix)]
         for process in watched:

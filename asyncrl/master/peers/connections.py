@@ -15,7 +15,7 @@ from asyncrl.comm.name_resolve.errors import NameEntryNotFound
 from asyncrl.comm.request_reply import PeerGone, RequestClient
 from asyncrl.comm.request_reply.client import RequestTimeout
 from asyncrl.comm.request_reply.messages import R, Request
-from asyncrl.comm.request_reply.shared_socket import DESCRIPTORS_PER_CONNECTION, CallRouter
+from asyncrl.comm.sockets import DESCRIPTORS_PER_CONNECTION, PeerRouter
 from asyncrl.comm.waits.limits import ASK_S, LOOK_S
 from asyncrl.comm.waits.running_time import running_wait
 from asyncrl.rollout.messages import Evaluate, EvaluationResult, StillThere
@@ -50,13 +50,13 @@ class ReplaceableWorker:
         resolver: NameResolver,
         key: str,
         registered: str,
-        router: CallRouter,
+        router: PeerRouter,
     ) -> None:
         self._resolver, self._key, self._router = resolver, key, router
         self._follow(registered)
 
     @classmethod
-    async def connect(cls, worker: AsyncWorker, kind: str, index: int, router: CallRouter) -> Self:
+    async def connect(cls, worker: AsyncWorker, kind: str, index: int, router: PeerRouter) -> Self:
         """Return the worker `index` of `kind`, once it has registered.
 
         Raises:
@@ -110,7 +110,7 @@ class ReplaceableWorker:
             await asyncio.sleep(LOOK_S)
 
 
-async def connect(worker: AsyncWorker, kind: str, count: int, router: CallRouter) -> list[RequestClient]:
+async def connect(worker: AsyncWorker, kind: str, count: int, router: PeerRouter) -> list[RequestClient]:
     """Return clients of the `count` workers of `kind`, by index, once all have registered. They share `router`.
 
     Raises:
@@ -125,14 +125,14 @@ async def connect(worker: AsyncWorker, kind: str, count: int, router: CallRouter
     ]
 
 
-def router_of_peers(worker: AsyncWorker, peers: int) -> CallRouter:
+def router_of_peers(worker: AsyncWorker, peers: int) -> PeerRouter:
     """Return a router for the clients of `peers` processes; this process's limit of open files is raised for it.
 
     Raises:
         OSError: the limit cannot be raised far enough.
     """
     allow_connections(DESCRIPTORS_PER_CONNECTION * peers, f"{peers} other processes")
-    return CallRouter(worker.security)
+    return PeerRouter(worker.security)
 
 
 class NothingEvaluated(RuntimeError):

@@ -1,6 +1,6 @@
 """Find and kill trees of processes, so that none outlives the launch it belongs to.
 
-Orphans are adopted on Linux only.
+`asyncrl.runtime.supervisor` finds and kills; that is specific to Linux.
 """
 
 from __future__ import annotations
@@ -11,11 +11,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
-
 from asyncrl.runtime import supervisor
 
-_SHARED_MEMORY_KEEPER = "torch_shm_manag"  # the kernel keeps 15 characters of a name
 LAUNCH_VARIABLE = "ASYNCRL_LAUNCH"
 """Environment variable with which every process of a launch, and all that they start, are marked."""
 _LEFTOVERS_LIMIT_S = 10.0
@@ -44,20 +41,14 @@ def mark_of(launch: str) -> dict[str, str]:
 def kill_descendants(pid: int, *, wait_s: float = 0.0) -> None:
     """Kill everything that process `pid` started, directly or not, and wait up to `wait_s` until it is gone.
 
-    Processes that `pid` does not reap stay zombies as long as `pid` lives. Torch's shared-memory manager is not killed:
-    it frees the memory of the others and ends by itself.
+    Processes that `pid` does not reap stay zombies as long as `pid` lives. Those that free what others leave behind
+    (`supervisor.descendants`) are not killed: they end by themselves.
     """
-    try:
-        descendants = psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return
-    for process in descendants:
-        try:
-            if process.status() != psutil.STATUS_ZOMBIE and not process.name().startswith(_SHARED_MEMORY_KEEPER):
-                process.kill()
-        except psutil.NoSuchProcess:
-            continue
-    psutil.wait_procs(descendants, timeout=wait_s)
+    deadline = time.monotonic() + wait_s
+    for process in (killed := supervisor.descendants(pid, spare_cleaners=True)):
+        supervisor.kill(process)
+    while time.monotonic() < deadline and not set(killed).isdisjoint(supervisor.descendants(pid)):
+        time.sleep(_POLL_S)
 
 
 def end_launch(launch: str) -> list[int]:

@@ -12,16 +12,17 @@ from __future__ import annotations
 import math
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
+from operator import itemgetter
 
 import numpy as np
 
 from asyncrl.api.trajectory import SampleColumns, SharedPrompt, Trajectory
 from asyncrl.trainer.batches.prefix_tree import distinct_tokens
 from asyncrl.trainer.messages import PolledBuffer, RolloutRecord
-from asyncrl.trainer.trajectories.arrival_log import ArrivalLog
 from asyncrl.trainer.trajectories.inbox_store import InboxStore
 from asyncrl.trainer.trajectories.scored import Scores, attach
 
@@ -42,6 +43,32 @@ class _Held:
     def bytes(self) -> int:
         """Bytes in memory, of tokens and scores."""
         return (0 if self.trajectory is None else bytes_of(self.trajectory)) + _bytes_of_arrays(self.scores)
+
+
+class ArrivalLog:
+    """Records of rollouts that the master has not acknowledged, under rising numbers. For one thread, or under a lock.
+
+    Each poll carries the cursor of the last reply that the caller has processed. Records up to the cursor are
+    forgotten, and all later ones are sent (again). So a lost reply costs nothing.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[int, RolloutRecord]] = []
+        self._last = 0
+
+    def add(self, record: RolloutRecord) -> None:
+        """Report `record` under the next number."""
+        self._last += 1
+        self._entries.append((self._last, record))
+
+    def count_after(self, cursor: int) -> int:
+        """Return the number of records that a poll at `cursor` would return."""
+        return len(self._entries) - bisect_right(self._entries, cursor, key=itemgetter(0))
+
+    def poll(self, cursor: int) -> PolledBuffer:
+        """Forget the records up to `cursor`; return all later ones."""
+        self._entries = [entry for entry in self._entries if entry[0] > cursor]
+        return PolledBuffer(self._last, tuple(record for _, record in self._entries))
 
 
 class Inbox:

@@ -19,8 +19,7 @@ from asyncrl.algorithms.filters import zero_variance
 from asyncrl.algorithms.inputs import AdvantageInputs
 from asyncrl.algorithms.shaping import overlong
 from asyncrl.api.trajectory import MAX_GROUPS, Sample, Trajectory
-from asyncrl.comm.trajectory_codec import decode_trajectories, encode_trajectories
-from asyncrl.comm.trajectory_codec.array_messages import CodecError
+from asyncrl.comm.trajectory_codec import CodecError, decode_trajectories, encode_trajectories
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observe.samples import rows_of, trajectories
 from asyncrl.rollout.episode import GroupRules, metrics_of

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.api.trajectory import Sample, Trajectory
-from asyncrl.comm.push_pull.messages import BATCH_BYTES, BATCH_TRAJECTORIES, Batch
 from asyncrl.comm.push_pull.outbox import OutboxEntry
+from asyncrl.comm.push_pull.puller import BATCH_BYTES, BATCH_TRAJECTORIES
+from asyncrl.comm.push_pull.pusher import Batch, Push
 from asyncrl.comm.trajectory_codec import prepare
 
 ONE = prepare(
@@ -35,11 +38,12 @@ def sizes_of(*sizes: int) -> list[list[int]]:
     """The sizes in each message."""
     batches = [Batch()]
     for seq, nbytes in enumerate(sizes):
-        entry = OutboxEntry(seq, f"rollout-{seq}", replace(ONE, nbytes=nbytes))
+        push = Push("rollout", replace(ONE, nbytes=nbytes), math.inf, cast(Any, None))
+        entry = OutboxEntry(seq, f"rollout-{seq}", push)
         if not batches[-1].add(entry):
             batches.append(Batch())
             assert batches[-1].add(entry)
-    return [[each.content.nbytes for each in batch.entries] for batch in batches]
+    return [[each.content.prepared.nbytes for each in batch.entries] for batch in batches]
 
 
 def test_small_ones_share_a_message_up_to_its_number() -> None:

@@ -6,8 +6,8 @@ import numpy as np
 import zmq
 
 from asyncrl.api import Sample, Trajectory
-from asyncrl.comm.push_pull import InvalidTrajectory, messages
-from asyncrl.comm.push_pull.puller import Deliveries
+from asyncrl.comm.push_pull import InvalidTrajectory
+from asyncrl.comm.push_pull.puller import Accepted, Deliveries, Refused, Reply, encode
 from asyncrl.comm.sockets import Frame
 from asyncrl.comm.trajectory_codec import encode_trajectories
 
@@ -16,7 +16,7 @@ def message(numbers: list[int], *names: str) -> list[zmq.Frame]:
     tokens = np.arange(3, dtype=np.int32)
     sample = Sample(tokens, np.ones(3, np.uint8), np.zeros(3, np.float32), tokens, 1.0)
     sent = encode_trajectories([Trajectory(name, "prompt", 0, (sample,)) for name in names])
-    frames: list[Frame] = [messages.encode(numbers), *sent]
+    frames: list[Frame] = [encode(numbers), *sent]
     return [zmq.Frame(bytes(frame)) for frame in frames]
 
 
@@ -31,9 +31,9 @@ def test_accepted_ones_and_duplicates_are_acknowledged_together_after_the_refusa
         taken.append(trajectory.rollout_id)
 
     deliveries = Deliveries(consume, 1 << 20, 100)
-    replies: list[messages.Reply] = []
+    replies: list[Reply] = []
     deliveries.take(message([3, 4, 5, 6, 7], "a", "bad", "later", "b", "a"), replies.append)
-    assert replies == [messages.Refused([4], "a reward is missing"), messages.Accepted([3, 6, 7])]
+    assert replies == [Refused([4], "a reward is missing"), Accepted([3, 6, 7])]
     assert taken == ["a", "b"]
     deliveries.take(message([5], "later"), replies.append)
     counters = deliveries.counters
@@ -43,9 +43,9 @@ def test_accepted_ones_and_duplicates_are_acknowledged_together_after_the_refusa
 
 def test_a_message_with_numbers_for_other_trajectories_is_refused_whole() -> None:
     deliveries = Deliveries(lambda trajectory: None, 1 << 20, 100)
-    replies: list[messages.Reply] = []
+    replies: list[Reply] = []
     deliveries.take(message([1, 2, 3], "a"), replies.append)
-    assert replies == [messages.Refused([1, 2, 3], "message has 3 numbers for 1 trajectories")]
+    assert replies == [Refused([1, 2, 3], "message has 3 numbers for 1 trajectories")]
     deliveries.take([zmq.Frame(b"no numbers")], replies.append)
     assert len(replies) == 1, "a message without numbers has no answer"
     assert deliveries.counters.malformed == 2

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from dataclasses import dataclass
-from typing import Any
+import re
 
 import msgspec
 import numpy as np
@@ -13,18 +12,21 @@ from hypothesis import strategies as st
 
 from asyncrl.api import Sample, Trajectory
 from asyncrl.api.trajectory import SharedPrompt
-from asyncrl.comm.sockets import Frame
 from asyncrl.comm.trajectory_codec import (
+    COLUMNS,
+    MAGIC,
+    PROTOCOL_VERSION,
+    CodecError,
     decode_each,
     decode_trajectories,
     encode_trajectories,
     prepare,
 )
-from asyncrl.comm.trajectory_codec.array_messages import CodecError, Column, Header, decode_as, encode_joined
-from asyncrl.comm.trajectory_codec.message_layout import DTYPES, PAIRS
 from tests import every_field
 from tests.examples import examples
+from tests.trajectory_frames import Message, taken_apart
 
+SAMPLE_BYTES = 8 + 8 + 1 + 4  # its length, its reward, whether it is truncated, its episode
 TOKEN_COLUMNS = ("tokens", "loss_mask", "behave_logprobs", "versions")
 
 
@@ -150,7 +152,6 @@ def test_a_prompt_crosses_the_wire_once_as_tokens_alone() -> None:
 
 def test_each_rollout_of_a_message_has_a_prompt_of_its_own() -> None:
     sent = [with_prompt(40, [3, 5], 1), with_prompt(0, [4], 2), with_prompt(40, [6, 7, 8], 3)]
-    assert len(encode_trajectories(sent)[1]) < sum(len(encode_trajectories([each])[1]) for each in sent)
     for arrived, original in zip(roundtrip(*sent), sent, strict=True):
         assert_same(arrived, original)
 
@@ -170,7 +171,7 @@ def test_a_prompt_is_shared_up_to_the_first_difference(field: str, value: float,
     (arrived,) = roundtrip(partly)
     assert_same(arrived, partly)
     assert np.signbit(arrived.samples[sample].behave_logprobs[60]) == (field == "behave_logprobs")
-    assert prepare(partly).nbytes == 60 * 4 + (3 * 40 + 5 + 6 + 7) * 13
+    assert prepare(partly).nbytes == 60 * 4 + (3 * 40 + 5 + 6 + 7) * 13 + 3 * SAMPLE_BYTES
 
 
 def test_a_sample_may_be_all_prompt() -> None:
@@ -179,7 +180,9 @@ def test_a_sample_may_be_all_prompt() -> None:
     for samples in ((*whole.samples, alone), (alone,), (alone, *whole.samples)):
         trajectory = dataclasses.replace(whole, samples=samples)
         assert_same(roundtrip(trajectory)[0], trajectory)
-        assert len(prepare(trajectory).samples.prompt) == 20
+        (arrived,) = roundtrip(trajectory)
+        assert isinstance(arrived.samples, SharedPrompt)
+        assert len(arrived.samples.prompt) == 20
 
 
 groups = st.tuples(st.integers(0, 40), st.lists(st.integers(1, 20), min_size=1, max_size=5), st.integers(0, 2**32))
@@ -211,7 +214,14 @@ def test_decoded_samples_are_views_into_the_message() -> None:
         for sample in trajectory.samples:
             for array in (sample.tokens, sample.loss_mask, sample.behave_logprobs, sample.versions):
                 assert np.shares_memory(array, payload)
+                assert array.flags.aligned
                 assert not array.flags.writeable
+
+
+def test_views_of_a_writable_buffer_are_read_only_too() -> None:
+    (trajectory,) = decode_trajectories([bytearray(frame) for frame in encode_trajectories([make_trajectory([3])])])
+    with pytest.raises(ValueError, match="read-only"):
+        trajectory.columns.tokens[0] = 7
 
 
 def test_a_decoded_prompt_is_held_once_until_samples_are_asked_for() -> None:
@@ -241,10 +251,6 @@ def test_what_was_decoded_can_be_sent_on() -> None:
     sent = make_trajectory([5, 6])
     (passed_on,) = roundtrip(*roundtrip(sent))
     assert_same(passed_on, sent)
-
-
-def test_the_number_of_arrays_does_not_depend_on_the_number_of_trajectories_or_samples() -> None:
-    assert encoded(*[[4] * 50] * 10).arrays.keys() == encoded([4]).arrays.keys()
 
 
 def test_wider_integers_and_floats_are_taken_where_they_fit() -> None:
@@ -338,33 +344,23 @@ def test_trajectories_over_the_limit_are_refused_at_both_ends() -> None:
         decode_trajectories(encode_trajectories([trajectory]), max_bytes=500)
 
 
-_ANY = msgspec.msgpack.Decoder(Header[Any])
-
-
-@dataclass
-class Message:
-    """Frames of trajectories, taken apart."""
-
-    kind: str
-    meta: list[msgspec.Raw]
-    arrays: dict[str, np.ndarray]
-
-
 def encoded(*lengths: list[int], prompt: int | None = None) -> Message:
     """A valid message's parts, to be spoilt; with `prompt`, each trajectory has one of so many tokens."""
-    groups = [make_trajectory(each) if prompt is None else with_prompt(prompt, each) for each in lengths]
-    header, arrays = decode_as(_ANY, encode_trajectories(groups))
-    return Message(header.kind, header.meta, arrays)
-
-
-def again(message: Message) -> list[Frame]:
-    columns = {name: Column(array.dtype, array.shape, [array.tobytes()]) for name, array in message.arrays.items()}
-    return encode_joined(message.kind, message.meta, columns)
+    return taken_apart([make_trajectory(each) if prompt is None else with_prompt(prompt, each) for each in lengths])
 
 
 def refused(message: Message, match: str) -> None:
     with pytest.raises(CodecError, match=match):
-        decode_trajectories(again(message))
+        decode_trajectories(message.frames())
+
+
+def refused_alone(message: Message, match: str) -> None:
+    """The second of three trajectories is refused, and no other."""
+    first, second, third = decode_each(message.frames())
+    assert isinstance(second, CodecError)
+    assert match in str(second)
+    assert isinstance(first, Trajectory)
+    assert isinstance(third, Trajectory)
 
 
 @pytest.mark.parametrize(
@@ -380,45 +376,60 @@ def refused(message: Message, match: str) -> None:
 )
 def test_a_field_out_of_bounds_refuses_its_trajectory_alone(field: str, value: object) -> None:
     message = encoded([3], [3, 4], [5])
-    message.meta[1][field] = value  # type: ignore[index]
-    first, second, third = decode_each(again(message))
-    assert isinstance(second, CodecError)
-    assert f"`$.{field}" in str(second)
+    message.entries[1][field] = value
+    refused_alone(message, f"`$.{field}")
+    first, _, third = decode_each(message.frames())
     assert_same_samples(first, make_trajectory([3]))
     assert_same_samples(third, make_trajectory([5]))
 
 
 @pytest.mark.parametrize(
-    ("array", "value"),
-    [("rewards", np.inf), ("rewards", np.nan), ("truncated", 2), ("episodes", -1), ("tokens", -1), ("versions", -2)],
+    ("column", "value"),
+    [
+        ("rewards", np.inf),
+        ("rewards", np.nan),
+        ("truncated", 2),
+        ("episodes", -1),
+        ("tokens", -1),
+        ("versions", -2),
+        ("loss_mask", 2),
+        ("behave_logprobs", np.nan),
+    ],
 )
-def test_a_value_out_of_bounds_refuses_its_trajectory_alone(array: str, value: float) -> None:
+def test_a_value_out_of_bounds_refuses_its_trajectory_alone(column: str, value: float) -> None:
     message = encoded([3], [3, 4], [5])
-    column = message.arrays[array].copy()
-    column[1 if len(column) == 4 else 5] = value
-    first, second, third = decode_each(again(Message(message.kind, message.meta, message.arrays | {array: column})))
-    assert isinstance(second, CodecError)
-    assert f"trajectory.{array}" in str(second)
+    message.columns[1][column][1] = value
+    refused_alone(message, f"trajectory.{column}")
+    first, _, third = decode_each(message.frames())
     assert_same_samples(first, make_trajectory([3]))
     assert_same_samples(third, make_trajectory([5]))
 
 
-def test_a_wrong_reward_of_a_turn_refuses_its_trajectory_alone() -> None:
-    for value, mask, why in ((np.nan, 1, "NaN"), (np.inf, 1, "infinity"), (1.0, 0, "no policy generated")):
-        message = encoded([3], [3, 4], [5])
-        rewards = np.zeros(7, np.float32)
-        rewards[2] = value
-        mask_T = message.arrays["loss_mask"].copy()
-        mask_T[3 + 2] = mask
-        arrays = message.arrays | {
-            "token_rewards": rewards,
-            "token_rewards_sizes": np.array([0, 7, 0]),
-            "loss_mask": mask_T,
-        }
-        first, second, third = decode_each(again(Message(message.kind, message.meta, arrays)))
-        assert why in str(second)
-        assert isinstance(first, Trajectory)
-        assert isinstance(third, Trajectory)
+def test_a_token_of_a_prompt_out_of_bounds_refuses_its_trajectory_alone() -> None:
+    message = encoded([3], [3, 4], [5], prompt=2)
+    message.columns[1]["prompts"][1] = -1
+    refused_alone(message, "trajectory.prompts has -1")
+
+
+@pytest.mark.parametrize("name", ["token_rewards", "token_columns"])
+@pytest.mark.parametrize(
+    ("value", "mask", "why"), [(np.nan, 1, "NaN"), (np.inf, 1, "infinity"), (1.0, 0, "no policy generated")]
+)
+def test_a_wrong_number_of_a_token_refuses_its_trajectory_alone(name: str, value: float, mask: int, why: str) -> None:
+    message = encoded([3], [3, 4], [5])
+    message.entries[1][name] = True if name == "token_rewards" else ["entropy"]
+    numbers = np.zeros(7, np.float32)
+    numbers[2] = value
+    message.columns[1][name] = numbers
+    message.columns[1]["loss_mask"][2] = mask
+    refused_alone(message, why)
+
+
+def test_token_columns_of_one_name_refuse_their_trajectory_alone() -> None:
+    message = encoded([3], [3, 4], [5])
+    message.entries[1]["token_columns"] = ["entropy", "entropy"]
+    message.columns[1]["token_columns"] = np.zeros(14, np.float32)
+    refused_alone(message, "use distinct ones")
 
 
 @pytest.mark.parametrize("field", ["reward_parts", "sample_metrics"])
@@ -427,11 +438,24 @@ def test_named_numbers_that_do_not_fit_the_samples_refuse_their_trajectory_alone
     field: str, numbers: list[float]
 ) -> None:
     message = encoded([3], [3, 4], [5])
-    message.meta[1][field] = {"a": numbers}  # type: ignore[index]
-    first, second, third = decode_each(again(message))
-    assert f"trajectory.{field}['a']" in str(second)
-    assert isinstance(first, Trajectory)
-    assert isinstance(third, Trajectory)
+    message.entries[1][field] = {"a": numbers}
+    refused_alone(message, f"trajectory.{field}['a']")
+
+
+def test_a_metric_that_is_not_finite_refuses_its_trajectory_alone() -> None:
+    message = encoded([3], [3, 4], [5])
+    message.entries[1]["metrics"] = {"a": np.inf}
+    refused_alone(message, "trajectory.metrics")
+
+
+@pytest.mark.parametrize(
+    ("names", "numbers"), [(["a"], [0, 1]), (["a", "a"], [0, 1]), (["a", "b\n"], [0, 1]), ([], [0, 1]), (["a"], [0])]
+)
+def test_comparison_groups_that_do_not_fit_refuse_their_trajectory_alone(names: list[str], numbers: list[int]) -> None:
+    message = encoded([3], [3, 4], [5])
+    message.entries[1]["groups"] = names
+    message.columns[1]["groups"] = np.array(numbers, np.uint8)
+    refused_alone(message, "trajectory.groups")
 
 
 def assert_same_samples(arrived: Trajectory | CodecError, sent: Trajectory) -> None:
@@ -439,105 +463,112 @@ def assert_same_samples(arrived: Trajectory | CodecError, sent: Trajectory) -> N
     assert_same(arrived, sent)
 
 
-def test_a_sample_without_a_token_refuses_its_trajectory_alone() -> None:
+@pytest.mark.parametrize("lengths", [[0, 7], [], [3, 5], [8, -1], [7, 0], [2**63 - 1, 2**63 - 1, 9]])
+def test_lengths_that_do_not_fit_refuse_their_trajectory_alone(lengths: list[int]) -> None:
     message = encoded([3], [3, 4], [5], prompt=0)
-    message.arrays["lengths"] = np.array([3, 0, 7, 5])
-    first, second, third = decode_each(again(message))
-    assert "trajectory.lengths" in str(second)
-    assert isinstance(first, Trajectory)
-    assert isinstance(third, Trajectory)
+    message.columns[1]["lengths"] = np.array(lengths, np.int64)
+    if len(lengths) != 2:
+        for name in ("rewards", "truncated", "episodes"):
+            message.columns[1][name] = np.zeros(len(lengths), COLUMNS[name].dtype)
+    refused_alone(message, "trajectory.")
 
 
-@pytest.mark.parametrize("name", ["sizes", "prompt_lengths"])
-@pytest.mark.parametrize("counts", [[3], [1], [0], [-1], [1, 1], [], [2**63 - 1]])
-def test_sizes_and_prompts_that_do_not_fit_the_samples_are_refused(name: str, counts: list[int]) -> None:
-    message = encoded([3, 4], prompt=2)
-    refused(Message(message.kind, message.meta, message.arrays | {name: np.array(counts, np.int64)}), "trajectory")
+@pytest.mark.parametrize("name", [name for name in COLUMNS if name != "prompts"])
+@pytest.mark.parametrize("more", [1, 2])
+def test_a_column_of_another_size_refuses_its_trajectory_alone(name: str, more: int) -> None:
+    message = encoded([3], [3, 4], [5])
+    own = message.columns[1]
+    own[name] = np.concatenate([own[name], np.ones(more, COLUMNS[name].dtype)])
+    refused_alone(message, "entries, expected")
 
 
-@pytest.mark.parametrize("lengths", [[3, 5], [8, -1], [3], [2**63 - 1, 2**63 - 1]])
-def test_lengths_that_do_not_fit_the_tokens_are_refused(lengths: list[int]) -> None:
-    message = encoded([3, 4], prompt=0)
-    refused(Message(message.kind, message.meta, message.arrays | {"lengths": np.array(lengths)}), "trajectory")
+@pytest.mark.parametrize("size", [-1, 2**62, 2**63 - 1, 4])
+@pytest.mark.parametrize("column", range(len(COLUMNS)))
+def test_sizes_that_do_not_fit_the_payload_are_refused(size: int, column: int) -> None:
+    message = encoded([3], [3, 4])
+    sizes = [[len(own[name]) for name in COLUMNS] for own in message.columns]
+    assert decode_trajectories(message.frames(sizes))
+    sizes[1][column] = sizes[0][column] = size
+    with pytest.raises(CodecError, match="payload has"):
+        decode_trajectories(message.frames(sizes))
 
 
-@pytest.mark.parametrize("meta", [{}, [], [{}], None, "two", [{}] * 3])
-def test_meta_that_does_not_fit_the_arrays_is_refused(meta: object) -> None:
+@pytest.mark.parametrize("entries", [{}, [], [{}], None, "two", [{}] * 3])
+def test_entries_that_do_not_fit_the_payload_are_refused(entries: object) -> None:
     message = encoded([3], [4])
-    refused(dataclasses.replace(message, meta=meta), "header|sizes")
+    message.header["trajectories"] = entries
+    refused(message, "header|payload")
 
 
 @pytest.mark.parametrize("name", ["rollout_id", "prompt_id", "order", "metrics"])
 def test_a_missing_field_is_named(name: str) -> None:
     message = encoded([3])
-    del message.meta[0][name]  # type: ignore[index]
+    del message.entries[0][name]
     refused(message, f"missing required field `{name}`")
 
 
-def test_a_missing_array_is_named() -> None:
-    message = encoded([3])
-    del message.arrays["versions"]
-    refused(message, "expected .*versions")
+def header(**fields: object) -> bytes:
+    """The header of a sound message, with other `fields`."""
+    return msgspec.msgpack.encode(encoded([3]).header | fields)
+
+
+PAYLOAD = encode_trajectories([make_trajectory([3])])[1]
 
 
 @pytest.mark.parametrize(
-    ("name", "array"),
+    "frames",
     [
-        ("tokens", np.zeros(7, np.int64)),
-        ("tokens", np.zeros((7, 1), np.int32)),
-        ("tokens", np.zeros(6, np.int32)),
-        ("lengths", np.array([3, 4], np.int32)),
-        ("rewards", np.zeros(3)),
-        ("rewards", np.zeros(2, np.float32)),
-        ("truncated", np.zeros(2, bool)),
-        ("episodes", np.zeros(2, np.int64)),
-        ("extra", np.zeros(7, np.int32)),
+        [],
+        [b""],
+        [header()],
+        [header(), b""],
+        [header(), PAYLOAD, b""],
+        [header(), PAYLOAD, PAYLOAD],
+        [header(), PAYLOAD[:-1]],
+        [header(), PAYLOAD + b"\0"],
+        [header(), PAYLOAD[: 8 * len(COLUMNS) - 1]],
+        [header() + b"tail", PAYLOAD],
+        [header(magic="other"), PAYLOAD],
+        [header(protocol=PROTOCOL_VERSION - 1), PAYLOAD],
+        [msgspec.msgpack.encode([MAGIC, PROTOCOL_VERSION, []]), PAYLOAD],
+        [msgspec.msgpack.encode({"a": 1}), PAYLOAD],
+        [b"\x91" * 100_000, PAYLOAD],
+        [b"\xdd\xff\xff\xff\xff", PAYLOAD],
+        [header(trajectories=[0]).replace(b"\x91\x00", b"\x91" * 100_000), PAYLOAD],
     ],
 )
-def test_arrays_that_do_not_fit_are_refused(name: str, array: np.ndarray) -> None:
-    message = encoded([3, 4], prompt=0)
-    refused(Message(message.kind, message.meta, message.arrays | {name: array}), name)
-
-
-@pytest.mark.parametrize("name", [*PAIRS, *PAIRS.values()])
-def test_what_only_some_trajectories_have_does_not_come_without_its_sizes(name: str) -> None:
-    message = encoded([3, 4], prompt=0)
-    assert not {*PAIRS, *PAIRS.values()} & message.arrays.keys(), "no trajectory has any"
-    refused(Message(message.kind, message.meta, message.arrays | {name: np.zeros(1, DTYPES[name])}), "in pairs")
+def test_malformed_frames_raise_codec_error(frames: list[bytes]) -> None:
+    with pytest.raises(CodecError):
+        decode_each(frames)
 
 
 @pytest.mark.parametrize(
-    ("name", "array", "sizes"),
+    ("frame", "named"),
     [
-        ("token_rewards", np.zeros(7, np.float32), np.zeros(1, np.int64)),
-        ("token_rewards", np.zeros(7, np.float32), np.full(1, 7, np.uint8)),
-        ("token_rewards", np.zeros(6, np.float32), np.full(1, 6)),
-        ("groups", np.zeros(1, np.uint8), np.full(1, 1)),
-        ("routing", np.zeros(1, np.uint8), np.zeros(1, np.int64)),
-        ("token_columns", np.zeros(7, np.float64), np.full(1, 7)),
-        ("pictures", np.zeros(1, np.uint8), np.full(1, 2)),
+        (header(trajectories=1), "Expected `array`, got `int` - at `$.trajectories`"),
+        (header(magic="other"), "$.magic"),
+        (header(protocol=3), "protocol version 4"),
     ],
 )
-def test_what_only_some_trajectories_have_is_refused_if_it_does_not_fit(
-    name: str, array: np.ndarray, sizes: np.ndarray
-) -> None:
-    message = encoded([3, 4], prompt=0)
-    arrays = message.arrays | {name: array, PAIRS[name]: sizes}
-    refused(Message(message.kind, message.meta, arrays), f"trajectory.({name}|{PAIRS[name]}) (is|has)")
+def test_a_malformed_header_names_the_field_and_what_was_expected(frame: bytes, named: str) -> None:
+    with pytest.raises(CodecError, match=re.escape(named)):
+        decode_trajectories([frame, PAYLOAD])
 
 
-def test_a_message_of_another_kind_is_refused() -> None:
-    message = encoded([3])
-    refused(Message("other", message.meta, message.arrays), "kind 'other'")
+@given(st.lists(st.binary(max_size=200), max_size=4))
+def test_random_bytes_raise_nothing_but_codec_error(frames: list[bytes]) -> None:
+    with pytest.raises(CodecError):
+        decode_trajectories(frames)
 
 
 @settings(max_examples=examples(200))
 @given(st.lists(lengths_of_samples, min_size=1, max_size=3), st.data())
 def test_damaged_trajectories_decode_or_raise_codec_error(lengths: list[list[int]], data: st.DataObject) -> None:
     frames = [bytearray(frame) for frame in encode_trajectories(make_trajectory(each) for each in lengths)]
+    frame = data.draw(st.sampled_from(frames))
     for _ in range(data.draw(st.integers(1, 4))):
-        frame = data.draw(st.sampled_from(frames))
         frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    del frame[data.draw(st.integers(0, len(frame))) :]
     with contextlib.suppress(CodecError):
         decode_trajectories(frames)
 
@@ -603,17 +634,15 @@ def test_a_prompt_is_shared_as_far_as_its_experts_are() -> None:
 
 def routed() -> Message:
     """Three trajectories, the second of which has a routing: 2 + 3 tokens, 3 layers, 2 experts."""
-    groups = [make_trajectory([3]), with_routing(make_trajectory([2, 3])), make_trajectory([4])]
-    header, arrays = decode_as(_ANY, encode_trajectories(groups))
-    return Message(header.kind, header.meta, arrays)
+    return taken_apart([make_trajectory([3]), with_routing(make_trajectory([2, 3])), make_trajectory([4])])
 
 
 @pytest.mark.parametrize(
     ("routing", "why"),
     [
-        (None, "30 bytes, its header None"),
-        ({"layers": 3, "per_token": 2, "width": 2}, "need 60"),
-        ({"layers": 2, "per_token": 2, "width": 1}, "need 20"),
+        (None, "30 entries, expected 0"),
+        ({"layers": 3, "per_token": 2, "width": 2}, "30 entries, expected 60"),
+        ({"layers": 2, "per_token": 2, "width": 1}, "30 entries, expected 20"),
         ({"layers": 0, "per_token": 2, "width": 1}, "layers"),
         ({"layers": 1 << 40, "per_token": 2, "width": 1}, "layers"),
         ({"layers": 3, "per_token": 65, "width": 1}, "per_token"),
@@ -625,18 +654,8 @@ def routed() -> Message:
 )
 def test_a_header_that_does_not_fit_the_experts_refuses_its_trajectory_alone(routing: object, why: str) -> None:
     message = routed()
-    message.meta[1]["routing"] = routing  # type: ignore[index]
-    first, second, third = decode_each(again(message))
-    assert isinstance(first, Trajectory)
-    assert isinstance(third, Trajectory)
-    assert isinstance(second, CodecError)
-    assert why in str(second)
-
-
-@pytest.mark.parametrize("sizes", [[0, 29, 0], [30, 0, 0], [0, 30, 1], [-30, 60, 0], [0, 2**62, 2**62], [30]])
-def test_sizes_that_do_not_fit_the_experts_are_refused(sizes: list[int]) -> None:
-    message = routed()
-    refused(Message(message.kind, message.meta, message.arrays | {"routing_sizes": np.array(sizes)}), "routing")
+    message.entries[1]["routing"] = routing
+    refused_alone(message, why)
 
 
 def test_experts_that_cannot_travel_are_refused_by_the_sender() -> None:

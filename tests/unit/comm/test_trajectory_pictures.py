@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,13 +13,13 @@ from hypothesis import strategies as st
 from asyncrl.api import Sample, Trajectory
 from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.api.trajectory import SharedPrompt
-from asyncrl.comm.trajectory_codec import decode_each, decode_trajectories, encode_trajectories, prepare
-from asyncrl.comm.trajectory_codec.array_messages import Array, CodecError, Column, Header, decode_as, encode_joined
+from asyncrl.comm.trajectory_codec import CodecError, decode_each, decode_trajectories, encode_trajectories, prepare
 from asyncrl.trainer.batches.prefix_tree import distinct_tokens
 from asyncrl.trainer.batches.step_batch import build_step_batch
 from asyncrl.trainer.trajectories.inbox import bytes_of
 from asyncrl.trainer.trajectories.inbox_store import InboxStore
 from tests.examples import examples
+from tests.trajectory_frames import taken_apart
 
 PICTURES = [
     Picture.from_array(np.random.default_rng(seed).integers(0, 256, (20, 30, 3), np.uint8)) for seed in range(3)
@@ -151,16 +150,13 @@ def test_a_kept_inbox_gives_the_pictures_back(tmp_path: Any) -> None:
 def forged(change: Any) -> list[Trajectory | CodecError]:
     """A sound trajectory, one whose message `change` altered, and another sound one, as they are decoded."""
     sound = group([("given", 3), ("picture", 0), ("generated", 2)], [("given", 3), ("picture", 0), ("picture", 1)])
-    frames = encode_trajectories([replace(sound, rollout_id=name) for name in "abc"])
-    header, arrays = decode_as(msgspec.msgpack.Decoder(Header[list[dict[str, Any]]]), frames)
-    changed = {name: array.copy() for name, array in arrays.items()}
-    change(header.meta[1], changed)
-    columns = {name: Column(array.dtype, array.shape, [array]) for name, array in changed.items()}
-    return decode_each(encode_joined("trajectories", header.meta, columns))
+    message = taken_apart(replace(sound, rollout_id=name) for name in "abc")
+    change(message.entries[1], message.columns[1])
+    return decode_each(message.frames())
 
 
-def spoil(meta: dict[str, Any], arrays: dict[str, Array]) -> None:
-    arrays["pictures"][int(arrays["pictures_sizes"][0]) + 60] ^= 1
+def spoil(meta: dict[str, Any], columns: dict[str, np.ndarray]) -> None:
+    columns["pictures"][60] ^= 1
 
 
 @pytest.mark.parametrize(
@@ -172,9 +168,9 @@ def spoil(meta: dict[str, Any], arrays: dict[str, Array]) -> None:
         (lambda meta, _: meta["pictures"]["prompt"][0].__setitem__(2, 7), "beyond the 2"),
         (lambda meta, _: meta["pictures"]["samples"].__setitem__(0, [[0, 1, 0]]), "the policy generated"),
         (lambda meta, _: meta["pictures"]["samples"].pop(), "are of 1 samples"),
-        (lambda meta, _: meta["pictures"]["contents"].pop(), "its header names"),
-        (lambda meta, _: meta["pictures"]["contents"][0].__setitem__(1, 1 << 40), "its header names"),
-        (lambda meta, _: meta.pop("pictures"), "its header names"),
+        (lambda meta, _: meta["pictures"]["contents"].pop(), "trajectory.pictures has"),
+        (lambda meta, _: meta["pictures"]["contents"][0].__setitem__(1, 1 << 40), "trajectory.pictures has"),
+        (lambda meta, _: meta.pop("pictures"), "trajectory.pictures has"),
     ],
 )
 def test_a_forged_picture_refuses_its_trajectory_alone(change: Any, why: str) -> None:
