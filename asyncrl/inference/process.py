@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import ClassVar, Never
 
 from asyncrl.comm import names
-from asyncrl.comm.name_resolve import NameResolver, NameResolveTimeout
-from asyncrl.comm.name_resolve.errors import NameEntryNotFound
+from asyncrl.comm.name_resolve import NameEntryNotFound, NameResolver, NameResolveTimeout
 from asyncrl.config.setting import Device
 from asyncrl.inference.client import connect
 from asyncrl.inference.engine_host import BASE_VERSION, EngineHost, ServedEngine
@@ -74,7 +73,7 @@ class Guest:
                     return
             except NameEntryNotFound:
                 pass  # the ranks load their models
-            self._resolver.withdraw(self._loading)
+            self._resolver.delete(self._loading, own=True)
             observer.stage("waits for the trainer to free the device's memory", Activity.blocked)
             while True:
                 waiting()
@@ -84,7 +83,7 @@ class Guest:
 
     def loaded(self) -> None:
         """Record that the engine holds the device now."""
-        self._resolver.withdraw(self._loading)
+        self._resolver.delete(self._loading, own=True)
 
     async def follow_rests(self, url: str) -> Never:
         """Set this process's stage until cancelled: the guest at `url` rests while its memory is released, and
@@ -201,7 +200,7 @@ class GenerationServer(AsyncWorker):
         self.log.info("%s serves at %s", self.config.generation.backend, served.url)
 
     def _unregister(self) -> None:
-        if not self.resolver.withdraw(self._key):
+        if not self.resolver.delete(self._key, own=True):
             self.log.info("the registration was already gone, or is another's")
 
     def _make_host(self) -> EngineHost:
