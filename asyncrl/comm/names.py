@@ -23,6 +23,9 @@ All keys are relative to the resolver's root, which contains experiment and tria
     training_world                  the file in which the training ranks meet
 
 If a type is named, the value is its fields as a JSON object, made with `encode` and read with `decode`.
+
+What has no lease outlives a killed launcher: `launch`, `incarnations`, `killed`, `model_version`, `trainer_turn`,
+`guest_memory` and the last status of a process that had ended; the next launch removes what it does not continue.
 """
 
 from __future__ import annotations

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import ClassVar, Never
 
 from asyncrl.comm import names
-from asyncrl.comm.name_resolve import NameResolver, NameResolveTimeout
-from asyncrl.comm.name_resolve.errors import NameEntryNotFound
+from asyncrl.comm.name_resolve import NameEntryNotFound, NameResolver, NameResolveTimeout
 from asyncrl.comm.waits.limits import LOOK_S
 from asyncrl.inference.client import connect
 from asyncrl.inference.engine_host import BASE_VERSION, EngineHost, ServedEngine
@@ -70,7 +69,7 @@ class Guest:
                     return
             except NameEntryNotFound:
                 pass  # the ranks load their models
-            self._resolver.withdraw(self._loading)
+            self._resolver.delete(self._loading, own=True)
             observer.stage("waits for the trainer to free the device's memory", Activity.blocked)
             while True:
                 waiting()
@@ -80,7 +79,7 @@ class Guest:
 
     def loaded(self) -> None:
         """Record that the engine holds the device now."""
-        self._resolver.withdraw(self._loading)
+        self._resolver.delete(self._loading, own=True)
 
     async def follow_rests(self, url: str) -> Never:
         """Set this process's stage until cancelled: the guest at `url` rests while its memory is released, and
@@ -196,7 +195,7 @@ class GenerationServer(AsyncWorker):
         self.log.info("the engine serves at %s", served.url)
 
     def _unregister(self) -> None:
-        if not self.resolver.withdraw(self._key):
+        if not self.resolver.delete(self._key, own=True):
             self.log.info("the registration was already gone, or is another's")
 
     def _make_host(self) -> EngineHost:

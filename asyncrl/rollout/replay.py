@@ -22,8 +22,7 @@ import numpy as np
 
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.comm import names
-from asyncrl.comm.name_resolve import NameResolver
-from asyncrl.comm.name_resolve.errors import NameResolveTimeout
+from asyncrl.comm.name_resolve import NameResolver, NameResolveTimeout
 from asyncrl.comm.waits.limits import HOLD_S, LOOK_S
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import FinishedRollout, GrantedRollout

@@ -7,8 +7,7 @@ import math
 from collections.abc import Callable
 
 from asyncrl.comm import names
-from asyncrl.comm.name_resolve import NameResolver
-from asyncrl.comm.name_resolve.errors import NameResolveError
+from asyncrl.comm.name_resolve import NameResolveError, NameResolver
 from asyncrl.comm.request_reply import PeerGone, RemoteError, RequestClient
 from asyncrl.comm.security.run_secret import SocketSecurity
 from asyncrl.inference.client import UpdateFailed

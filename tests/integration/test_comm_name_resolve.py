@@ -11,12 +11,12 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -34,6 +34,7 @@ from asyncrl.comm.name_resolve import (
     make_resolver,
 )
 from asyncrl.comm.name_resolve.base import is_below
+from asyncrl.comm.name_resolve.file import IDLE_LOOK_S, WAIT_LOOK_S
 
 from ..leases import LONG_S, PATIENCE_S, assert_stays, renew_often
 
@@ -87,37 +88,27 @@ class MemoryResolver(NameResolver):
             entries = {name: self._living(name) for name in names if is_below(name, root)}
             return {name: entry.value for name, entry in entries.items() if entry is not None}
 
-    def _remove(self, name: str, only_own: bool = False) -> bool:
+    def _remove(self, name: str, value: str | None, own: bool) -> bool:
         with self._store.lock:
             entry = self._living(name)
-            if only_own and entry is not None and entry.owner is not self:
-                return False
-            self._store.entries.pop(self._prefix + name, None)
-            return entry is not None
-
-    def _remove_value(self, name: str, value: str) -> bool:
-        with self._store.lock:
-            entry = self._living(name)
-            if entry is None or entry.value != value:
+            if entry is None or (own and entry.owner is not self) or value not in (None, entry.value):
                 return False
             del self._store.entries[self._prefix + name]
             return True
 
-    def _remove_subtree(self, root: str, keep: Collection[str]) -> None:
-        with self._store.lock:
-            for key in list(self._store.entries):
-                name = key.removeprefix(self._prefix)
-                if key.startswith(self._prefix) and is_below(name, root) and name not in keep:
-                    del self._store.entries[key]
-
-    def _renew(self, name: str) -> bool:
-        fenced = self._fenced()
+    def _renew(self, name: str) -> Literal["kept", "lapsed", "gone"]:
         with self._store.lock:
             entry = self._store.entries.get(self._prefix + name)
-            if entry is None or entry.owner is not self or (self._living(name) is None and fenced):
-                return False
+            if entry is None or entry.owner is not self:
+                return "gone"
+            if self._living(name) is None:
+                return "lapsed"
             entry.expires = self._expiry(entry.lease_s)
-            return True
+            return "kept"
+
+    def _snapshots(self) -> Iterator[dict[str, dict[str, str]]]:
+        while not self._closing.wait(0.01):
+            yield {subtree.root: self._read_subtree(subtree.root) for subtree in self._subtrees()}
 
     def _living(self, name: str) -> _Entry | None:
         entry = self._store.entries.get(self._prefix + name)
@@ -148,7 +139,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeResolve
 
 def abandon(owner: NameResolver) -> None:
     """Leave the owner's entries to lapse, as if its process had been killed."""
-    owner._renewer.stop()
+    owner._stop_renewing()
 
 
 def test_an_added_entry_is_seen_by_other_resolvers(make: MakeResolver) -> None:
@@ -163,11 +154,11 @@ def test_values_are_any_text(make: MakeResolver) -> None:
     assert make().get("a") == value
 
 
-def test_getting_or_deleting_a_missing_entry_names_it(make: MakeResolver) -> None:
+def test_getting_a_missing_entry_names_it(make: MakeResolver) -> None:
     resolver = make()
-    for verb in (resolver.get, resolver.delete):
-        with pytest.raises(NameEntryNotFound, match="'nobody/7'"):
-            verb("nobody/7")
+    with pytest.raises(NameEntryNotFound, match="'nobody/7'"):
+        resolver.get("nobody/7")
+    assert not resolver.delete("nobody/7")
 
 
 def test_a_name_is_taken_until_it_is_replaced_or_deleted(make: MakeResolver) -> None:
@@ -177,7 +168,7 @@ def test_a_name_is_taken_until_it_is_replaced_or_deleted(make: MakeResolver) -> 
         other.add("a", "2")
     other.add("a", "3", replace=True)
     assert one.get("a") == "3"
-    one.delete("a")
+    assert one.delete("a")
     other.add("a", "4")
     assert one.get("a") == "4"
 
@@ -199,20 +190,16 @@ def test_a_subtree_holds_the_entry_itself_and_what_is_below_but_no_lookalikes(ma
         resolver.add(name, name.upper())
     assert resolver.get_subtree("w") == {"w": "W", "w/0": "W/0", "w/1/x": "W/1/X"}
     assert list(resolver.get_subtree()) == ["w", "w/0", "w/1/x", "w2", "w2/0"]
-    resolver.clear_subtree("w")
-    assert list(resolver.get_subtree()) == ["w2", "w2/0"]
-    resolver.clear_subtree(keep=["w2/0"])
-    assert list(resolver.get_subtree()) == ["w2/0"]
-    resolver.clear_subtree()
-    assert resolver.get_subtree() == {}
+    assert resolver.follow("w").entries() == {"w": "W", "w/0": "W/0", "w/1/x": "W/1/X"}
+    assert list(resolver.follow("").entries()) == ["w", "w/0", "w/1/x", "w2", "w2/0"]
 
 
 def test_a_value_is_deleted_by_one_of_many_and_only_where_it_is_still_there(make: MakeResolver) -> None:
     resolvers = [make() for _ in range(4)]
     resolvers[0].add("a", "old")
-    assert not resolvers[1].delete_value("a", "other")
+    assert not resolvers[1].delete("a", value="other")
     with ThreadPoolExecutor(4) as pool:
-        deleted = list(pool.map(lambda resolver: resolver.delete_value("a", "old"), resolvers))
+        deleted = list(pool.map(lambda resolver: resolver.delete("a", value="old"), resolvers))
     assert sorted(deleted) == [False, False, False, True]
     assert resolvers[0].get_subtree() == {}
 
@@ -244,7 +231,7 @@ def test_watching_reports_change_and_disappearance(make: MakeResolver) -> None:
         gone = pool.submit(other.watch, "v", PATIENCE_S, "2")
         one.delete("v")
         assert gone.result(PATIENCE_S) is None
-    with pytest.raises(NameResolveTimeout, match="change from None"):
+    with pytest.raises(NameResolveTimeout, match="appear"):
         other.watch("v", 0.05, None)
 
 
@@ -337,9 +324,8 @@ def test_what_was_given_up_while_it_was_away_does_not_put_its_entries_back(
     launcher.add("launch", launch, replace=True)
     if incarnation is not None:
         launcher.add("incarnations/0", incarnation)
-    assert away._renew("status/0") is returns
-    if not returns:  # one that is there again runs out again
-        assert launcher.get_subtree("status") == {}
+    away._renew_entry("status/0")
+    assert returns == (launcher.get_subtree("status") == {"status/0": "x"})
 
 
 def test_an_owner_with_fences_has_its_name_again_once_it_is_free_unless_it_was_given_up(
@@ -356,7 +342,7 @@ def test_an_owner_with_fences_has_its_name_again_once_it_is_free_unless_it_was_g
     other.add("pullers/0", "proxy", lease_s=LONG_S, replace=True)
     assert lost.get(timeout=PATIENCE_S) == "pullers/0"
     assert other.get("pullers/0") == "proxy"
-    assert other.withdraw("pullers/0")
+    assert other.delete("pullers/0", own=True)
     assert other.wait("pullers/0", PATIENCE_S) == "mine"
     other.add("incarnations/0", "2")
     other.delete("pullers/0")
@@ -375,11 +361,11 @@ def test_what_its_owner_deletes_while_it_is_put_back_stays_deleted(
     create = owner._create
 
     def withdrawn_meanwhile(*args: Any, **kwargs: Any) -> None:
-        assert not owner.withdraw("server/0")
+        assert not owner.delete("server/0", own=True)
         create(*args, **kwargs)
 
     monkeypatch.setattr(owner, "_create", withdrawn_meanwhile)
-    owner._renewer._renew("server/0")
+    owner._renew_entry("server/0")
     assert other.get_subtree() == {}
 
 
@@ -410,10 +396,10 @@ def test_who_withdraws_a_name_leaves_that_of_another_owner(make: MakeResolver) -
     old, new, other = make(), make(), make()
     old.add("server/0", "old", lease_s=60.0)
     new.add("server/0", "new", lease_s=60.0, replace=True)
-    assert not old.withdraw("server/0")
+    assert not old.delete("server/0", own=True)
     assert other.get("server/0") == "new"
-    assert new.withdraw("server/0")
-    assert not new.withdraw("server/0")
+    assert new.delete("server/0", own=True)
+    assert not new.delete("server/0", own=True)
     assert other.get_subtree() == {}
 
 
@@ -504,29 +490,21 @@ def test_who_stood_still_waits_for_owners_that_may_have_stood_still_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As all processes of a machine do that is stopped for longer than a lease, in whatever order they go on."""
-    stood_still_s, found = 0.0, list[dict[str, str]]()
-
-    class Closing(threading.Event):
-        """Between the first look and the second the machine stands still."""
-
-        def is_set(self) -> bool:
-            return len(found) == 2
-
-        def wait(self, timeout: float | None = None) -> bool:
-            nonlocal stood_still_s
-            found.append(followed.entries())
-            stood_still_s = 20.0
-            return self.is_set()
-
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + stood_still_s, sleep=time.sleep)
+    stood_still_s = 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + stood_still_s)
     with FileResolver(tmp_path) as owner, FileResolver(tmp_path) as resolver:
         owner.add("w/0", "a", lease_s=10.0)
+        abandon(owner)
         monkeypatch.setattr("asyncrl.comm.name_resolve.file.time", clock)
-        monkeypatch.setattr(resolver, "_closing", Closing())
-        followed = Subtree("w")
-        resolver._follow(followed)
+        subtree = resolver._followed["w"] = Subtree("w")
+        looks = resolver._snapshots()
+        subtree.replace(next(looks)["w"])
+        stood_still_s = 20.0
+        found = next(looks)
+        assert found == {"w": {}}
+        subtree.replace(found["w"], in_trouble=resolver._outages.in_trouble)
+        assert subtree.entries() == {"w/0": "a"}
         monkeypatch.undo()
-    assert found == [{"w/0": "a"}] * 2
 
 
 def test_expiry_follows_the_clock_of_the_file_system(tmp_path: Path) -> None:
@@ -598,7 +576,7 @@ def test_an_entry_whose_addition_was_not_confirmed_is_known_as_ones_own(
         with make_resolver("etcd3", root, etcd=EtcdAccess.at(etcd_address)) as other:
             with pytest.raises(NameEntryExists):
                 other.add("a", "y", lease_s=LONG_S)
-            assert owner._renew("a"), "it is its own"
+            assert owner._renew("a") == "kept", "it is its own"
             assert other.get("a") == "x"
 
 
@@ -648,23 +626,54 @@ class _owner_process:
         self._process.communicate()
 
 
-def test_followed_names_that_do_not_change_are_looked_at_twice_a_second(
+def test_one_thread_looks_at_all_followed_names_a_few_times_a_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float] = []
 
-    class Closing(threading.Event):
+    class Woken(threading.Event):
         def wait(self, timeout: float | None = None) -> bool:
             waits.append(timeout or 0.0)
-            if len(waits) == 60:
-                resolver._create("servers/1", "there", None, replace=False)
-            if len(waits) == 70:
-                self.set()
-            return self.is_set()
+            return True
 
     resolver = FileResolver(tmp_path / "names")
-    monkeypatch.setattr(resolver, "_closing", Closing())
-    resolver._follow(Subtree("servers"))
-    assert waits[1] < 0.12
-    assert waits[58] == 0.5
-    assert waits[60] == pytest.approx(0.1), "what has changed may soon change again"
+    monkeypatch.setattr(resolver, "_woken", Woken())
+    resolver._followed = {root: Subtree(root) for root in ("servers", "workers")}
+    looks = resolver._snapshots()
+    assert next(looks) == {"servers": {}, "workers": {}}
+    assert next(looks) == {}
+    assert waits == [IDLE_LOOK_S]
+    resolver._followed["turn"] = Subtree("turn")
+    resolver._followed["turn"].waiting += 1
+    assert next(looks) == {"servers": {}, "workers": {}, "turn": {}}
+    next(looks)
+    assert waits == [IDLE_LOOK_S, IDLE_LOOK_S, WAIT_LOOK_S], "sooner if someone waits"
+    resolver.close()
+
+
+def test_all_followers_and_waits_share_one_thread_and_a_wait_leaves_nothing(make: MakeResolver) -> None:
+    before = set(threading.enumerate())
+    one, other = make(), make()
+    one.add("a/0", "x")
+    for root in ("a", "b", "c"):
+        other.follow(root)
+    with pytest.raises(NameResolveTimeout):
+        other.watch("late", 0.05)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(other.watch, "late", PATIENCE_S) for _ in range(2)]
+        started = {thread for thread in threading.enumerate() if thread.name == "follow names"} - before
+        one.add("late", "here")
+        assert [each.result(PATIENCE_S / 2) for each in waiting] == ["here", "here"], "woken, not late"
+    assert started == {other._follower}
+    assert set(other._followed) == {"a", "b", "c"}
+
+
+def test_a_wait_ends_when_its_resolver_is_closed(make: MakeResolver) -> None:
+    resolver = make()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(resolver.watch, "never", PATIENCE_S)
+        while not resolver._followed:
+            assert not waiting.done()
+        resolver.close()
+        with pytest.raises(NameResolveError, match="closed"):
+            waiting.result(PATIENCE_S / 2)

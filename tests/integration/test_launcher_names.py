@@ -63,14 +63,14 @@ def test_announcements_of_an_earlier_launch_are_gone_and_those_of_other_trials_s
 def test_what_fails_once_as_where_a_machine_stands_still_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    remove, answered = FileResolver._remove_subtree, iter([False])
+    read, answered = FileResolver._read_subtree, iter([False])
 
-    def away_at_first(*args: Any) -> None:
+    def away_at_first(*args: Any) -> dict[str, str]:
         if not next(answered, True):
             raise NameResolveUnavailable("no answer")
-        remove(*args)
+        return read(*args)
 
-    monkeypatch.setattr(FileResolver, "_remove_subtree", away_at_first)
+    monkeypatch.setattr(FileResolver, "_read_subtree", away_at_first)
     prepare(config_of(tmp_path))
     assert next(answered, True)
 

@@ -271,7 +271,8 @@ async def test_a_name_is_awaited_until_its_limit_unless_the_run_stops(tmp_path: 
 def test_no_step_can_come_while_all_that_make_rollouts_are_starting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FileResolver, "_follow", lambda self, subtree: self._closing.wait())  # entries as put below
+    # The entries are as they are put below.
+    monkeypatch.setattr(FileResolver, "_snapshots", lambda self: iter(self._closing.wait, True))
     with FileResolver(str(tmp_path)) as resolver:
         board = NameBoard(resolver)
         assert not board.producers_start(), "as where kept samples are trained on"

@@ -20,9 +20,9 @@ from asyncrl.comm.name_resolve import (
     NameResolver,
     NameResolveUnavailable,
     Subtree,
-    lease_renewal,
+    base,
     make_resolver,
-    subtree,
+    outages,
 )
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import write_run_config
@@ -149,7 +149,12 @@ def test_a_watch_that_tells_nothing_is_found_out(etcd_address: str, monkeypatch:
     access, root = EtcdAccess.at(etcd_address), "/asyncrl/silent"
     with resolver_at(access, root) as one, resolver_at(access, root) as other:
         link = other._link  # type: ignore[attr-defined]
-        monkeypatch.setattr(link, "wait_for_change", lambda create, limit_s: other._closing.wait(limit_s))
+
+        def silent(ranges: Any, limit_s: float, ended: threading.Event) -> Iterator[Any]:
+            ended.wait(limit_s)
+            yield from ()
+
+        monkeypatch.setattr(link, "changes", silent)
         followed = other.follow("w")
         one.add("w/0", "a")
         await_that(lambda: followed.entries() == {"w/0": "a"})
@@ -162,26 +167,26 @@ def test_a_watch_that_tells_nothing_is_found_out(etcd_address: str, monkeypatch:
 def test_history_that_was_compacted_away_is_read_anew(
     etcd_server: EtcdCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subtree, "GRACE_S", 0.5)
+    monkeypatch.setattr(outages, "GRACE_S", 0.5)
     from asyncrl.comm.name_resolve import etcd
 
     monkeypatch.setattr(etcd, "CHECK_S", 3600.0)
     with resolver_at(etcd_server.access()) as one, resolver_at(etcd_server.access()) as other:
         one.add("w/0", "a")
         link = other._link  # type: ignore[attr-defined]
-        wait = link.wait_for_change
+        changes = link.changes
         starts: list[int] = []
 
-        def late(create: Any, limit_s: float) -> None:
+        def late(ranges: Any, limit_s: float, ended: threading.Event) -> Iterator[Any]:
             """Between the reading and the watch others change everything, and etcd forgets how."""
-            starts.append(create.start_revision)
+            starts.append(ranges[0][-1])
             if len(starts) == 1:
                 one.add("w/0", "b", replace=True)
                 one.add("w/1", "c")
                 etcd_server.compact()
-            wait(create, limit_s)
+            yield from changes(ranges, limit_s, ended)
 
-        monkeypatch.setattr(link, "wait_for_change", late)
+        monkeypatch.setattr(link, "changes", late)
         followed = other.follow("w")
         await_that(lambda: followed.entries() == {"w/0": "b", "w/1": "c"})
         one.delete("w/0")
@@ -202,13 +207,13 @@ def test_leases_that_ran_out_in_an_outage_are_made_anew_and_nobody_sees_a_gap(
         reader.add("mine", "x", lease_s=2.0)
         followed, now = reader.follow("w"), time.monotonic()
         followed._clock = lambda: now
-        dies._renewer.stop()
+        dies._stop_renewing()
         may_renew = threading.Event()
-        renew = owner._renew  # type: ignore[attr-defined]
+        renew = owner._renew_entry
 
-        def renew_later(name: str) -> bool:
+        def renew_later(name: str) -> None:
             may_renew.wait(LIMIT_S)
-            return renew(name)
+            renew(name)
 
         seen: list[bool] = []
 
@@ -219,7 +224,7 @@ def test_leases_that_ran_out_in_an_outage_are_made_anew_and_nobody_sees_a_gap(
 
             return changed
 
-        owner._renewer._renew = renew_later
+        owner._renew_entry = renew_later  # type: ignore[method-assign]
         monkeypatch.setattr(followed, "replace", noting(followed.replace))
         etcd_server.pause()
         threading.Event().wait(4.0)  # twice a lease
@@ -229,7 +234,7 @@ def test_leases_that_ran_out_in_an_outage_are_made_anew_and_nobody_sees_a_gap(
         assert set(followed.entries()) == {"w/0", "w/1"}
         may_renew.set()
         await_that(lambda: followed._present == {"w/0": "x"})
-        now += subtree.GRACE_S
+        now += outages.GRACE_S
         assert followed.entries() == {"w/0": "x"}
         assert len(seen) > 0
         assert all(seen)
@@ -253,14 +258,14 @@ def test_entries_of_a_process_are_renewed_together_and_idle_followers_ask_for_no
                 resolver.add(f"{kind}/{index}", "x", lease_s=LONG_S)
             followed += [resolver.follow("pushers"), resolver.follow("pullers")]
         await_that(lambda: all(len(each.entries()) == 16 for each in followed[::2]))
-        await_that(lambda: not etcd_server.requests()["Watch"] < 2 * len(resolvers))
+        await_that(lambda: not etcd_server.requests()["Watch"] < 2 * len(resolvers))  # two roots in one stream
         began, before = time.monotonic(), etcd_server.requests()
         await_that(lambda: (etcd_server.requests() - before)["LeaseTimeToLive"] > 10 * len(resolvers))
         asked, lasted = etcd_server.requests() - before, time.monotonic() - began
     finally:
         for resolver in resolvers:
             resolver.close()
-    renewals = (lasted * lease_renewal.RENEWALS_PER_LEASE / LONG_S + 1) * len(resolvers)
+    renewals = (lasted * base.RENEWALS_PER_LEASE / LONG_S + 1) * len(resolvers)
     others = asked.total() - asked["LeaseKeepAlive"] - asked["LeaseTimeToLive"]
     assert asked["LeaseKeepAlive"] < 1.5 * renewals, asked
     assert asked["LeaseTimeToLive"] < 1.5 * renewals, asked
@@ -277,7 +282,7 @@ def test_an_entry_that_was_deleted_or_taken_is_not_renewed_and_its_neighbours_ar
             owner.add(name, "mine", lease_s=LONG_S)
         other.delete("deleted")
         other.add("taken", "theirs", replace=True)
-        await_that(lambda: owner._renewer.names() == ["kept"])
+        await_that(lambda: list(owner._leased) == ["kept"])
         assert other.get_subtree() == {"kept": "mine", "taken": "theirs"}
         owner.close()
         assert other.get_subtree() == {"taken": "theirs"}
@@ -296,9 +301,9 @@ def test_who_replaces_its_own_entry_beside_a_renewal_has_not_lost_it(
 
         def replaced_meanwhile(lease: Any) -> bool:
             if not renewed:
-                owner._forget(lease)  # type: ignore[attr-defined]
+                owner._lapsed(lease)  # type: ignore[attr-defined]
                 owner.add("status", "b", lease_s=LONG_S, replace=True)
-                lease.keys, lease.looked_at = frozenset(), math.inf
+                lease.names, lease.looked_at = frozenset(), math.inf
             renewed.append(not renewed or is_alive(lease))
             return renewed[-1]
 
@@ -322,9 +327,9 @@ def test_a_withdrawal_that_etcd_did_not_answer_is_made_again(
             return transact(*request)
 
         monkeypatch.setattr(owner, "_transact", away_at_first)
-        assert owner.withdraw("server/0")
+        assert owner.delete("server/0", own=True)
         assert owner.get_subtree() == {}
-        assert not owner.withdraw("server/0")
+        assert not owner.delete("server/0", own=True)
 
 
 WAITS = """
@@ -371,9 +376,9 @@ def test_who_stood_still_for_longer_than_a_lease_takes_others_to_have_done_so(et
     """So it waits for them to put their entries back, as all processes of a machine do that was stopped."""
     with make_resolver("etcd3", f"{ROOT}/still", etcd=EtcdAccess.at(etcd_address)) as resolver:
         resolver.add("w/0", "a", lease_s=600.0)
-        link, (lease,) = resolver._link, resolver._leases.values()  # type: ignore[attr-defined]
-        assert resolver._renew("w/0")  # type: ignore[attr-defined]
-        await_that(lambda: not link.troubles.now)  # a call may have been slow
+        (lease,) = resolver._leases.values()  # type: ignore[attr-defined]
+        assert resolver._renew("w/0") == "kept"
+        await_that(lambda: not resolver._outages.in_trouble)  # a call may have been slow
         lease.looked_at -= 450.0
-        assert resolver._renew("w/0")  # type: ignore[attr-defined]
-        assert link.troubles.now
+        assert resolver._renew("w/0") == "kept"
+        assert resolver._outages.in_trouble

@@ -13,6 +13,7 @@ import pytest
 from msgspec import structs
 
 from asyncrl.comm import names
+from asyncrl.comm.name_resolve import NameResolver
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import LOCK_FILE, NAMES_DIR, SECRET_FILE, run_dir_of
 from asyncrl.observe.display import make_display
@@ -48,6 +49,12 @@ def _any_umask() -> Iterator[None]:
 
 def launcher_of(config: ExperimentConfig) -> Launcher:
     return Launcher(config, make_display("none", "", 1, 1))
+
+
+def forget(resolver: NameResolver) -> None:
+    """As another launch does with the names of an earlier one."""
+    for key in resolver.get_subtree():
+        resolver.delete(key)
 
 
 def dead_holder(config: ExperimentConfig) -> names.TrialHolder:
@@ -100,7 +107,7 @@ def test_a_holder_whose_lock_is_not_seen_here_may_live(configs: list[ExperimentC
         second = launcher_of(configs[1])
         with pytest.raises(TrialError, match="free within 60 s"):
             second.prepare()
-        resolver.clear_subtree()
+        forget(resolver)
 
 
 def test_a_holder_lives_while_its_lock_is_held_whatever_its_process_id(configs: list[ExperimentConfig]) -> None:
@@ -118,7 +125,7 @@ def test_a_holder_lives_while_its_lock_is_held_whatever_its_process_id(configs: 
                 TrialClaim.take(config)
         first.release()
         TrialClaim.take(configs[1]).release()
-        resolver.clear_subtree()
+        forget(resolver)
 
 
 def test_the_next_launch_waits_for_the_leading_process_of_a_killed_one_in_any_container(tmp_path: Path) -> None:
@@ -159,7 +166,7 @@ def test_of_two_that_find_the_same_dead_claim_one_wins(
         resolver.add(names.TRIAL_KEY, dead.encode(), replace=True)
         assert other[0].is_lost()
         other[0].release()
-        resolver.clear_subtree()
+        forget(resolver)
 
 
 def test_a_launch_that_stood_still_while_another_came_and_went_has_lost_its_names(
@@ -173,7 +180,7 @@ def test_a_launch_that_stood_still_while_another_came_and_went_has_lost_its_name
         second.release()
         assert first.is_lost()
         first.release()
-        resolver.clear_subtree()
+        forget(resolver)
 
 
 def test_a_second_run_in_the_folder_is_told_who_has_it(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from asyncrl.comm import names
 from asyncrl.comm.ended_rollouts import ledger_lines as lines
 from asyncrl.comm.http.calls import HttpMalformed, decoded_reply
 from asyncrl.comm.http.server import Refused
-from asyncrl.comm.name_resolve.errors import NameResolveError
+from asyncrl.comm.name_resolve import NameResolveError
 from asyncrl.comm.name_resolve.file import FileResolver
 from asyncrl.comm.push_pull import puller as push_pull
 from asyncrl.comm.request_reply import messages as request_reply

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from enum import StrEnum, auto
 
-from asyncrl.comm.name_resolve.base import PATIENCE_S, NameResolver
-from asyncrl.comm.name_resolve.errors import (
+from asyncrl.comm.name_resolve.base import (
+    HURRY_S,
+    PATIENCE_S,
     NameEntryExists,
     NameEntryNotFound,
-    NameResolveError,
+    NameResolver,
     NameResolveTimeout,
-    NameResolveUnavailable,
     OwnerFenced,
 )
 from asyncrl.comm.name_resolve.etcd_access import EtcdAccess, EtcdAccessError
 from asyncrl.comm.name_resolve.file import FileResolver
-from asyncrl.comm.name_resolve.subtree import Subtree
+from asyncrl.comm.name_resolve.outages import NameResolveError, NameResolveUnavailable, Subtree
 
 __all__ = [
+    "HURRY_S",
     "EtcdAccess",
     "EtcdAccessError",
     "FileResolver",

@@ -1,39 +1,33 @@
 """The connection to an etcd cluster: to one member at a time, and to the next member after any failure.
 
-Only messages and stubs of the client etcd3 are used. Its classes for clients and watches (last version, 0.12) use one
-server only and drop the server's error messages. They do not authenticate again when a token is no longer valid. A
-watch whose connection broke reports that once and is silent afterwards. etcd's JSON gateway needs no gRPC. But with
-authentication it refuses every client whose certificate has a common name, even its login (tried with etcd 3.4: "will
-be ignored and not used as expected"). Instead:
+Only messages and stubs of the client etcd3 are used. Its classes (last version, 0.12) use one server, drop the server's
+error messages, and do not log in again when a token is no longer valid. Its watch is silent after its connection broke.
+etcd's JSON gateway, with authentication, refuses every client whose certificate has a common name, even its login
+(tried with etcd 3.4). Instead:
 
-- A call that fails closes the channel. The next call opens a new one to the next member, and authenticates there. So an
-  old token, a member that hangs and gRPC's own waits between attempts (up to two minutes) cost one call.
+- A call that fails closes the channel. The next call opens a new one to the next member, and logs in there. So an old
+  token, a member that hangs and gRPC's own waits between attempts (up to two minutes) cost one call.
 - Keep-alives of HTTP/2 detect a peer that goes silent during an open watch within KEEPALIVE_S + KEEPALIVE_LIMIT_S.
 
-etcd3 was generated for protobuf 3. Later versions (4 to 7) load it only in their pure Python implementation. protobuf
-chooses its implementation once, when it is first imported, so it is chosen here, before etcd3 imports protobuf. The
-launcher imports this module before it starts a process, and its environment is inherited, so the choice holds in every
-process of the run. The slower implementation suffices for names: 1,250 puts and 2,180 gets per second.
+etcd3 was generated for protobuf 3. Later versions (4 to 7) load it only in their pure Python implementation, which is
+chosen when protobuf is first imported: here, before etcd3 imports it. The launcher imports this module before it starts
+a process, so the choice holds in every process of the run. It suffices for names: 1,250 puts and 2,180 gets per second.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from asyncrl.comm.name_resolve.errors import NameResolveError, NameResolveUnavailable
-from asyncrl.comm.name_resolve.etcd_access import ADDRESS, SETTINGS, EtcdAccess
-from asyncrl.comm.name_resolve.etcd_tls import tls_fault
-from asyncrl.comm.name_resolve.subtree import GRACE_S
+from asyncrl.comm.name_resolve.base import LEAST_LIMIT_S
+from asyncrl.comm.name_resolve.etcd_access import ADDRESS, SETTINGS, EtcdAccess, tls_fault
+from asyncrl.comm.name_resolve.outages import NameResolveError, NameResolveUnavailable, Outages
 
-__all__ = ["EtcdLink", "LeaseGone", "Stubs", "etcdrpc", "grpc"]
+__all__ = ["EtcdLink", "LeaseGone", "Stubs", "etcdrpc"]
 
 _IMPLEMENTATION = "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"
 _is_chosen = _IMPLEMENTATION in os.environ
@@ -55,15 +49,10 @@ CALL_LIMIT_S = 4.0
 """Time limit of one call in seconds. If the first member hangs, a second one can still save a lease of 10 s, which is
 renewed three times per lease.
 """
-LAST_CALL_LIMIT_S = 0.5
-"""Time limit in seconds of one call of a process that is about to end (`EtcdLink.hurry`). It is killed if it takes
-long.
-"""
 KEEPALIVE_S = 10.0
 """etcd ends connections that ask more often than every 5 s (`--grpc-keepalive-min-time`)."""
 KEEPALIVE_LIMIT_S = 5.0
-_SLOW_CALL_S = 0.5
-_EARLY_S = 0.1  # tolerance for a wait that ends slightly early
+_EARLY_S = 0.1  # gRPC's deadline may end a watch so much early
 _NEEDS_LEADER = (("hasleader", "true"),)
 """Makes a member that is cut off from the others end a watch instead of staying silent."""
 _OPTIONS = (
@@ -94,65 +83,39 @@ class LeaseGone(NameResolveUnavailable):
     """The lease has run out. With another lease the call works."""
 
 
-@dataclass(frozen=True, slots=True)
 class Stubs:
-    """One channel to one member, and the stubs for calls through it. `options` are for each call except a watch."""
+    """One channel to one member of the cluster of `access`, logged in, and the stubs for calls through it.
 
-    member: str
-    channel: Any
-    kv: Any
-    lease: Any
-    watch: Any
-    metadata: tuple[tuple[str, str], ...]
-    limit_s: Callable[[], float]
-    """Return the time limit in seconds of a call that begins now."""
+    Raises:
+        OSError: a file of `access` cannot be read.
+        grpc.RpcError: the member refuses the login, or does not answer within `limit_s` seconds.
+    """
+
+    def __init__(self, member: str, access: EtcdAccess, limit_s: float) -> None:
+        files = (access.ca_file, access.key_file, access.certificate_file)
+        contents = [Path(path).read_bytes() if path else None for path in files]
+        password = access.password if access.user else ""
+        self.member, self.limit_s = member, limit_s
+        if access.ca_file:
+            self.channel = grpc.secure_channel(member, grpc.ssl_channel_credentials(*contents), options=_OPTIONS)
+        else:
+            self.channel = grpc.insecure_channel(member, options=_OPTIONS)
+        self.kv, self.lease = etcdrpc.KVStub(self.channel), etcdrpc.LeaseStub(self.channel)
+        self.watch = etcdrpc.WatchStub(self.channel)
+        self.metadata: tuple[tuple[str, str], ...] = ()
+        if access.user:
+            request = etcdrpc.AuthenticateRequest(name=access.user, password=password)
+            try:
+                reply = etcdrpc.AuthStub(self.channel).Authenticate(request, timeout=limit_s)
+            except grpc.RpcError:
+                self.channel.close()
+                raise
+            self.metadata = (("token", reply.token),)
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"timeout": self.limit_s(), "metadata": self.metadata}
-
-
-class Troubles:
-    """Signs that etcd hangs or fails, from the calls of this process. Any thread may call it.
-
-    Args:
-        clock: monotonic time in seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._numbers = itertools.count()
-        self._running: dict[int, float] = {}  # the begin of each running call
-        self._until = float("-inf")
-
-    @contextlib.contextmanager
-    def observed(self) -> Iterator[None]:
-        """Report trouble if the block fails or is slow."""
-        number = next(self._numbers)
-        began = self._running[number] = self._clock()
-        failed = True
-        try:
-            yield
-            failed = False
-        finally:
-            del self._running[number]
-            if failed or self._clock() > began + _SLOW_CALL_S:
-                self.report()
-
-    def report(self) -> None:
-        """Record that leases may have expired while this process did not call."""
-        self._until = self._clock() + GRACE_S
-
-    @property
-    def now(self) -> bool:
-        """True if etcd hangs, or did until a moment ago. Owners that could not renew their leases have then lost them.
-
-        A lease expires if its owner could not renew it for two thirds of its length. Every process that has a lease
-        renews it each third. So before any lease expires, a call of this process has been slow or has failed, or this
-        process was paused itself.
-        """
-        now = self._clock()
-        return now < self._until or any(now > began + _SLOW_CALL_S for began in list(self._running.values()))
+        """Arguments of each call except a watch."""
+        return {"timeout": self.limit_s, "metadata": self.metadata}
 
 
 class EtcdLink:
@@ -161,19 +124,19 @@ class EtcdLink:
     Args:
         access: how the cluster is reached.
         prefix: prefix of the keys, for messages.
+        outages: observes the calls.
     """
 
-    def __init__(self, access: EtcdAccess, prefix: str) -> None:
-        self._access, self._prefix = access, prefix
+    def __init__(self, access: EtcdAccess, prefix: str, outages: Outages) -> None:
+        self._access, self._prefix, self._outages = access, prefix, outages
         self._stubs: Stubs | None = None
+        self._stream: Any = None
         self._next = os.getpid()  # so that the processes of a run are spread over the members
         self._member = self._access.members[0]  # the last one that was tried
         self._was_connected = False
         self._closed = False
         self._limit_s = CALL_LIMIT_S
         self._lock = threading.Lock()
-        self.troubles = Troubles()
-        """Trouble with the calls so far."""
 
     def call(self, ask: Callable[[Stubs], T]) -> T:
         """Call `ask` with the connection and return its result.
@@ -184,49 +147,66 @@ class EtcdLink:
             NameResolveError: etcd refuses the call.
         """
         stubs = None
-        with self.troubles.observed():
+        with self._outages.observed():
             try:
                 stubs = self._connected()
                 result = ask(stubs)
             except (grpc.RpcError, ValueError) as error:
                 if isinstance(error, ValueError) and "channel" not in str(error).lower():
                     raise  # else gRPC's error about a channel that a failed call of another thread closed
-                raise self.failed(stubs, error) from error
+                raise self._failed(stubs, error) from error
             self._was_connected = True
             return result
 
-    def wait_for_change(self, create: Any, limit_s: float) -> None:
-        """Return if a key of the etcd watch `create` has changed, after `limit_s` seconds at the latest.
+    def changes(
+        self, ranges: Iterable[tuple[bytes, bytes, int]], limit_s: float, ended: threading.Event
+    ) -> Iterator[Any]:
+        """Yield the events of the keys in `ranges` (start, end and first revision) for `limit_s` seconds, or until
+        `end_changes` after `ended` was set.
 
         Raises:
-            NameResolveUnavailable: the watch ended with its connection or its leader, or because the history since its
+            NameResolveUnavailable: the watch ended with its connection or its leader, or because the history since a
                 first revision was compacted. Read again.
         """
         stubs, done = self.call(lambda to: to), threading.Event()
-        over, reported = time.monotonic() + limit_s - _EARLY_S, None
+        over, is_canceled = time.monotonic() + limit_s - _EARLY_S, False
+        creates = [
+            etcdrpc.WatchCreateRequest(key=key, range_end=range_end, start_revision=revision)
+            for key, range_end, revision in ranges
+        ]
 
         def requests() -> Iterator[Any]:
-            yield etcdrpc.WatchRequest(create_request=create)
+            yield from (etcdrpc.WatchRequest(create_request=create) for create in creates)
             done.wait()  # the request side stays open as long as the stream
 
         try:
-            stream = stubs.watch.Watch(requests(), timeout=limit_s, metadata=stubs.metadata + _NEEDS_LEADER)
-            for reported in stream:
-                if reported.events or reported.canceled:
-                    stream.cancel()
+            self._stream = stubs.watch.Watch(requests(), timeout=limit_s, metadata=stubs.metadata + _NEEDS_LEADER)
+            if ended.is_set():
+                return
+            for reply in self._stream:
+                is_canceled |= reply.canceled
+                if reply.events:
+                    yield reply.events
+                if is_canceled:
                     break
         except (grpc.RpcError, ValueError) as error:  # the deadline of gRPC comes back as an error of any code
-            if time.monotonic() < over:
-                raise self.failed(stubs, error) from error
-        else:
-            if reported is None or reported.canceled:
-                raise NameResolveUnavailable(
-                    f"etcd at {stubs.member} ended a watch: its history was compacted, or it lost its leader"
-                )
+            if time.monotonic() < over and not ended.is_set():
+                raise self._failed(stubs, error) from error
+            return
         finally:
             done.set()
+            self.end_changes()
+        if not ended.is_set():
+            raise NameResolveUnavailable(
+                f"etcd at {stubs.member} ended a watch: its history was compacted, or it lost its leader"
+            )
 
-    def failed(self, stubs: Stubs | None, error: Exception) -> NameResolveError:
+    def end_changes(self) -> None:
+        """End `changes`, if it is running."""
+        if (stream := self._stream) is not None:
+            stream.cancel()
+
+    def _failed(self, stubs: Stubs | None, error: Exception) -> NameResolveError:
         """Translate the gRPC error `error`. Drop the connection `stubs` if another one may help."""
         code = error.code() if isinstance(error, grpc.Call) else None
         said = str(error.details() or code) if isinstance(error, grpc.Call) else str(error)
@@ -243,9 +223,11 @@ class EtcdLink:
             return NameResolveError(fault)
         return NameResolveUnavailable(f"etcd at {member} failed: {said}; check {ADDRESS}")
 
-    def hurry(self) -> None:
-        """Limit later calls to `LAST_CALL_LIMIT_S`."""
-        self._limit_s = LAST_CALL_LIMIT_S
+    def hurry(self, limit_s: float) -> None:
+        """Limit later calls to `limit_s` seconds, or to LEAST_LIMIT_S if that is longer."""
+        self._limit_s = min(max(limit_s, LEAST_LIMIT_S), self._limit_s)
+        if (stubs := self._stubs) is not None:
+            stubs.limit_s = self._limit_s
 
     def close(self) -> None:
         """Disconnect; running calls and watches fail."""
@@ -258,32 +240,14 @@ class EtcdLink:
                 raise NameResolveError("the connection to etcd is closed")
             if self._stubs is None:
                 self._member = self._access.members[self._next % len(self._access.members)]
-                self._stubs = self._connect(self._member)
+                try:
+                    self._stubs = Stubs(self._member, self._access, self._limit_s)
+                except OSError as error:  # in a thread that renews leases, any other error would end the renewals
+                    raise NameResolveUnavailable(f"{SETTINGS}: {error}") from error
+                except grpc.RpcError:
+                    self._next += 1
+                    raise
             return self._stubs
-
-    def _connect(self, member: str) -> Stubs:
-        access = self._access
-        files = (access.ca_file, access.key_file, access.certificate_file)
-        try:
-            contents = [Path(path).read_bytes() if path else None for path in files]
-            password = access.password if access.user else ""
-        except OSError as error:  # in a thread that renews leases, any other error would end the renewals
-            raise NameResolveUnavailable(f"{SETTINGS}: {error}") from error
-        if access.ca_file:
-            channel = grpc.secure_channel(member, grpc.ssl_channel_credentials(*contents), options=_OPTIONS)
-        else:
-            channel = grpc.insecure_channel(member, options=_OPTIONS)
-        stubs = (etcdrpc.KVStub(channel), etcdrpc.LeaseStub(channel), etcdrpc.WatchStub(channel))
-        if not access.user:
-            return Stubs(member, channel, *stubs, metadata=(), limit_s=lambda: self._limit_s)
-        request = etcdrpc.AuthenticateRequest(name=access.user, password=password)
-        try:
-            token = etcdrpc.AuthStub(channel).Authenticate(request, timeout=self._limit_s).token
-        except grpc.RpcError:
-            channel.close()
-            self._next += 1
-            raise
-        return Stubs(member, channel, *stubs, metadata=(("token", token),), limit_s=lambda: self._limit_s)
 
     def _drop(self, stubs: Stubs | None) -> None:
         """Close the connection, unless a newer one has replaced it."""

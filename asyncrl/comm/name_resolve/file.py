@@ -1,21 +1,21 @@
 """Name resolution in a directory: the default, for one machine or several that share a file system.
 
 One file per entry, `workers+model_worker+0.json` for `workers/model_worker/0`, written aside and renamed, so a reader
-sees a whole entry or none and needs no lock. Adding and deleting hold an advisory lock on `.lock` in the directory,
-which the kernel releases when its holder dies. So exactly one of two adders wins, and an expired entry is replaced
-without a race against its new owner. The directory and every file in it belong to its user alone (mode 0700): a forged
-entry would misdirect a process, and a user who can open the lock can hold it.
+sees a whole entry or none and needs no lock. Adding and deleting hold an advisory lock on `.lock`, which the kernel
+releases when its holder dies. So exactly one of two adders wins, and an expired entry is replaced without a race
+against its new owner. The directory and every file in it belong to its user alone (mode 0700): a forged entry would
+misdirect a process, and a user who can open the lock can hold it.
 
 A lease is the file's modification time plus the seconds written in it. Its owner renews it by touching the file through
 a descriptor whose content it has checked. So an owner that was stalled can only touch its own file. "Now" is the file
 system's own clock (the modification time of a probe file), so machines whose clocks differ agree. That clock may be
 set: who follows an entry measures what is left of its lease by the monotonic clock.
 
-To follow entries, `_Scan` opens the directory and checks its modification time: ten times a second while entries
-change, twice a second later. Entries appear,
-change and disappear by renaming and unlinking, which change that time; renewals do not. The entries are read again only
-if the time has changed, and a single entry only if its lease would have run out. inotify would not report the changes
-of other hosts; opening the directory makes NFS ask the server (close-to-open consistency).
+A follower opens the directory and checks its modification time, `IDLE_LOOK_S` apart, or `WAIT_LOOK_S` while someone
+waits for a name. Entries appear, change and disappear by renaming and unlinking, which change that time; renewals do
+not. The directory is listed only if the time has changed, a file is read only if it is another one, and a lease is
+checked only if it would have run out. inotify would not report the changes of other hosts, and a user has 128 instances
+of it; opening the directory makes NFS ask the server (close-to-open consistency).
 """
 
 from __future__ import annotations
@@ -27,31 +27,27 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, Any, Literal
 
 import msgspec
 
 from asyncrl.comm.files.file_lock import take_lock
 from asyncrl.comm.files.private_files import NotPrivate, make_private_folder, open_private_file
-from asyncrl.comm.name_resolve.base import FOLLOW_IDLE_POLL_S, FOLLOW_POLL_S, PATIENCE_S, NameResolver, is_below
-from asyncrl.comm.name_resolve.errors import (
-    NameEntryExists,
-    NameResolveError,
-    NameResolveUnavailable,
-    OwnerFenced,
-)
-from asyncrl.comm.name_resolve.subtree import Subtree
+from asyncrl.comm.name_resolve.base import PATIENCE_S, NameEntryExists, NameResolver, OwnerFenced, is_below
+from asyncrl.comm.name_resolve.outages import NameResolveError, NameResolveUnavailable
 from asyncrl.comm.typed import decode_json
 
 _SUFFIX = ".json"
 _CLOCK_PROBE_S = 30.0  # clocks drift by microseconds per second: a half-minute-old offset is good to a millisecond
 _LOCK_TIMEOUT_S = 30.0
-_SLOW_LOOK_S = 1.0
-_SLOWER = 1.05
-"""Growth of the pause from look to look while nothing changes: the longest comes after eight seconds."""
+WAIT_LOOK_S, IDLE_LOOK_S = 0.1, 0.25
+"""Time in s between two looks at the directory: while someone waits for a name, and otherwise."""
+_STOOD_STILL_S = 1.0
+_AGAIN_S = 1.0
+"""Time in s between two looks at a file whose lease has run out. Its owner may have renewed it late."""
 _RACY_S = 2.0
 """Time in s within which a second change may have the same modification time, since file systems' clocks are coarse."""
 _REFUSALS = (PermissionError, FileNotFoundError, NotADirectoryError, IsADirectoryError)
@@ -64,6 +60,15 @@ class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     value: str
     owner: str
     lease_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """The open file of an entry. `left_s` is what is left of its lease."""
+
+    file: IO[Any]
+    record: _Record
+    left_s: float
 
 
 class FileResolver(NameResolver):
@@ -84,92 +89,89 @@ class FileResolver(NameResolver):
         self._clock = _FileSystemClock(self._dir)
 
     def _create(self, name: str, value: str, lease_s: float | None, replace: bool) -> None:
-        with self._translated(), self._locked():  # changing a fence takes the lock too
+        with self._locked():  # changing a fence takes the lock too
             if self._fenced():
                 raise OwnerFenced(name, self.root)
             if not replace and self._read(name) is not None:
                 raise NameEntryExists(name, self.root)
             aside = self._dir / f".{name.replace('/', '+')}.{self._owner[:8]}"
-            with open(
-                open_private_file(aside, os.O_WRONLY | os.O_TRUNC), "wb"
-            ) as file:  # a failed add may have left one
+            # A failed add may have left one.
+            with open(open_private_file(aside, os.O_WRONLY | os.O_TRUNC), "wb") as file:
                 file.write(msgspec.json.encode(_Record(value, self._owner, lease_s)))
-            aside.replace(self._path(name))
+            aside.replace(_path(self._dir, name))
 
     def _read(self, name: str) -> str | None:
-        with self._translated():
-            try:
-                with self._path(name).open("rb") as file:
-                    record = _load(file)
-                    return record.value if self._clock.left_s(record, os.fstat(file.fileno())) > 0.0 else None
-            except FileNotFoundError:
-                return None
+        with self._opened(name) as found:
+            return found.record.value if found is not None and found.left_s > 0.0 else None
 
     def _read_subtree(self, root: str) -> dict[str, str]:
         with self._translated():
-            values = {name: self._read(name) for name in self._names(root)}
+            values = {name: self._read(name) for name in _names(self._dir) if is_below(name, root)}
         return {name: value for name, value in values.items() if value is not None}
 
-    def _follow(self, subtree: Subtree) -> None:
-        scan = _Scan(self._dir, subtree.root, self._clock)
-        looked, pause_s, known = time.monotonic(), FOLLOW_POLL_S, dict[str, str]()
+    def _remove(self, name: str, value: str | None, own: bool) -> bool:
+        with self._locked(), self._opened(name) as found:
+            if found is None or (own and found.record.owner != self._owner):
+                return False
+            if value is not None and (found.record.value != value or found.left_s <= 0.0):
+                return False
+            _path(self._dir, name).unlink()
+            return found.left_s > 0.0
+
+    def _renew(self, name: str) -> Literal["kept", "lapsed", "gone"]:
+        with self._opened(name, "rb+") as found:
+            if found is None or found.record.owner != self._owner:
+                return "gone"
+            if found.left_s <= 0.0:
+                return "lapsed"
+            os.utime(found.file.fileno())
+            return "kept"
+
+    def _snapshots(self) -> Iterator[dict[str, dict[str, str]]]:
+        scan, known, looked, pause_s = _Scan(self._dir, self._clock), None, time.monotonic(), 0.0
         while not self._closing.is_set():
+            self._woken.clear()
+            subtrees = self._subtrees()
+            roots = frozenset(subtree.root for subtree in subtrees)
             with self._translated():
-                found = scan.look()
+                found = scan.look(roots)
             before, looked = looked, time.monotonic()
-            if looked > before + pause_s + _SLOW_LOOK_S:  # the file system or the machine was paused, for owners too
-                subtree.trouble()
-            self._found(subtree, found)
-            pause_s = FOLLOW_POLL_S if found != known else min(_SLOWER * pause_s, FOLLOW_IDLE_POLL_S)
-            known = found
-            self._closing.wait(pause_s)
+            if looked > before + pause_s + _STOOD_STILL_S:  # the file system or the machine did, for owners too
+                self._outages.trouble()
+            if (roots, found) == known:
+                yield {}
+            else:
+                yield {root: {name: found[name] for name in found if is_below(name, root)} for root in roots}
+                known = roots, found
+            pause_s = WAIT_LOOK_S if any(subtree.waiting for subtree in subtrees) else IDLE_LOOK_S
+            self._woken.wait(pause_s)
 
-    def _remove(self, name: str, only_own: bool = False) -> bool:
-        with self._translated(), self._locked():
-            try:
-                with self._path(name).open("rb") as file:
-                    record = _load(file)
-                    living = self._clock.left_s(record, os.fstat(file.fileno())) > 0.0
-            except FileNotFoundError:
-                return False
-            if only_own and record.owner != self._owner:
-                return False
-            self._path(name).unlink()
-            return living
-
-    def _remove_value(self, name: str, value: str) -> bool:
-        with self._translated(), self._locked():
-            if self._read(name) != value:
-                return False
-            self._path(name).unlink()
-            return True
-
-    def _remove_subtree(self, root: str, keep: Collection[str]) -> None:
-        with self._translated(), self._locked():
-            for name in self._names(root):
-                if name not in keep:
-                    self._path(name).unlink(missing_ok=True)
-
-    def _renew(self, name: str) -> bool:
+    @contextlib.contextmanager
+    def _opened(self, name: str, mode: str = "rb") -> Iterator[_Opened | None]:
+        """Open the entry's file; None if there is none."""
         with self._translated():
             try:
-                with self._path(name).open("rb+") as file:
-                    record = _load(file)
-                    if record.owner != self._owner:
-                        return False
-                    if self.fences and self._clock.left_s(record, os.fstat(file.fileno())) <= 0.0:
-                        return self._renew_unless_fenced(file)
-                    os.utime(file.fileno())
-                    return True
+                file = _path(self._dir, name).open(mode)
             except FileNotFoundError:
-                return False
+                yield None
+                return
+            with file:
+                record = _load(file)
+                yield _Opened(file, record, self._clock.left_s(record, os.fstat(file.fileno())))
 
-    def _renew_unless_fenced(self, file: BinaryIO) -> bool:
-        with self._locked():
-            if self._fenced():
-                return False
-            os.utime(file.fileno())
-            return True
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the directory's lock.
+
+        It is held for microseconds, so a long wait means that a suspended process holds it.
+        """
+        with self._translated(), open(open_private_file(self._dir / ".lock"), "ab") as file:
+            if not take_lock(file.fileno(), _LOCK_TIMEOUT_S):
+                raise NameResolveUnavailable(
+                    f"lock {self.root!r}/.lock was not free for {_LOCK_TIMEOUT_S:g} s: a stopped process holds "
+                    "it (find it with 'fuser'), or the file system does not support flock"
+                )
+            yield  # closing the file releases the lock
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
@@ -179,50 +181,34 @@ class FileResolver(NameResolver):
         try:
             yield
         except OSError as error:
-            refused = isinstance(error, _REFUSALS)
-            kind = NameResolveError if refused else NameResolveUnavailable
+            kind = NameResolveError if isinstance(error, _REFUSALS) else NameResolveUnavailable
             raise kind(f"name resolution in {self.root!r} failed: {error}") from error
-
-    def _path(self, name: str) -> Path:
-        return _path(self._dir, name)
-
-    def _names(self, root: str) -> list[str]:
-        return _names(self._dir, root)
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Hold the directory's lock.
-
-        It is held for microseconds, so a long wait means that a suspended process holds it.
-        """
-        with open(open_private_file(self._dir / ".lock"), "ab") as file:
-            if not take_lock(file.fileno(), _LOCK_TIMEOUT_S):
-                raise NameResolveUnavailable(
-                    f"lock {self.root!r}/.lock was not free for {_LOCK_TIMEOUT_S:g} s: a stopped process holds "
-                    "it (find it with 'fuser'), or the file system does not support flock"
-                )
-            yield  # closing the file releases the lock
 
 
 @dataclass(slots=True)
 class _Seen:
-    """An entry as it was read; `changed` is its modification time in ns, `expires` in s of the monotonic clock."""
+    """An entry as it was read: `file` is its inode and modification time in ns, `expires` is in s of the monotonic
+    clock.
+    """
 
     record: _Record
-    changed: int
+    file: tuple[int, int]
     expires: float
 
 
 class _Scan:
-    """The entries of `directory` at or below `root`, scanned repeatedly."""
+    """The entries of `directory`, scanned repeatedly."""
 
-    def __init__(self, directory: Path, root: str, clock: _FileSystemClock) -> None:
-        self._directory, self._root, self._clock = directory, root, clock
+    def __init__(self, directory: Path, clock: _FileSystemClock) -> None:
+        self._directory, self._clock = directory, clock
+        self._roots: frozenset[str] = frozenset()
         self._seen: dict[str, _Seen] = {}
-        self._changed: int | None = None  # the directory's modification time at the last reading, ns; None: read again
+        self._living: dict[str, str] = {}
+        self._until = 0.0  # when the next lease has to be checked, in s of the monotonic clock
+        self._changed: int | None = None  # the directory's modification time at the last listing, ns; None: list again
 
-    def look(self) -> dict[str, str]:
-        """Return the living entries.
+    def look(self, roots: frozenset[str]) -> dict[str, str]:
+        """Return the living entries at or below `roots`.
 
         Raises:
             OSError, NameResolveError: they cannot be read.
@@ -232,33 +218,40 @@ class _Scan:
             changed = os.fstat(descriptor).st_mtime_ns
         finally:
             os.close(descriptor)
-        if changed != self._changed:
-            is_racy = self._clock.now() < changed / 1e9 + _RACY_S
-            self._seen, self._changed = self._read(), None if is_racy else changed
+        if (changed, roots) != (self._changed, self._roots):
+            names = [name for name in _names(self._directory) if any(is_below(name, root) for root in roots)]
+            self._changed, self._roots = None if self._is_racy(changed) else changed, roots
+            self._seen = {name: seen for name in names if (seen := self._look_at(name)) is not None}
+        elif time.monotonic() < self._until:
+            return self._living
         else:
             for name in [name for name, seen in self._seen.items() if seen.expires <= time.monotonic()]:
-                self._look_at_lease(name)
+                self._seen[name] = self._look_at(name) or self._seen[name]
         now = time.monotonic()
-        return {name: seen.record.value for name, seen in self._seen.items() if now < seen.expires}
+        self._living = {name: seen.record.value for name, seen in self._seen.items() if now < seen.expires}
+        expiries = (seen.expires if now < seen.expires else now + _AGAIN_S for seen in self._seen.values())
+        self._until = min(expiries, default=math.inf)
+        return self._living
 
-    def _read(self) -> dict[str, _Seen]:
-        seen = {}
-        for name in _names(self._directory, self._root):
-            with contextlib.suppress(FileNotFoundError), _path(self._directory, name).open("rb") as file:
-                record = _load(file)
-                seen[name] = self._seen_now(record, os.fstat(file.fileno()))
-        return seen
+    def _look_at(self, name: str) -> _Seen | None:
+        """Return the entry, whose file is read only if it is another one; None if there is no such entry."""
+        path, seen = _path(self._directory, name), self._seen.get(name)
+        with contextlib.suppress(FileNotFoundError):
+            if seen is not None:
+                file = os.stat(path)
+                if seen.file == (file.st_ino, file.st_mtime_ns) and not self._is_racy(file.st_mtime_ns):
+                    return seen
+            with path.open("rb") as opened:
+                record, file = _load(opened), os.fstat(opened.fileno())
+            identity = file.st_ino, file.st_mtime_ns
+            if seen is not None and (seen.record, seen.file) == (record, identity):
+                return seen  # not renewed, whatever became of the clock
+            return _Seen(record, identity, time.monotonic() + self._clock.left_s(record, file))
+        return None
 
-    def _seen_now(self, record: _Record, file: os.stat_result) -> _Seen:
-        return _Seen(record, file.st_mtime_ns, time.monotonic() + self._clock.left_s(record, file))
-
-    def _look_at_lease(self, name: str) -> None:
-        """Read the present end of the entry's lease. Its owner may have renewed it, even after it ran out."""
-        seen = self._seen[name]
-        with contextlib.suppress(FileNotFoundError):  # the next look sees the directory changed
-            file = os.stat(_path(self._directory, name))
-            if file.st_mtime_ns != seen.changed:  # else nobody has renewed it, whatever became of the clock
-                self._seen[name] = self._seen_now(seen.record, file)
+    def _is_racy(self, changed: int) -> bool:
+        """True if a change that comes now may leave the modification time `changed` (ns) as it is."""
+        return self._clock.now() < changed / 1e9 + _RACY_S
 
 
 class _FileSystemClock:
@@ -298,14 +291,13 @@ def _path(directory: Path, name: str) -> Path:
     return directory / (name.replace("/", "+") + _SUFFIX)
 
 
-def _names(directory: Path, root: str) -> list[str]:
-    """Return the names at or below `root`, of living and expired entries."""
+def _names(directory: Path) -> list[str]:
+    """Return the names of living and expired entries."""
     files = [entry for entry in os.listdir(directory) if entry.endswith(_SUFFIX) and not entry.startswith(".")]
-    names = [entry.removesuffix(_SUFFIX).replace("+", "/") for entry in files]
-    return [name for name in names if is_below(name, root)]
+    return [entry.removesuffix(_SUFFIX).replace("+", "/") for entry in files]
 
 
-def _load(file: BinaryIO) -> _Record:
+def _load(file: IO[Any]) -> _Record:
     try:
         return decode_json(file.read(), _Record)
     except ValueError as error:

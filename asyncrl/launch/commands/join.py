@@ -27,8 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.comm import names
-from asyncrl.comm.name_resolve import NameResolveError, NameResolver
-from asyncrl.comm.name_resolve.errors import NameEntryExists, NameEntryNotFound
+from asyncrl.comm.name_resolve import NameEntryExists, NameEntryNotFound, NameResolveError, NameResolver
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import CONFIG_FILE, read_run_config
 from asyncrl.launch.refusal import refuse

@@ -10,8 +10,7 @@ from operator import attrgetter
 from typing import Protocol, Self
 
 from asyncrl.comm import names
-from asyncrl.comm.name_resolve import NameResolver
-from asyncrl.comm.name_resolve.errors import NameEntryNotFound
+from asyncrl.comm.name_resolve import NameEntryNotFound, NameResolver
 from asyncrl.comm.request_reply import PeerGone, RequestClient
 from asyncrl.comm.request_reply.client import RequestTimeout
 from asyncrl.comm.request_reply.messages import R, Request

@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from asyncrl.comm.name_resolve import NameResolver
-from asyncrl.comm.name_resolve.errors import NameResolveTimeout
+from asyncrl.comm.name_resolve import NameResolver, NameResolveTimeout
 from asyncrl.comm.waits.limits import LOOK_S
 from asyncrl.comm.waits.running_time import running_wait
 

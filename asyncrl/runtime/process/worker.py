@@ -5,7 +5,7 @@ Life cycle of a worker process
 1. The launcher's back end runs `python -m asyncrl.runtime.main <kind> <index> --run-dir DIR`, which finds the class in
    the registry of kinds. Each process has its own log file.
 2. `Worker.start` reads `<run_dir>/config.yaml`, opens name resolution and publishes `status/<kind>/<index>` with a
-   lease. The lease is the heartbeat: the resolver's keep-alive thread renews it, and it lapses when the process dies.
+   lease. The lease is the heartbeat: a thread of the resolver renews it, and it lapses when the process dies.
    While the process starts, the status counts its progress, for the processes that wait for it
    (`asyncrl.runtime.process.starting`).
 3. `configure` binds sockets and registers their addresses; `run` works until it is done or `stop_requested` is set
@@ -240,7 +240,7 @@ class Worker(ABC):
 
     def _publish_end(self, state: names.State, reason: str = "") -> None:
         """Publish the last state without waiting for it: the launcher kills a process that takes too long to end."""
-        self.resolver.end_soon()
+        self.resolver.hurry(0.0)
         try:
             self.process_status.set(state, reason)
         except NameResolveError as error:

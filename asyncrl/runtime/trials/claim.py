@@ -134,7 +134,7 @@ class TrialClaim:
         except ValueError as error:
             raise TrialError(f"the claim in name resolution is damaged: {error}; delete it") from error
         if self._is_dead(holder):
-            resolver.delete_value(names.TRIAL_KEY, value)
+            resolver.delete(names.TRIAL_KEY, value=value)
         return holder
 
     def _is_dead(self, holder: names.TrialHolder) -> bool:

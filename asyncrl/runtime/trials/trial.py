@@ -7,7 +7,6 @@ terminal shows what is continued.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import shutil
@@ -18,9 +17,7 @@ from pathlib import Path
 from asyncrl.comm import names
 from asyncrl.comm.files.leftovers import remove_leftover
 from asyncrl.comm.files.retry_write import no_retry, retry_write_blocking
-from asyncrl.comm.name_resolve import NameResolveError
-from asyncrl.comm.name_resolve.base import HURRY_S
-from asyncrl.comm.name_resolve.errors import NameEntryNotFound
+from asyncrl.comm.name_resolve import HURRY_S, NameEntryNotFound, NameResolveError
 from asyncrl.comm.names import INCARNATIONS, LAUNCH_KEY, TRIAL_KEY
 from asyncrl.comm.security.run_secret import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
@@ -153,7 +150,8 @@ class Trial:
                         resolver.add(key, str(int(incarnation) + 1), replace=True)
                 if self._claim is not None:
                     self._claim.announce(resolver)
-                resolver.clear_subtree(keep=(TRIAL_KEY, LAUNCH_KEY, *given_up))
+                for key in resolver.get_subtree().keys() - {TRIAL_KEY, LAUNCH_KEY, *given_up}:
+                    resolver.delete(key)
         except NameResolveError as error:
             raise TrialError(f"system.name_resolve={str(self.config.system.name_resolve)!r}: {error}") from error
 
@@ -229,5 +227,4 @@ class Trial:
             keys = [key for tree in trees for key in resolver.get_subtree(tree)]
             keys += map(names.gen_server_key, guests_of(self.config.generation))
             for key in [*keys, names.TRAINING_WORLD_KEY, names.TRAINER_TURN_KEY, names.MANAGER_KEY]:
-                with contextlib.suppress(NameEntryNotFound):
-                    resolver.delete(key)
+                resolver.delete(key)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from asyncrl.comm.name_resolve.errors import NameResolveError
+from asyncrl.comm.name_resolve import NameResolveError
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import METRICS_FILE, RESTARTS_FILE, run_dir_of
 from asyncrl.observe.history.tail import JsonlTail

@@ -18,8 +18,7 @@ from urllib.parse import urlsplit, urlunsplit
 import msgspec
 
 from asyncrl.comm import names
-from asyncrl.comm.name_resolve import NameResolver
-from asyncrl.comm.name_resolve.errors import NameEntryNotFound
+from asyncrl.comm.name_resolve import NameEntryNotFound, NameResolver
 from asyncrl.verify.chaos.proxy import LinkProxy
 
 
@@ -82,7 +81,7 @@ class Links:
                 link.value, link.proxy.upstream = through(link.key, value, link.port)
                 resolver.add(link.key, link.value, lease_s=self._lease_s, replace=True)
             elif _value(resolver, f"{names.STATUSES}/{link.owner}") is None:
-                resolver.withdraw(link.key)
+                resolver.delete(link.key, own=True)
                 link.value = None
 
     async def close(self) -> None:

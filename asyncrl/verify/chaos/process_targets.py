@@ -9,8 +9,7 @@ import psutil
 
 from asyncrl.comm import names
 from asyncrl.comm.http.calls import HttpError, JsonHttp
-from asyncrl.comm.name_resolve import NameResolver
-from asyncrl.comm.name_resolve.errors import NameResolveError
+from asyncrl.comm.name_resolve import NameResolveError, NameResolver
 from asyncrl.comm.security.run_secret import HttpSecurity, RunSecret, SecretError
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import SECRET_FILE, run_dir_of

@@ -11,20 +11,22 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import pytest
 
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import (
     FileResolver,
+    NameEntryExists,
     NameResolveError,
+    NameResolver,
     NameResolveTimeout,
     NameResolveUnavailable,
     OwnerFenced,
-    lease_renewal,
+    base,
 )
-from asyncrl.comm.name_resolve.patience import RECENT_S, Patience
+from asyncrl.comm.name_resolve.outages import RECENT_S, Outages
 from asyncrl.comm.push_pull import TrajectoryPusher
 from asyncrl.rollout import process
 from asyncrl.rollout.process import RolloutWorker
@@ -78,9 +80,7 @@ def test_every_call_survives_a_back_end_that_is_away(resolver: FileResolver, awa
     away.times = 2
     assert resolver.wait("a/b", LIMIT_S) == "1"
     away.times = 2
-    resolver.delete("a/b")
-    away.times = 2
-    resolver.clear_subtree()
+    assert resolver.delete("a/b")
 
 
 def test_what_is_no_matter_of_time_is_told_at_once(resolver: FileResolver, away: Away) -> None:
@@ -105,14 +105,13 @@ def test_an_outage_that_lasts_too_long_is_told_with_its_reason(tmp_path: Path, a
 
 
 def test_a_process_that_was_asked_to_stop_does_not_wait_for_the_end_of_an_outage(
-    resolver: FileResolver, away: Away, monkeypatch: pytest.MonkeyPatch
+    resolver: FileResolver, away: Away
 ) -> None:
-    monkeypatch.setattr("asyncrl.comm.name_resolve.base.HURRY_S", 0.0)
     away.times = 1_000_000
     with ThreadPoolExecutor(1) as pool:
         looking = pool.submit(resolver.get, "a")
         assert away.failed.wait(LIMIT_S)
-        resolver.hurry()
+        resolver.hurry(0.1)
         with pytest.raises(NameResolveUnavailable):
             looking.result(LIMIT_S)
 
@@ -120,7 +119,7 @@ def test_a_process_that_was_asked_to_stop_does_not_wait_for_the_end_of_an_outage
 def test_a_process_that_is_about_to_end_makes_no_call_twice(resolver: FileResolver, away: Away) -> None:
     resolver.add("a", "1")
     assert resolver.get("a") == "1"
-    resolver.end_soon()
+    resolver.hurry(0.0)
     assert resolver.get("a") == "1"
     away.times = 1_000_000
     with pytest.raises(NameResolveUnavailable):
@@ -128,54 +127,75 @@ def test_a_process_that_is_about_to_end_makes_no_call_twice(resolver: FileResolv
     assert away.times == 999_999
 
 
+class Renewing(NameResolver):
+    """Renews as `renew` says. Every name is taken by others."""
+
+    def __init__(self, renew: Callable[[str], Literal["kept", "lapsed", "gone"]], patience_s: float = 60.0) -> None:
+        super().__init__("/names", patience_s)
+        self._outcome = renew
+
+    def _renew(self, name: str) -> Literal["kept", "lapsed", "gone"]:
+        return self._outcome(name)
+
+    def _create(self, name: str, value: str, lease_s: float | None, replace: bool) -> None:
+        if not replace:
+            raise NameEntryExists(name, self.root)
+
+    def _read(self, name: str) -> str | None:
+        return None
+
+    def _read_subtree(self, root: str) -> dict[str, str]:
+        return {}
+
+    def _remove(self, name: str, value: str | None, own: bool) -> bool:
+        return False
+
+    def _snapshots(self) -> Iterator[dict[str, dict[str, str]]]:
+        raise KeyError("a defect")
+
+
 def test_a_lease_is_renewed_again_after_an_outage_of_any_length_with_one_line_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(lease_renewal, "AGAIN_S", 0.001)
+    monkeypatch.setattr(base, "AGAIN_S", 0.001)
     renewed = threading.Event()
     attempts = 0
 
-    def renew(name: str) -> bool:
+    def renew(name: str) -> Literal["kept"]:
         nonlocal attempts
         attempts += 1
         if attempts < 20:
             raise NameResolveUnavailable("etcd is away")
         renewed.set()
-        return True
+        return "kept"
 
-    keeping = lease_renewal.LeaseRenewer(renew, Patience("/names", 0.005))
-    keeping.keep("a", 0.01)
-    try:
+    with Renewing(renew, 0.005) as owner:
+        owner.add("a", "x", lease_s=0.05, replace=True)
         assert renewed.wait(LIMIT_S)
-        assert keeping.names() == ["a"]
-    finally:
-        keeping.stop()
+        assert list(owner._leased) == ["a"]
     assert [record.getMessage().partition(",")[0] for record in caplog.records] == [
         "name resolution under '/names' fails"
     ]
 
 
 def test_a_name_that_is_lost_is_told_once_and_looked_at_further_on(caplog: pytest.LogCaptureFixture) -> None:
-    states = iter([True, False, False, True, False])
+    states: Iterator[Literal["kept", "gone"]] = iter(["kept", "gone", "gone", "kept", "gone"])
     lost, over = list[str](), threading.Event()
 
-    def renew(name: str) -> bool:
+    def renew(name: str) -> Literal["kept", "gone"]:
         state = next(states, None)
         if state is None:
             over.set()
             raise OwnerFenced(name, "/names")
         return state
 
-    def told(name: str) -> bool:
-        lost.append(name)
-        return True
-
-    keeping = lease_renewal.LeaseRenewer(renew, Patience("/names", 60.0), told)
-    keeping.keep("a", 0.01)
+    owner = Renewing(renew)
+    owner.on_lost, owner.fences = lost.append, {"incarnation": "1"}
+    owner.add("a", "x", lease_s=0.05, replace=True)
     assert over.wait(LIMIT_S)
-    keeping.stop()
+    owner._stop_renewing()
     assert lost == ["a", "a"], "once for each time"
-    assert keeping.names() == [], "it is another's for good"
+    assert owner._leased == {}, "it is another's for good"
     assert [record.getMessage() for record in caplog.records] == [
         *2 * ["name 'a' was deleted or taken by another owner"],
         "name 'a' under '/names' no longer belongs to this process: another process has replaced it",
@@ -185,41 +205,34 @@ def test_a_name_that_is_lost_is_told_once_and_looked_at_further_on(caplog: pytes
 def test_a_defect_in_one_renewal_is_logged_and_the_other_leases_live_on(caplog: pytest.LogCaptureFixture) -> None:
     healthy, broken = threading.Semaphore(0), threading.Semaphore(0)
 
-    def renew(name: str) -> bool:
+    def renew(name: str) -> Literal["kept"]:
         if name == "broken":
             broken.release()
             raise KeyError("a defect")
         healthy.release()
-        return True
+        return "kept"
 
-    keeping = lease_renewal.LeaseRenewer(renew, Patience("/names", 60.0))
-    keeping.keep("broken", 0.01)
-    try:
+    with Renewing(renew) as owner:
+        owner.add("broken", "x", lease_s=0.05, replace=True)
         for _ in range(2):
             assert broken.acquire(timeout=LIMIT_S)
-        keeping.keep("healthy", 0.01)
+        owner.add("healthy", "x", lease_s=0.05, replace=True)
         assert healthy.acquire(timeout=LIMIT_S)
-    finally:
-        keeping.stop()
     record = caplog.records[0]
     assert record.getMessage().startswith("the lease of 'broken' was not renewed")
     assert (record.exc_info or [None])[0] is KeyError
 
 
-def test_a_defect_in_following_names_reaches_the_readers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def follow(self: FileResolver, subtree: object) -> None:
-        raise KeyError("a defect")
-
-    monkeypatch.setattr(FileResolver, "_follow", follow)
-    with FileResolver(tmp_path / "names") as resolver:
+def test_a_defect_in_following_names_reaches_the_readers(caplog: pytest.LogCaptureFixture) -> None:
+    with Renewing(lambda name: "kept") as resolver:
         followed = resolver.follow("workers")
-        for thread in threading.enumerate():
-            if thread.name == "follow workers":
-                thread.join(LIMIT_S)
-        with pytest.raises(NameResolveError, match=r"names under 'workers' are not followed: KeyError\('a defect'\)"):
+        assert resolver._follower is not None
+        resolver._follower.join(LIMIT_S)
+        told = r"names under '/names' are not followed: KeyError\('a defect'\)"
+        with pytest.raises(NameResolveError, match=told):
             followed.entries()
+        with pytest.raises(NameResolveError, match=told):
+            resolver.follow("status")
     (record,) = caplog.records
     assert (record.exc_info or [None])[0] is KeyError
 
@@ -234,29 +247,29 @@ class Clock:
 
 def test_an_outage_is_told_once_and_another_one_again(caplog: pytest.LogCaptureFixture) -> None:
     clock, error = Clock(), OSError("disk full")
-    patience = Patience("/names", 60.0, clock)
+    outages = Outages("/names", 60.0, clock)
     for failures in range(1, 5):
         clock.now += 10
-        assert patience.failed("add", error, failures) > 0
-        assert patience.failed("get", error, failures) > 0
-        patience.worked("watch")
+        assert outages.failed("add", error, failures) > 0
+        assert outages.failed("get", error, failures) > 0
+        outages.worked("watch")
     assert len(caplog.records) == 1
-    patience.worked("add")
-    patience.worked("get")
-    patience.failed("get", error, 1)
+    outages.worked("add")
+    outages.worked("get")
+    outages.failed("get", error, 1)
     assert len(caplog.records) == 2
 
 
 def test_calls_of_one_kind_may_fail_for_so_long_whatever_others_do() -> None:
     """As on a full disk, which can be read."""
     clock, error = Clock(), OSError("disk full")
-    patience = Patience("/names", 60.0, clock)
+    outages = Outages("/names", 60.0, clock)
     for _ in range(6):
-        patience.failed("add", error, 1)
-        patience.worked("get")
+        outages.failed("add", error, 1)
+        outages.worked("get")
         clock.now += 10.0
     with pytest.raises(NameResolveUnavailable, match=r"disk full \(name resolution has failed for 60 s\)"):
-        patience.failed("add", error, 7)
+        outages.failed("add", error, 7)
 
 
 async def test_a_rollout_worker_follows_the_training_ranks_through_an_outage(
@@ -305,14 +318,16 @@ def test_a_shorter_value_replaces_a_longer_one_whose_add_failed_halfway(
 
 def test_an_outage_lasts_from_the_first_failure_until_a_call_works_or_none_is_made() -> None:
     now = 100.0
-    patience = Patience("root", 60.0, lambda: now)
-    assert patience.outage_s == 0.0
-    patience.failed("get", OSError(), 1)
+    outages = Outages("root", 60.0, lambda: now)
+    assert outages.outage_s == 0.0
+    assert not outages.in_trouble
+    outages.failed("get", OSError(), 1)
+    assert outages.in_trouble, "leases may have run out"
     now = 112.0
-    patience.failed("get", OSError(), 2)
-    assert patience.outage_s == 12.0
-    patience.worked("get")
-    assert patience.outage_s == 0.0
-    patience.failed("add", OSError(), 1)
+    outages.failed("get", OSError(), 2)
+    assert outages.outage_s == 12.0
+    outages.worked("get")
+    assert outages.outage_s == 0.0
+    outages.failed("add", OSError(), 1)
     now += RECENT_S
-    assert patience.outage_s == 0.0
+    assert outages.outage_s == 0.0

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
-from asyncrl.comm.name_resolve import FileResolver, NameResolveError
+from asyncrl.comm.name_resolve import FileResolver, NameResolveError, Subtree
 from asyncrl.comm.name_resolve import file as file_module
 from asyncrl.comm.name_resolve.file import _FileSystemClock, _Scan
-from asyncrl.comm.name_resolve.subtree import GRACE_S, Subtree
+from asyncrl.comm.name_resolve.outages import GRACE_S
+
+W = frozenset({"w"})
 
 
 class Clock:
@@ -46,47 +48,45 @@ def test_changes_are_told_at_once(subtree: Subtree) -> None:
     assert subtree.entries() == {"w/d": "4"}
 
 
-def test_what_goes_after_an_outage_stays_until_its_owner_has_had_time(subtree: Subtree, clock: Clock) -> None:
-    subtree.trouble()
-    clock.now += 1000.0  # it lasts, and nobody tells anything
-    subtree.replace({"w/a": "1", "w/b": "2"})
+def test_what_goes_in_trouble_stays_until_its_owner_has_had_time_and_no_longer(subtree: Subtree, clock: Clock) -> None:
+    subtree.replace({}, in_trouble=True)
     clock.now += 1.0
-    subtree.replace({})
+    subtree.replace({"w/a": "one"}, in_trouble=True)
+    assert subtree.entries() == {"w/a": "one", "w/b": "2"}
+    clock.now += GRACE_S - 2.0
+    subtree.replace({"w/a": "two"}, in_trouble=True)
+    assert subtree.entries() == {"w/a": "two", "w/b": "2"}
     clock.now += 1.0
-    subtree.replace({"w/a": "1"})
-    assert subtree.entries() == {"w/a": "1", "w/b": "2"}
-    clock.now += GRACE_S
-    assert subtree.entries() == {"w/a": "1"}
+    assert subtree.entries() == {"w/a": "two"}
     subtree.replace({})
     assert subtree.entries() == {}
 
 
-def test_what_goes_while_calls_hang_stays_as_long_and_no_longer(subtree: Subtree, clock: Clock) -> None:
-    subtree.replace({"w/a": "1"}, in_trouble=True)
-    clock.now += GRACE_S - 1.0
-    subtree.replace({"w/a": "1"}, in_trouble=True)
-    assert subtree.entries() == {"w/a": "1", "w/b": "2"}
-    clock.now += 1.0
-    assert subtree.entries() == {"w/a": "1"}
-
-
-def test_entries_that_a_new_reading_lacks_stay_as_long(subtree: Subtree, clock: Clock) -> None:
-    subtree.trouble()
-    subtree.replace({"w/b": "two"})
-    assert subtree.entries() == {"w/a": "1", "w/b": "two"}
-    clock.now += GRACE_S
-    assert subtree.entries() == {"w/b": "two"}
-
-
 def test_a_second_outage_holds_longer_what_the_first_one_held(subtree: Subtree, clock: Clock) -> None:
-    subtree.trouble()
-    subtree.replace({"w/b": "2"})
+    subtree.replace({"w/b": "2"}, in_trouble=True)
     clock.now += GRACE_S - 1.0
-    subtree.trouble()
+    subtree.away()
     clock.now += GRACE_S - 1.0
     assert "w/a" in subtree.entries()
     clock.now += 1.0
     assert "w/a" not in subtree.entries()
+
+
+def test_only_the_first_reading_is_stored_as_the_first_and_waits_end_with_a_change(clock: Clock) -> None:
+    subtree = Subtree("w", clock)
+    assert not subtree.is_read
+    subtree.away()
+    assert not subtree.is_read
+    subtree.replace({}, first=True)
+    assert subtree.is_read
+    seen = subtree.changes
+    subtree.replace({"w/a": "1"})
+    subtree.replace({"w/a": "0"}, first=True)
+    assert subtree.entries() == {"w/a": "1"}
+    subtree.await_change(seen, 3600.0)
+    seen = subtree.changes
+    subtree.replace({"w/a": "1"})
+    assert subtree.changes == seen
 
 
 def test_a_refusal_is_raised_where_it_is_read(subtree: Subtree) -> None:
@@ -138,23 +138,29 @@ def test_a_folder_that_did_not_change_is_not_read_again(
 ) -> None:
     folder = tmp_path / "names"
     clock = FileSystemClock(folder)
-    scan = _Scan(folder, "w", clock)
+    scan = _Scan(folder, clock)
     for index in range(20):
         resolver.add(f"w/{index}", "x", lease_s=3600.0 if index % 2 else None)
     resolver.add("other", "x")
     opened = Opened(folder, monkeypatch)
-    assert len(scan.look()) == 20
+    assert len(scan.look(W)) == 20
     assert opened.count == 21
-    assert len(scan.look()) == 20, "it changed a moment ago, so it may have changed again within a tick of its clock"
+    assert len(scan.look(W)) == 20, "it changed a moment ago, so it may have changed again within a tick of its clock"
     assert opened.count == 42
     clock.ahead_s = 60.0
-    scan.look()
+    scan.look(W)
     before = opened.count
     for _ in range(100):
-        assert len(scan.look()) == 20
+        assert len(scan.look(W)) == 20
     assert opened.count == before
+    assert scan.look(frozenset({"w/1", "other"})).keys() == {"other", "w/1"}, "another root is awaited"
+    scan.look(W)
+    before = opened.count
+    resolver.add("w/3", "y", replace=True)
+    assert scan.look(W)["w/3"] == "y"
+    assert opened.count == before + 2, "the listing, and what is another file"
     resolver.delete("w/3")
-    assert len(scan.look()) == 19
+    assert len(scan.look(W)) == 19
 
 
 def test_a_lease_that_runs_out_and_one_that_comes_back_are_seen_though_the_folder_stays_the_same(
@@ -162,17 +168,23 @@ def test_a_lease_that_runs_out_and_one_that_comes_back_are_seen_though_the_folde
 ) -> None:
     folder = tmp_path / "names"
     resolver.add("w/0", "x", lease_s=3600.0)
-    resolver._renewer.stop()
+    resolver._stop_renewing()
     _age(folder, 60.0)
-    scan = _Scan(folder, "w", _FileSystemClock(folder))
-    assert scan.look() == {"w/0": "x"}
+    scan = _Scan(folder, _FileSystemClock(folder))
+    assert scan.look(W) == {"w/0": "x"}
     past = folder.stat().st_mtime - 7200
     os.utime(folder / "w+0.json", (past, past))
-    scan._seen["w/0"].expires = 0.0  # as by now it would be
-    assert scan.look() == {}
-    assert scan.look() == {}
-    assert resolver._renew("w/0")
-    assert scan.look() == {"w/0": "x"}
+    scan._seen["w/0"].expires = scan._until = 0.0  # as by now it would be
+    assert scan.look(W) == {}
+    os.utime(folder / "w+0.json")  # by its owner, which was stalled just before
+    assert scan.look(W) == {}, "it is looked at now and then"
+    scan._until = 0.0
+    assert scan.look(W) == {"w/0": "x"}
+    os.utime(folder / "w+0.json", (past, past))
+    scan._seen["w/0"].expires = scan._until = 0.0
+    assert scan.look(W) == {}
+    resolver._renew_entry("w/0")
+    assert scan.look(W) == {"w/0": "x"}
 
 
 @pytest.mark.parametrize("set_by_s", [-7200.0, 7200.0])
@@ -182,13 +194,13 @@ def test_a_clock_that_is_set_ends_no_lease_that_is_renewed_and_one_that_is_not_e
     folder, now = tmp_path / "names", [0.0]
     for name in ("w/0", "w/1"):
         resolver.add(name, "x", lease_s=60.0)
-    resolver._renewer.stop()
+    resolver._stop_renewing()
     _age(folder, 60.0)
     monkeypatch.setattr(file_module.time, "monotonic", lambda: now[0])
     clock = _FileSystemClock(folder)
     monkeypatch.setattr(resolver, "_clock", clock)
-    scan = _Scan(folder, "w", clock)
-    assert scan.look().keys() == {"w/0", "w/1"}
+    scan = _Scan(folder, clock)
+    assert scan.look(W).keys() == {"w/0", "w/1"}
 
     def ticks(seconds: float) -> None:
         now[0] += seconds
@@ -199,11 +211,11 @@ def test_a_clock_that_is_set_ends_no_lease_that_is_renewed_and_one_that_is_not_e
     written = time_of(folder / "w+0.json") + 20.0 + set_by_s
     os.utime(folder / "w+0.json", (written, written))  # its owner renews it by the clock that was just set
     assert resolver.get("w/0") == "x"
-    assert scan.look().keys() == {"w/0", "w/1"}, "followers measure by their own clock"
+    assert scan.look(W).keys() == {"w/0", "w/1"}, "followers measure by their own clock"
     now[0] += 45.0
     written += 45.0
     os.utime(folder / "w+0.json", (written, written))
-    assert scan.look().keys() == {"w/0"}
+    assert scan.look(W).keys() == {"w/0"}
 
 
 def time_of(file: Path) -> float:

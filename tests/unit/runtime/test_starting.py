@@ -91,7 +91,7 @@ class Names(FileResolver):
 
 @pytest.fixture
 def resolver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Names:
-    monkeypatch.setattr(Names, "_follow", lambda self, subtree: self._closing.wait())
+    monkeypatch.setattr(Names, "_snapshots", lambda self: iter(self._closing.wait, True))  # it ends with none
     return Names(tmp_path)
 
 

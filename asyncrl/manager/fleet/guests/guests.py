@@ -11,8 +11,7 @@ import contextlib
 from collections.abc import Callable
 
 from asyncrl.comm import names
-from asyncrl.comm.name_resolve import NameResolver, NameResolveTimeout
-from asyncrl.comm.name_resolve.errors import NameEntryNotFound
+from asyncrl.comm.name_resolve import NameEntryNotFound, NameResolver, NameResolveTimeout
 from asyncrl.comm.waits.limits import HOLD_S, LOOK_S
 from asyncrl.manager import messages as m
 from asyncrl.manager.fleet.decisions import FleetDecisions
@@ -89,8 +88,7 @@ class Guests:
 
     async def _record(self, server: int, memory: names.GuestMemory | None) -> None:
         key = names.guest_memory_key(server)
-        if memory is not None:
-            await asyncio.to_thread(self._resolver.add, key, memory.encode(), replace=True)
-            return
-        with contextlib.suppress(NameEntryNotFound):
+        if memory is None:
             await asyncio.to_thread(self._resolver.delete, key)
+        else:
+            await asyncio.to_thread(self._resolver.add, key, memory.encode(), replace=True)

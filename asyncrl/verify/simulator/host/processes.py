@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from asyncrl.comm.name_resolve.base import FIRST_POLL_S, LAST_POLL_S
-from asyncrl.comm.waits.limits import LOOK_S
+from asyncrl.comm.name_resolve.file import WAIT_LOOK_S
 from asyncrl.manager.fleet.servers import Target
 from asyncrl.verify.simulator.host.cores import FIRST, Cores, Process
 from asyncrl.verify.simulator.setup import Host
@@ -45,28 +44,16 @@ class Processes:
 
 
 class Announcements:
-    """New versions and the time at which the manager sees them. It polls like name resolution, with growing pauses.
-    They start again from the shortest after `LOOK_S`, or once a version was found. If not `polled`, the manager sees a
-    version at once.
+    """New versions and the time at which the manager sees them: at the next look of name resolution, which come
+    `WAIT_LOOK_S` apart. If not `polled`, the manager sees a version at once.
     """
 
     def __init__(self, tell: Callable[[Target], None], *, polled: bool) -> None:
         self._tell, self._polled = tell, polled
         self._loop = asyncio.get_running_loop()
-        self._watched_from = self._loop.time()
+        self._began = self._loop.time()
 
     def announce(self, target: Target) -> None:
         """Publish `target`."""
-        self._loop.call_later(self._next_look_s() if self._polled else 0.0, self._heard, target)
-
-    def _heard(self, target: Target) -> None:
-        self._watched_from = self._loop.time()
-        self._tell(target)
-
-    def _next_look_s(self) -> float:
-        """Return the seconds until the manager's next poll."""
-        since = (self._loop.time() - self._watched_from) % LOOK_S
-        look, pause = 0.0, FIRST_POLL_S
-        while look < since:
-            look, pause = look + pause, min(2 * pause, LAST_POLL_S)
-        return min(look, LOOK_S) - since
+        delay_s = WAIT_LOOK_S - (self._loop.time() - self._began) % WAIT_LOOK_S if self._polled else 0.0
+        self._loop.call_later(delay_s, self._tell, target)

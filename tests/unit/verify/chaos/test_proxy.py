@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -185,19 +186,19 @@ async def test_an_owner_that_was_stopped_for_longer_than_its_lease_is_reached_ag
     links = Links(HOST, NO_LEASE_ENDS_S, {owner: puller})
     await links.start()
     with FileResolver(resolver.root) as rank:
-        rank._renewer.stop()  # this test says when it renews
+        rank._stop_renewing()  # this test says when it renews
         rank.fences = {names.incarnation_key(names.MODEL_WORKER, 0): "0"}
         rank.add(status, "ready", lease_s=NO_LEASE_ENDS_S)
         rank.add(puller, f"tcp://{HOST}:4711", lease_s=NO_LEASE_ENDS_S)
         try:
             links.look(resolver)
             through_proxy = resolver.get(puller)
-            assert not rank._renewer._renew(puller), "it is the proxy's"
+            assert rank._renew(puller) == "gone", "it is the proxy's"
             lapse(resolver, status)
             links.look(resolver)
             assert resolver.get_subtree() == {}, "a rank that stands still looks as without a proxy"
-            assert rank._renewer._renew(status)
-            assert rank._renewer._renew(puller)
+            for name in (status, puller):
+                rank._renew_entry(name)
             links.look(resolver)
             assert resolver.get(puller) == through_proxy
         finally:
@@ -207,6 +208,6 @@ async def test_an_owner_that_was_stopped_for_longer_than_its_lease_is_reached_ag
 
 def lapse(resolver: FileResolver, name: str) -> None:
     """Its owner has not renewed the entry for as long as its lease."""
-    file = resolver._path(name)
+    file = Path(resolver.root) / (name.replace("/", "+") + ".json")
     past = file.stat().st_mtime - NO_LEASE_ENDS_S - 1
     os.utime(file, (past, past))
