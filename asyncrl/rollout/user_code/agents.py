@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from types import CoroutineType
 from typing import Any
 
 from asyncrl.api import Agent, ChatClient, Environment, GroupClient, Outcome, Prompt, RunIn, Sample, ToolSchema
@@ -125,7 +126,7 @@ def adapted_agent(agent: Agent, runner: UserCodeRunner, process: AgentProcess | 
     """
     name, form = type(agent).__name__, type(agent).form()
     plain = not is_async(getattr(agent, form))
-    played: Callable[..., Coroutine[Any, Any, Any]]
+    played: Any
     if process is not None:
         if form != "run" or not plain:
             raise TypeError(
@@ -192,7 +193,7 @@ class _Crossing:
             result to one in a thread, which waits for it.
     """
 
-    def __init__(self, inner: object, cross: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
+    def __init__(self, inner: object, cross: Callable[[CoroutineType[Any, Any, Any]], Any]) -> None:
         self._inner, self._cross = inner, cross
 
     def __getattr__(self, name: str) -> Any:
@@ -212,7 +213,7 @@ class _ThreadWaits:
     def __init__(self, runner: UserCodeRunner) -> None:
         self._runner, self._running, self._ended = runner, set[Future[Any]](), False
 
-    def __call__(self, work: Coroutine[Any, Any, Any]) -> Any:
+    def __call__(self, work: CoroutineType[Any, Any, Any]) -> Any:
         """Return the result of `work`.
 
         Raises:
