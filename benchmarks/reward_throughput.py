@@ -19,9 +19,8 @@ from pathlib import Path
 import uvloop
 
 from asyncrl.plugins.rewards.math_answer import math_answer_reward
-from asyncrl.rollout.user_code_pool.messages import CodeTarget
-from asyncrl.rollout.user_code_pool.process_limits import ProcessLimits
-from asyncrl.rollout.user_code_pool.process_pool import ProcessPool
+from asyncrl.rollout.user_code_pool.child import CodeTarget
+from asyncrl.rollout.user_code_pool.process_pool import ProcessLimits, ProcessPool
 
 TARGET = 500
 KINDS = {

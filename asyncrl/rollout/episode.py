@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
@@ -20,6 +20,7 @@ from asyncrl.api import (
     GenerationClient,
     GenerationRequest,
     GenerationResult,
+    GroupClient,
     Prompt,
     Sample,
 )
@@ -53,6 +54,8 @@ class CountingClient(ChatClient, Protocol):
         ...
 
 
+Score = Callable[[Prompt, Sequence[Sample], GroupClient], Awaitable[Sequence[Sample]]]
+"""Return the samples of a prompt's group with the rewards that see whole samples or groups."""
 MakeClient = Callable[[GenerationClient, Prompt], CountingClient]
 """Make the client of an episode from the policy and the member's prompt."""
 
@@ -179,6 +182,7 @@ async def run_group(
     policy: GenerationClient,
     make_client: MakeClient,
     tries: RetryLimits = RetryLimits(),
+    score: Score | None = None,
 ) -> tuple[Sequence[Sample], dict[str, float]]:
     """Run `agent` on `prompt`, with its episodes at the same time, each with its own environment and client.
 
@@ -208,6 +212,8 @@ async def run_group(
     try:
         try:
             samples = await agent.roll_out(prompt, make, group)
+            if score is not None:
+                samples = await score(prompt, samples, group)
             for sample in samples if prompt.pictures else ():
                 check_prompt_pictures(prompt, sample.tokens.tolist(), sample.pictures)
             if group.last_failure is not None and len({sample.episode for sample in samples}) < tries.least:

@@ -22,7 +22,7 @@ from asyncrl.rollout.evaluation.evaluator import Evaluator
 from asyncrl.rollout.evaluation.kept_answers import KeptAnswers
 from asyncrl.rollout.generation.generation_servers import capabilities_of
 from asyncrl.rollout.generation.rollout_client import RolloutClient
-from asyncrl.rollout.inputs.worker_inputs import WorkerInputs
+from asyncrl.rollout.inputs import WorkerInputs
 from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.messages import Evaluate, EvaluationResult, StillThere
 from asyncrl.rollout.user_code.components import UserComponents

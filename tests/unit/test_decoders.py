@@ -60,7 +60,7 @@ from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
 from asyncrl.plugins.datasets.rows.readers import read as read_records
-from asyncrl.rollout.user_code_pool import messages as user_code
+from asyncrl.rollout.user_code_pool import child as user_code
 from asyncrl.runtime.trials.resume import newest_progress
 from asyncrl.trainer.messages import RolloutRecord
 from asyncrl.trainer.trajectories.inbox_store import InboxStore, StoredTrajectoryDamaged

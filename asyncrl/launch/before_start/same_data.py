@@ -10,8 +10,7 @@ from asyncrl.config.trained_policies import is_changing
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.observe.history.tail import read_rows
 from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
-from asyncrl.rollout.inputs import named as named_inputs
-from asyncrl.rollout.inputs.copied import bring_inputs
+from asyncrl.rollout.inputs import bring_inputs, not_on_other_hosts
 from asyncrl.rollout.user_code.prompts import load_train_set
 from asyncrl.runtime.planning.staging_hosts import brings_inputs
 from asyncrl.runtime.trials.resume import ADVICE, TrialError, newest_progress
@@ -112,7 +111,7 @@ def not_found_elsewhere(config: ExperimentConfig) -> Iterator[str]:
     """Yield an error message for each input or output of RolloutWorkers that is not shared with their hosts."""
     if not brings_inputs(config):
         return
-    yield from named_inputs.check(config)
+    yield from not_on_other_hosts(config)
     if config.samples.eval_every:
         yield (
             f"samples.eval_every={config.samples.eval_every}: RolloutWorkers write the answers into the run's folder, "

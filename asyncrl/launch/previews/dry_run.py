@@ -12,7 +12,7 @@ from rich.console import Console
 from asyncrl.config.load import Config
 from asyncrl.config.run_dir import run_dir_of
 from asyncrl.config.secrets import hide
-from asyncrl.rollout.inputs.named import named_inputs
+from asyncrl.rollout.inputs import named_inputs
 from asyncrl.runtime.hosts.manifests import manifests
 from asyncrl.runtime.planning.plan_workers import plan_workers
 from asyncrl.runtime.planning.staging_hosts import brings_inputs

@@ -1,21 +1,48 @@
-"""Load the agent of a run, and decide where it runs."""
+"""Load the agent of a run, and run it in its place: the users' event loop, a thread, or a process.
+
+Its client and, in a thread, its environment stay on the worker's event loop, where the endpoint of other people's
+programs uses the same client. `_Crossing` carries calls there. Built-in agents do not block and run on that loop.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from types import CoroutineType
+from typing import Any
 
-from asyncrl.api import Agent, RunIn, ToolSchema
+from asyncrl.api import Agent, ChatClient, Environment, GroupClient, Outcome, Prompt, RunIn, Sample, ToolSchema
 from asyncrl.api.agent import agent_of
 from asyncrl.api.reward import marked_run_in
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError, PluginConfig
 from asyncrl.plugins.datasets.prompt_format import PromptFormat
 from asyncrl.plugins.tools.toolbox import Toolbox
+from asyncrl.rollout.user_code.environments import HostedEnvironment
 from asyncrl.rollout.user_code.loaded import built, loaded
 from asyncrl.rollout.user_code.tools import RunTools
-from asyncrl.rollout.user_code_pool.messages import CodeTarget
-from asyncrl.rollout.user_code_pool.off_event_loop import AgentProcess, is_built_in
-from asyncrl.rollout.user_code_pool.runner import UserCodeRunner, is_async
+from asyncrl.rollout.user_code_pool.agent_protocol import answer, outcome_of
+from asyncrl.rollout.user_code_pool.child import MAKE, USE, ChildCall, CodeTarget
+from asyncrl.rollout.user_code_pool.process_pool import START_LIMIT_S
+from asyncrl.rollout.user_code_pool.runner import UserCodeRunner, is_async, is_built_in
+from asyncrl.rollout.user_code_pool.timing import Activity
+
+_CLIENTS = ("episode", "conversation", "policy")
+"""Methods of a client that return another client."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentProcess:
+    """Arguments to build an agent in a process: its name, its tokenizer's folder, and its time limit in seconds."""
+
+    target: CodeTarget
+    model: str
+    chat: bool
+    timeout_s: float
 
 
 def load_agent(plugin: PluginConfig, prompts: PromptFormat, tools: Toolbox) -> Agent:
@@ -88,3 +115,124 @@ def offered_tools(config: ExperimentConfig) -> tuple[ToolSchema, ...]:
     if not offers_tools(config):
         return ()
     return RunTools(config.tools, (), UserCodeRunner(config.rollout.user_code)).toolbox.schemas
+
+
+def adapted_agent(agent: Agent, runner: UserCodeRunner, process: AgentProcess | None = None) -> Agent:
+    """Return `agent` as an asynchronous agent that runs in its place; with `process`, in processes.
+
+    Raises:
+        TypeError: its `collect_trajectory` is a plain function, although its queues need an event loop; or it must run
+            in processes and is not a plain `run`.
+    """
+    name, form = type(agent).__name__, type(agent).form()
+    plain = not is_async(getattr(agent, form))
+    played: Any
+    if process is not None:
+        if form != "run" or not plain:
+            raise TypeError(
+                f"agent.run_in=process: agent {name} is not a plain `def run(prompt, env, client)`; move code that "
+                f"computes or may crash into an environment, a tool or a reward with run_in=process, and keep "
+                f"agent.run_in=auto, as the agent mostly waits for the policy"
+            )
+        played = partial(_in_process, process, runner)
+    elif plain and form == "collect_trajectory":
+        raise TypeError(
+            f"agent {name}: `collect_trajectory` is a plain `def`, and its queues are awaited; write `async def "
+            "collect_trajectory`, or a plain `run`, which calls client.generate(...)"
+        )
+    elif plain:
+        played = partial(_in_thread, agent, form, runner)
+    elif is_built_in(agent):
+        return agent
+    else:
+        form, played = "roll_out", partial(_on_users_loop, agent, runner)
+    adapted: Agent = type(name, (Agent,), {form: staticmethod(played)})()  # messages show the name of the agent's class
+    return adapted
+
+
+async def _on_users_loop(
+    agent: Agent, runner: UserCodeRunner, prompt: Prompt, make_env: Callable[[], Environment], client: GroupClient
+) -> Sequence[Sample]:
+    policy: Any = _Crossing(client, runner.at_home)
+    samples: Sequence[Sample] = await runner.on_users_loop(agent.roll_out(prompt, make_env, policy))
+    return samples
+
+
+async def _in_thread(agent: Agent, form: str, runner: UserCodeRunner, prompt: Prompt, env: Any, client: object) -> Any:
+    """Play in a thread: an episode (`form` is `run`), or a group (`run_group`) for which `env` makes environments."""
+    wait = _ThreadWaits(runner)
+    world = _Crossing(env, wait) if form == "run" else lambda: _Crossing(env(), wait)
+    try:
+        return await runner.in_thread(partial(getattr(agent, form), prompt, world, _Crossing(client, wait)))
+    finally:
+        wait.end()
+
+
+async def _in_process(
+    process: AgentProcess, runner: UserCodeRunner, prompt: Prompt, env: Environment, client: ChatClient
+) -> Outcome:
+    """Play an episode in a process, which calls `client` and `env` over its pipe."""
+    label, answers = f"agent {process.target.path}", partial(answer, env, client)
+    lease, whole = await runner.lease(label, Activity.agent_wait), False
+    try:
+        make = ChildCall(process.target, MAKE, [process.model, process.chat])
+        await lease.ask(label, make, START_LIMIT_S, answers)
+        use = ChildCall(process.target, USE, ["run", [prompt], {}])
+        raw = await lease.ask(label, use, process.timeout_s, answers)
+        whole = True
+        return outcome_of(raw)
+    finally:
+        await asyncio.shield(lease.give_back(whole=whole))
+
+
+class _Crossing:
+    """A client or an environment of the worker's event loop, for an agent elsewhere.
+
+    Args:
+        cross: runs a coroutine on the worker's loop. Returns an awaitable to an agent on the users' loop, and the
+            result to one in a thread, which waits for it.
+    """
+
+    def __init__(self, inner: object, cross: Callable[[CoroutineType[Any, Any, Any]], Any]) -> None:
+        self._inner, self._cross = inner, cross
+
+    def __getattr__(self, name: str) -> Any:
+        if isinstance(self._inner, HostedEnvironment) and name in ("reset", "step"):
+            return partial(self._inner.call_blocking, name)
+        found = getattr(self._inner, name)
+        if name in _CLIENTS and not isinstance(self._inner, Environment):
+            return lambda *args, **kwargs: _Crossing(found(*args, **kwargs), self._cross)
+        if not is_async(found):
+            return found
+        return lambda *args, **kwargs: self._cross(found(*args, **kwargs))
+
+
+class _ThreadWaits:
+    """The waits of a rollout's thread for the worker's loop. `end` ends them, and all later ones."""
+
+    def __init__(self, runner: UserCodeRunner) -> None:
+        self._runner, self._running, self._ended = runner, set[Future[Any]](), False
+
+    def __call__(self, work: CoroutineType[Any, Any, Any]) -> Any:
+        """Return the result of `work`.
+
+        Raises:
+            RuntimeError: the rollout has ended.
+        """
+        if self._ended:
+            work.close()
+            raise RuntimeError(f"{work.__qualname__} was called after the rollout had ended")
+        wait = self._runner.from_thread(work)
+        self._running.add(wait)
+        if self._ended:  # meanwhile
+            wait.cancel()
+        try:
+            return wait.result()
+        finally:
+            self._running.discard(wait)
+
+    def end(self) -> None:
+        """End the rollout: callers that wait get an error."""
+        self._ended = True
+        for wait in tuple(self._running):
+            wait.cancel()

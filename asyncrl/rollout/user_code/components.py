@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from asyncrl.api import Agent, GenerationClient, Prompt
 from asyncrl.api.columns import with_columns
 from asyncrl.config.evaluation_sets import with_code_of
@@ -9,21 +11,66 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.config.token_ids import token_ids
 from asyncrl.models.model_config import read_model_config
-from asyncrl.rollout.episode import RetryLimits
-from asyncrl.rollout.user_code.agents import offers_tools
+from asyncrl.plugins.datasets.prompt_format import PromptFormat
+from asyncrl.plugins.tools.toolbox import Toolbox
+from asyncrl.rollout.episode import RetryLimits, run_group
+from asyncrl.rollout.user_code.agents import adapted_agent, agent_process, load_agent, offers_tools, plays_at_once
 from asyncrl.rollout.user_code.conversations import Conversations
 from asyncrl.rollout.user_code.embeddings import Embedder
-from asyncrl.rollout.user_code.environments import Environments
+from asyncrl.rollout.user_code.environments import Environments, ProcessSlots
 from asyncrl.rollout.user_code.greedy_baseline import Played, with_greedy_baseline
 from asyncrl.rollout.user_code.prompts import Prompts, load_prompt_format
-from asyncrl.rollout.user_code.rewards import Rewards
-from asyncrl.rollout.user_code.scored_agent import ONCE, Cast
+from asyncrl.rollout.user_code.rewards import Rewards, load_rewards
 from asyncrl.rollout.user_code.teacher_columns import scored_by_teachers, with_source_number
 from asyncrl.rollout.user_code.tools import RunTools, check_format
-from asyncrl.rollout.user_code_pool.process_slots import ProcessSlots
-from asyncrl.rollout.user_code_pool.runner import EpisodeProcesses, UserCodeRunner
+from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
 
 REMAX = "remax"
+ONCE = RetryLimits()
+
+
+class Cast:
+    """An agent with its environments and rewards.
+
+    Args:
+        config: settings with `agent`, `env`, `reward` and `rewards`.
+        places: process slots of the whole worker for environments.
+
+    Attributes:
+        environments: environments of episodes.
+        agent: the agent.
+        at_once: True if it plays a whole group at once.
+        rewards: rewards that score it.
+
+    Raises:
+        ConfigError: code cannot be loaded or built; the message begins with the setting.
+    """
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        form: PromptFormat,
+        toolbox: Toolbox,
+        runner: UserCodeRunner,
+        conversations: Conversations,
+        places: ProcessSlots,
+    ) -> None:
+        self._conversations = conversations
+        self.rewards = Rewards(load_rewards(config.reward, config.rewards), runner)
+        self._score = partial(self.rewards.score, form.tokenizer)
+        agent = load_agent(config.agent, form, toolbox)
+        self.at_once = plays_at_once(agent)
+        self.environments = Environments(config.env, self.rewards, runner, self.at_once, places)
+        try:
+            process = agent_process(config, chat=form.chat is not None)
+            self.agent = adapted_agent(agent, runner, process)
+        except TypeError as error:
+            raise ConfigError(f"agent.path={config.agent.path!r}: {error}") from error
+
+    async def play(self, prompt: Prompt, policy: GenerationClient, tries: RetryLimits = ONCE) -> Played:
+        """Play the group of `prompt`; see `run_group`."""
+        envs, client = self.environments.of_group(prompt.group_size), self._conversations.client
+        return await run_group(self.agent, envs, prompt, policy, client, tries, self._score)
 
 
 class UserComponents:
@@ -58,10 +105,7 @@ class UserComponents:
                 f"{self.vocab_size} tokens; name ids below that"
             )
         self.conversations = Conversations(config, form, model_config)
-        self.runner = UserCodeRunner(
-            config.rollout.user_code,
-            *(EpisodeProcesses(each.processes, each.process_max_episodes) for each in (config.env, config.agent)),
-        )
+        self.runner = UserCodeRunner(config.rollout.user_code, config.env, config.agent)
         check_format(config, form.chat)
         self.tools = RunTools(config.tools, config.mcp, self.runner)
         toolbox = self.tools.toolbox
@@ -90,7 +134,7 @@ class UserComponents:
 
     @property
     def agent(self) -> Agent:
-        """The agent of training, with rewards."""
+        """The agent of training."""
         return self._cast.agent
 
     @property

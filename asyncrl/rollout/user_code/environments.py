@@ -1,24 +1,31 @@
-"""Make the environments of a run's episodes, in the thread, process or loop in which they run."""
+"""The environments of a run's episodes, and where they run.
+
+- Built-in ones do not block and run on the worker's event loop, unchanged.
+- The user's have their plain methods called in threads, and others on the users' event loop (`HostedEnvironment`).
+- One that may hang, crash or need too much memory has a process for its episode (`ProcessEnvironment`).
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import itertools
-from collections.abc import Callable
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from asyncrl.api import Environment, RunIn
+from asyncrl.api import Environment, RewardFunction, RunIn, StepResult, scored
 from asyncrl.api.reward import marked_run_in
 from asyncrl.config.setting import ConfigError, PluginConfig
 from asyncrl.plugins.envs.settings import GYMNASIUM, GYMNASIUM_ENV, EnvConfig
 from asyncrl.rollout.user_code.loaded import built, loaded
-from asyncrl.rollout.user_code.rewards import AnswerReward
-from asyncrl.rollout.user_code_pool.child.process_environment import ProcessEnvironment
-from asyncrl.rollout.user_code_pool.messages import CodeTarget
-from asyncrl.rollout.user_code_pool.off_event_loop import HostedEnvironment, is_built_in
-from asyncrl.rollout.user_code_pool.process_slots import GroupSlots, ProcessSlots
-from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner, is_async
-from asyncrl.rollout.user_code_pool.timing import Activity
+from asyncrl.rollout.user_code_pool.child import MAKE, USE, ChildCall, CodeTarget
+from asyncrl.rollout.user_code_pool.process_pool import START_LIMIT_S, Lease
+from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner, is_async, is_built_in
+from asyncrl.rollout.user_code_pool.timing import Activity, timed
+from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError, parts_of, step_of
 
 
 class Environments:
@@ -35,7 +42,7 @@ class Environments:
     """
 
     def __init__(
-        self, config: EnvConfig, reward: AnswerReward, runner: UserCodeRunner, at_once: bool, places: ProcessSlots
+        self, config: EnvConfig, reward: RewardFunction, runner: UserCodeRunner, at_once: bool, places: ProcessSlots
     ) -> None:
         self._config, self._reward, self._runner, self._at_once = config, reward, runner, at_once
         self._env = environment_of(config)
@@ -112,3 +119,280 @@ def _place(config: EnvConfig, found: Any) -> RunIn:
             f"env.run_in=thread: {config.path!r} has an `async def step`, which runs on an event loop; leave it at auto"
         )
     return wanted
+
+
+class UsersEnvironment(Environment):
+    """An environment of the user's off the worker's event loop, whose methods may be awaited on any loop.
+
+    Args:
+        label: its name in messages, such as `env my.py:MyEnv`.
+        timeout_s: time limit of one call, in seconds.
+    """
+
+    def __init__(self, label: str, timeout_s: float, runner: UserCodeRunner) -> None:
+        self._label, self._timeout_s, self._runner = label, timeout_s, runner
+        self._in_turn = asyncio.Lock()
+        """Held during a call, on the worker's loop."""
+
+    async def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Any, Mapping[str, Any]]:
+        """Call the environment's `reset`. The first call makes the environment."""
+        observation, info = self._checked("reset", await self._call("reset", seed=seed, options=options))
+        return observation, info
+
+    async def step(self, action: Any) -> StepResult:
+        """Call the environment's `step`."""
+        result: StepResult = self._checked("step", await self._call("step", action))
+        return result
+
+    def _checked(self, name: str, value: Any) -> Any:
+        label = f"{self._label}.{name}"
+        return step_of(label, value) if name == "step" else parts_of(label, value, 2)
+
+    @abstractmethod
+    async def _call(self, name: str, *args: Any, **kwargs: Any) -> Any: ...
+
+
+class HostedEnvironment(UsersEnvironment):
+    """An environment whose plain methods run in threads, one after the other, and others on the users' loop.
+
+    Attributes other than its methods are read from the user's environment.
+
+    Args:
+        make: constructs it; runs in a thread. The other arguments are those of `UsersEnvironment`.
+    """
+
+    def __init__(self, make: Callable[[], Environment], label: str, timeout_s: float, runner: UserCodeRunner) -> None:
+        super().__init__(label, timeout_s, runner)
+        self._make = make
+        self._env: Environment | None = None
+        self._abandoned = self._closed = False
+
+    async def close(self) -> None:
+        """Close it once, unless it was never constructed, or a call still runs in a thread that cannot be ended."""
+        if self._env is not None and not self._abandoned and not self._closed:
+            self._closed = True
+            await self._call("close")
+
+    def call_blocking(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call `reset` or `step` from a thread, in which a plain method then runs, and return the result."""
+        if self._env is None:
+            self._env = self._runner.call_blocking(self._code("made"), self._make)
+        return self._checked(
+            name, self._runner.call_blocking(self._code(name), getattr(self._env, name), *args, **kwargs)
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        env = self.__dict__.get("_env")
+        if env is None:
+            raise AttributeError(f"{self._label}: {name!r} is asked for before `reset`, which makes the environment")
+        return getattr(env, name)
+
+    def _code(self, name: str) -> Code:
+        return Code(f"{self._label}.{name}", Activity.env, self._timeout_s, RunIn.auto)
+
+    async def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        if self._env is None:
+            self._env = await self._runner.call(self._code("made"), self._make)
+        method = getattr(self._env, name)
+        if is_async(method):
+            return await self._runner.call(self._code(name), method, *args, **kwargs)
+        return await self._runner.at_home(self._in_thread(name, functools.partial(method, *args, **kwargs)))
+
+    async def _in_thread(self, name: str, method: Callable[[], Any]) -> Any:
+        async with self._in_turn:
+            if self._abandoned:
+                raise RuntimeError(
+                    f"{self._label}.{name} is called while an earlier call still runs that was abandoned"
+                )
+            self._abandoned = True
+            try:
+                value = await self._runner.call(self._code(name), method)
+            except UserCodeError as error:
+                self._abandoned = error.still_runs
+                raise
+            self._abandoned = False
+            return value
+
+
+class ProcessEnvironment(UsersEnvironment):
+    """An environment in a process of the pool.
+
+    The process is taken at `reset`, once one is free, and returned at `close`. A failure in between kills the process
+    and all that it started. Observations, actions and infos are sent as plain data. The reward that the environment
+    calls is requested over the same pipe and runs in its own place, with its own limit.
+
+    Args:
+        target: its class, with the arguments of the constructor.
+        reward: the constructor's argument `reward`.
+        places: slots of its group, if the group may open several environments before using one; None without a group.
+            The other arguments are those of `UsersEnvironment`.
+    """
+
+    def __init__(
+        self,
+        target: CodeTarget,
+        reward: RewardFunction,
+        label: str,
+        timeout_s: float,
+        runner: UserCodeRunner,
+        places: GroupSlots | None = None,
+    ) -> None:
+        super().__init__(label, timeout_s, runner)
+        self._target, self._reward, self._places = target, reward, places
+        self._lease: Lease | None = None
+        self._failed = self._closed = False
+
+    async def close(self) -> None:
+        """Close the environment and return its process; further calls do nothing."""
+        await self._runner.at_home(self._end())
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{self._label} runs in a process, where only reset, step and close are called, not {name!r}; set "
+            "env.run_in=thread"
+        )
+
+    async def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return await self._runner.at_home(self._call_in_turn(name, args, kwargs))
+
+    async def _call_in_turn(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        async with self._in_turn:
+            if self._failed or self._closed:
+                why = "an earlier call failed" if self._failed else "it was closed"
+                raise RuntimeError(f"{self._label}.{name} is called after {why}")
+            self._failed = True  # reset once the call has succeeded
+            try:
+                if self._lease is None:
+                    self._lease = await self._leased()
+                    await self._ask("made", ChildCall(self._target, MAKE, []), START_LIMIT_S)
+                value = await self._ask(name, self._use(name, *args, **kwargs), self._timeout_s)
+                self._failed = self._closed  # closed meanwhile, so this call returns the process
+                return value
+            finally:
+                if self._failed:
+                    await self._give_back(whole=False)
+
+    async def _leased(self) -> Lease:
+        if self._places is None:
+            return await self._runner.lease(self._label, Activity.env_wait)
+        with timed(Activity.env_wait):
+            await self._places.enter()
+        try:
+            return await self._runner.lease(self._label, Activity.env_wait)
+        except BaseException:
+            self._places.leave()
+            raise
+
+    async def _end(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._in_turn.locked():  # the running call gives the process back
+            return
+        whole = False
+        try:
+            if self._lease is not None:
+                await self._ask("close", self._use("close"), self._timeout_s)
+                whole = True
+        finally:
+            await self._give_back(whole=whole)
+
+    def _use(self, name: str, *args: Any, **kwargs: Any) -> ChildCall:
+        return ChildCall(self._target, USE, [name, args, kwargs])
+
+    async def _ask(self, name: str, call: ChildCall, timeout_s: float) -> Any:
+        assert self._lease is not None
+        label = f"{self._label}.{name}"
+        with self._runner.running.track(label, Activity.env):
+            return await self._lease.ask(label, call, timeout_s, functools.partial(scored, self._reward))
+
+    async def _give_back(self, *, whole: bool) -> None:
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            await asyncio.shield(self._given_back(lease, whole=whole))
+
+    async def _given_back(self, lease: Lease, *, whole: bool) -> None:
+        try:
+            await lease.give_back(whole=whole)
+        finally:
+            if self._places is not None:
+                self._places.leave()
+
+
+class ProcessSlots:
+    """Slots for the processes of environments. Several are taken at once, in order of request, so that none starves.
+
+    A group that is played at once may need all its environments before it continues with any. If it took their
+    processes one by one, two groups could each hold some and wait for the rest forever. So the first environment of a
+    group takes the slots of the whole group, and holds none while it waits; the last environment returns them
+    (`GroupSlots`).
+    """
+
+    def __init__(self, number: int) -> None:
+        self._free = number
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    async def take(self, number: int) -> None:
+        """Take `number` slots once they are free and earlier requests are served."""
+        if not self._waiting and number <= self._free:
+            self._free -= number
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((number, turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.give(number)
+            else:
+                with contextlib.suppress(ValueError):  # `give` has removed it already
+                    self._waiting.remove((number, turn))
+                self.give(0)  # later requests may fit
+            raise
+
+    def give(self, number: int) -> None:
+        """Return `number` slots."""
+        self._free += number
+        while self._waiting and self._waiting[0][0] <= self._free:
+            number, turn = self._waiting.popleft()
+            if not turn.cancelled():
+                self._free -= number
+                turn.set_result(None)
+
+
+class GroupSlots:
+    """The slots of one group's environments.
+
+    Args:
+        places: the slots of all groups.
+        size: limit on the group's open environments.
+    """
+
+    def __init__(self, places: ProcessSlots, size: int) -> None:
+        self._places, self._size = places, size
+        self._open = 0
+        self._entering = asyncio.Lock()
+
+    async def enter(self) -> None:
+        """Record that an environment opens; the first one waits for the group's slots.
+
+        Raises:
+            RuntimeError: the group has as many open environments as it may have.
+        """
+        async with self._entering:
+            if self._open == self._size:
+                raise RuntimeError(
+                    f"the group has {self._open} environments open, one for each of its episodes; close one before "
+                    "another is reset"
+                )
+            if self._open == 0:
+                await self._places.take(self._size)
+            self._open += 1
+
+    def leave(self) -> None:
+        """Record that an environment has closed."""
+        self._open -= 1
+        if self._open == 0:
+            self._places.give(self._size)

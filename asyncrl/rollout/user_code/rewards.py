@@ -1,8 +1,7 @@
 """The rewards of a run: run each in its place, handle failures, and add them up by weight.
 
-The environment calls rewards of answers, through `AnswerReward`. Rewards of whole episodes and of groups are added once
-the agent has returned its samples (`asyncrl.rollout.user_code.scored_agent`). Each reward is reported by name, before
-its weight is applied.
+The environment calls rewards of answers (`Rewards.__call__`). Rewards of whole episodes and of groups are added once
+the agent has returned its samples (`Rewards.score`). Each reward is reported by name, before its weight is applied.
 """
 
 from __future__ import annotations
@@ -11,23 +10,24 @@ import asyncio
 import inspect
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum, auto
 from functools import partial
 from itertools import groupby
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeAlias
 
-from asyncrl.api import Episode, RunIn
+from asyncrl.api import Episode, GroupClient, Prompt, RunIn, Sample, Tokenizer, answer_text
+from asyncrl.api.agent import play_with_retries
 from asyncrl.api.reward import ROW_CHECK, is_verdict, marked_run_in
-from asyncrl.config.plugin_code.import_paths import PluginError, load_plugin
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.rewards.settings import ROW_METRICS, NamedRewardConfig, RewardConfig
 from asyncrl.rollout.user_code.embeddings import Embedder, with_embeddings
-from asyncrl.rollout.user_code_pool.messages import CodeTarget
-from asyncrl.rollout.user_code_pool.off_event_loop import is_built_in
-from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner, is_async
+from asyncrl.rollout.user_code.loaded import loaded
+from asyncrl.rollout.user_code_pool.child import CodeTarget
+from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner, is_async, is_built_in
 from asyncrl.rollout.user_code_pool.timing import Activity, current_meter
 from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError, plain_number
 
@@ -82,12 +82,7 @@ def load_rewards(single: RewardConfig, several: Sequence[NamedRewardConfig]) -> 
 
 
 def _load(group: str, name: str, weight: float, config: RewardConfig) -> RewardPart:
-    try:
-        found: Any = load_plugin(config.path)
-    except PluginError as error:
-        raise ConfigError(f"{group}.path={error}") from error
-    if not callable(found):
-        raise ConfigError(f"{group}.path={config.path!r}: it is a {type(found).__name__}; name a class or function")
+    found = loaded(group, config)
     if inspect.isclass(found) and not inspect.isfunction(getattr(found, "__call__", None)):  # noqa: B004
         raise ConfigError(f"{group}.path={config.path!r}: its instances cannot be called; give the class a __call__")
     called = found.__call__ if inspect.isclass(found) else found
@@ -145,7 +140,7 @@ def _summed(given: Sequence[Added | None]) -> Added:
 
 
 class Rewards:
-    """The rewards of a run, each called in its thread, process or event loop."""
+    """The rewards of a run, each called in its thread, process or event loop; environments call it as their reward."""
 
     def __init__(self, parts: Sequence[RewardPart], runner: UserCodeRunner) -> None:
         self._parts, self._by_source = tuple(parts), any(part.sources for part in parts)
@@ -157,10 +152,13 @@ class Rewards:
         self.embedder: Embedder | None = None
         """Embeds the frames of a group's episodes before its rewards are called; None: frames are not embedded."""
 
-    @property
-    def after_the_rollout(self) -> bool:
-        """True if there are rewards of whole episodes or groups."""
-        return bool(self._of_episodes or self._of_groups)
+    def __call__(self, data: Mapping[str, Any], completion: str) -> Any:
+        """Return the reward of an answer for an environment: an awaitable on an event loop, a number in a thread."""
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return self._answer_blocking(data, completion)
+        return _ToAwait(self.answer(data, completion))
 
     async def answer(self, data: Mapping[str, Any], completion: str) -> float:
         """Return the weighted sum of the rewards of an answer; 0 without rewards of this form.
@@ -174,7 +172,7 @@ class Rewards:
         given = await asyncio.gather(*(self._one(part, data, completion) for part in parts))
         return self._of_answer(parts, given, data)
 
-    def answer_blocking(self, data: Mapping[str, Any], completion: str) -> float:
+    def _answer_blocking(self, data: Mapping[str, Any], completion: str) -> float:
         """Like `answer`, for a caller in a thread: the rewards run one after the other."""
         parts = self._for(self._of_answers, data)
         given: list[Added | None] = []
@@ -219,27 +217,50 @@ class Rewards:
                 except ValueError as error:
                     raise ValueError(f"{part.code.label}: {error}") from None
 
-    async def episode(self, episode: Episode) -> Added:
-        """Return the sum of the rewards of episodes for a sample.
-
-        Raises:
-            UserCodeError: as for `answer`.
-        """
-        parts = self._for(self._of_episodes, episode.data)
-        return _summed(await asyncio.gather(*(self._one(part, episode) for part in parts)))
-
     @property
     def of_groups(self) -> bool:
         """True if a reward compares the answers of a group."""
         return bool(self._of_groups)
 
-    async def group(self, group: Sequence[Episode]) -> list[Added]:
-        """Return the sum of the rewards of groups for each sample, `[S]`.
+    async def score(
+        self, tokenizer: Tokenizer, prompt: Prompt, samples: Sequence[Sample], client: GroupClient
+    ) -> Sequence[Sample]:
+        """Return the agent's samples with the rewards of episodes and groups; each sample of an episode is scored.
+
+        If an episode's rewards fail, the episode is scored again, and is lost after its last attempt. If a group's
+        rewards fail, the group fails.
 
         Raises:
-            UserCodeError: as for `answer`.
+            UserCodeError: as for `answer`, of a reward of groups.
         """
-        parts = self._for(self._of_groups, group[0].data)
+        if not samples or not (self._of_episodes or self._of_groups):
+            return samples
+        seen = [episode_of(prompt, sample, tokenizer) for sample in samples]
+        by_episode: defaultdict[int, list[int]] = defaultdict(list)
+        for at, sample in enumerate(samples):
+            by_episode[sample.episode].append(at)
+
+        async def score(member: int) -> Sequence[tuple[int, Added]]:
+            async def play(_: Prompt) -> Sequence[tuple[int, Added]]:
+                added = await asyncio.gather(*(self._of_episode(seen[at]) for at in by_episode[member]))
+                return list(zip(by_episode[member], added, strict=True))
+
+            return await play_with_retries(prompt.of_member(member), play, client, limited=False)
+
+        async with asyncio.TaskGroup() as tasks:
+            scoring = [tasks.create_task(score(member)) for member in by_episode]
+        own = dict(scored for task in scoring for scored in task.result())
+        kept = sorted(own)
+        of_group = await self._of_the_group([seen[at] for at in kept])
+        return [_with(_with(samples[at], own[at]), added) for at, added in zip(kept, of_group, strict=True)]
+
+    async def _of_episode(self, episode: Episode) -> Added:
+        parts = self._for(self._of_episodes, episode.data)
+        return _summed(await asyncio.gather(*(self._one(part, episode) for part in parts)))
+
+    async def _of_the_group(self, group: Sequence[Episode]) -> list[Added]:
+        """Return the sum of the rewards of groups for each sample, `[S]`."""
+        parts = self._for(self._of_groups, group[0].data) if group else ()
         if parts and self.embedder is not None and len({each.episode for each in group}) > 1:
             group = await with_embeddings(group, self.embedder)
         by_part = await asyncio.gather(*(self._of_group(part, group) for part in parts))
@@ -284,6 +305,11 @@ class Rewards:
 
 def _sees_of(part: RewardPart) -> RewardScope:
     return part.sees
+
+
+def _with(sample: Sample, added: Added) -> Sample:
+    more, parts = added
+    return replace(sample, reward=sample.reward + more, reward_parts={**sample.reward_parts, **parts})
 
 
 def _given(part: RewardPart, value: object) -> Added | None:
@@ -349,21 +375,6 @@ def _stand_in(part: RewardPart, error: UserCodeError) -> Added:
     return _weighted(part, part.failure_reward)
 
 
-class AnswerReward:
-    """The reward that an environment calls: awaitable on an event loop, a number in a plain function."""
-
-    def __init__(self, rewards: Rewards) -> None:
-        self._rewards = rewards
-
-    def __call__(self, data: Mapping[str, Any], completion: str) -> Any:
-        """Return the reward of answer text `completion` to dataset row `data`; see the class."""
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return self._rewards.answer_blocking(data, completion)
-        return _ToAwait(self._rewards.answer(data, completion))
-
-
 class _ToAwait:
     """An awaitable that raises a clear error if it is used as a number."""
 
@@ -377,3 +388,25 @@ class _ToAwait:
     def __float__(self) -> NoReturn:
         self._coroutine.close()
         raise TypeError("in asynchronous code a reward is awaited: `value = await self._reward(data, text)`")
+
+
+def episode_of(prompt: Prompt, sample: Sample, tokenizer: Tokenizer) -> Episode:
+    """Convert `sample` to the form that rewards receive."""
+    mask = sample.loss_mask.astype(bool).tolist()
+    tokens = sample.tokens.tolist()
+    first = mask.index(True) if any(mask) else len(mask)
+    stretches = groupby(range(first, len(tokens)), key=mask.__getitem__)
+    turns = [(places[0], places[-1] + 1) for generated, stretch in stretches if generated for places in [[*stretch]]]
+    return Episode(
+        data=prompt.data,
+        prompt=tokenizer.decode(tokens[:first]),
+        turns=tuple(answer_text(tokenizer, tokens[:begin], tokens[begin:end]) for begin, end in turns),
+        response=tokenizer.decode(tokens[first:]),
+        generated_tokens=sample.generated_length,
+        truncated=sample.truncated,
+        reward=float(sample.total_reward),
+        episode=sample.episode,
+        version=int(sample.versions.max()),
+        metrics=sample.metrics,
+        frames=sample.frames,
+    )

@@ -21,9 +21,8 @@ from asyncrl.plugins.datasets.templates.chat_template import ChatTemplate
 from asyncrl.plugins.tools.mcp import McpError, McpServer, McpTool, installed
 from asyncrl.plugins.tools.settings import McpServerConfig, ToolConfig
 from asyncrl.plugins.tools.toolbox import HostedTool, Toolbox, ToolFailure
-from asyncrl.rollout.user_code_pool.messages import CodeTarget
-from asyncrl.rollout.user_code_pool.off_event_loop import is_built_in
-from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner, is_async
+from asyncrl.rollout.user_code_pool.child import CodeTarget
+from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner, is_async, is_built_in
 from asyncrl.rollout.user_code_pool.timing import Activity, current_meter, timed
 from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError
 from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S
@@ -135,33 +134,33 @@ class ProcessTool:
         return [result.text, result.reward, dict(result.metrics), result.is_error]
 
 
-class _InProcess(FunctionTool):
-    """A function that runs in a process, to which only its arguments are sent."""
-
-    def execute(self, instance_id: str, arguments: Mapping[str, Any], **of_row: Any) -> Any:
-        return self.arguments_of(instance_id, arguments, of_row)
-
-
 class _Host:
-    """Runs a tool's methods by the runner."""
+    """Runs a tool's methods by the runner; of a function's tool, the function itself."""
 
-    def __init__(self, runner: UserCodeRunner, code: Code, process: Code | None = None) -> None:
-        self._runner, self._code, self._process = runner, code, process
+    def __init__(self, runner: UserCodeRunner, code: Code, function: FunctionTool | None = None) -> None:
+        self._runner, self._code, self._function = runner, code, function
 
     async def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
+            if method.__name__ == "execute" and self._function is not None:
+                return await self._call_function(self._function, *args, **kwargs)
             if method.__name__ != "execute" and is_async(method) and is_built_in(method):  # the base class's
                 return await method(*args, **kwargs)
-            value = await self._runner.call(self._code, method, *args, **kwargs)
-            if self._process is None or method.__name__ != "execute":
-                return value
-            text, reward, metrics, is_error = await self._runner.call(self._process, ProcessTool, value)
-            return ToolResult(text, reward, metrics, is_error)
+            return await self._runner.call(self._code, method, *args, **kwargs)
         except UserCodeError as error:
             first, *_ = str(error).removeprefix(f"{self._code.label} ").splitlines() or [""]
             raise ToolFailure(first) from error
         except TypeError as error:  # it does not take the arguments of the sample's row
             raise ToolFailure(str(error)) from error
+
+    async def _call_function(
+        self, tool: FunctionTool, instance_id: str, given: Mapping[str, Any], /, **of_row: Any
+    ) -> Any:
+        arguments = tool.arguments_of(instance_id, given, of_row)
+        if self._code.run_in != RunIn.process:
+            return await self._runner.call(self._code, tool.function, **arguments)
+        text, reward, metrics, is_error = await self._runner.call(self._code, ProcessTool, arguments)
+        return ToolResult(text, reward, metrics, is_error)
 
 
 class _McpHost:
@@ -189,39 +188,16 @@ def _hosted(group: str, config: ToolConfig, runner: UserCodeRunner) -> HostedToo
     given = f"{group}.path={config.path!r}"
     if not callable(found):
         raise ConfigError(f"{given}: it is a {type(found).__name__}; name a function, or a class derived from Tool")
-    label = f"tool {config.path}"
+    place = _place(given, config.run_in, found)
+    target = CodeTarget(f"{ProcessTool.__module__}:{ProcessTool.__name__}", {"path": config.path})
+    code = Code(f"tool {config.path}", Activity.tool, config.timeout_s, place, target)
     if inspect.isclass(found):
-        tool = _instance(group, config, found)
-        place = _place(given, config.run_in, found, is_class=True)
-        return HostedTool(tool, label, _Host(runner, _code(label, config, place)), config.max_result_chars)
-    place = _place(given, config.run_in, found, is_class=False)
+        return HostedTool(_instance(group, config, found), code.label, _Host(runner, code), config.max_result_chars)
     try:
-        derived = as_tool(found, config.name, **config.args)
+        tool = as_tool(found, config.name, **config.args)
     except ToolSchemaError as error:
         raise ConfigError(f"{given}: {error}") from error
-    if place == RunIn.process:
-        sent = _InProcess(found, derived.name, config.args)
-        target = CodeTarget(f"{ProcessTool.__module__}:{ProcessTool.__name__}", {"path": config.path})
-        process = Code(label, Activity.tool, config.timeout_s, RunIn.process, target)
-        return HostedTool(
-            sent, label, _Host(runner, _code(label, config, RunIn.loop), process), config.max_result_chars
-        )
-    host = _Host(runner, _code(label, config, place))
-    return HostedTool(_called(derived), label, host, config.max_result_chars)
-
-
-def _code(label: str, config: ToolConfig, place: RunIn) -> Code:
-    return Code(label, Activity.tool, config.timeout_s, place)
-
-
-def _called(tool: FunctionTool) -> Tool:
-    """Give `tool` a plain or asynchronous `execute`, like its function, so that it runs in the right place."""
-    return tool if is_async(tool.function) else _PlainFunction(tool.function, tool.name, tool.hidden)
-
-
-class _PlainFunction(FunctionTool):
-    def execute(self, instance_id: str, arguments: Mapping[str, Any], **of_row: Any) -> Any:
-        return self.function(**self.arguments_of(instance_id, arguments, of_row))
+    return HostedTool(tool, code.label, _Host(runner, code, tool), config.max_result_chars)
 
 
 def _instance(group: str, config: ToolConfig, found: Any) -> Tool:
@@ -244,7 +220,8 @@ def _instance(group: str, config: ToolConfig, found: Any) -> Tool:
     return made
 
 
-def _place(given: str, wanted: RunIn, found: Any, *, is_class: bool) -> RunIn:
+def _place(given: str, wanted: RunIn, found: Any) -> RunIn:
+    is_class = inspect.isclass(found)
     place = wanted if wanted != RunIn.auto else marked_run_in(found)
     if is_class and place == RunIn.process:
         raise ConfigError(

@@ -2,7 +2,7 @@
 
 There are three places (`asyncrl.api.RunIn`):
 
-- The user's `async def` code runs on a separate event loop, in a thread (`user_loop.UserLoop`). Code that blocks there
+- The user's `async def` code runs on a separate event loop, in a thread (`runner.UserLoop`). Code that blocks there
   stops other `async def` code of the user and is named in the log. It does not delay the worker's leases and answers.
 - A plain `def` runs in a daemon thread, at most `rollout.user_code.threads` at a time. At its time limit the call
   is abandoned, because Python cannot end a thread.

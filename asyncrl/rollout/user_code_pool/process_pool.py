@@ -21,7 +21,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,20 +29,19 @@ from typing import Any
 import msgspec
 
 from asyncrl.comm.waits.running_time import RunningTimeout
-from asyncrl.rollout.user_code_pool.child import call_loop as child
-from asyncrl.rollout.user_code_pool.messages import (
+from asyncrl.rollout.user_code_pool.child import (
     LENGTH,
+    LOAD,
     MAX_BYTES,
     ChildCall,
     ChildReply,
     CodeTarget,
     PolicyAnswer,
     decode_reply,
+    main,
     packed,
 )
-from asyncrl.rollout.user_code_pool.process_limits import WATCH_EVERY_S, WATCH_FROM_S, ProcessLimits, excess, keep
 from asyncrl.rollout.user_code_pool.timing import Activity, timed
-from asyncrl.rollout.user_code_pool.usage import kill_tree, usage
 from asyncrl.rollout.user_code_pool.user_code_errors import TOO_SLOW, UserCodeError
 
 START_LIMIT_S = 120.0
@@ -50,16 +49,57 @@ START_LIMIT_S = 120.0
 PRINTED_LIMIT = 64 << 10
 """Bytes that one process may print into the worker's log; the rest is read and thrown away."""
 _CHILD = (
-    "import json, runpy, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
-    f"runpy.run_module({child.__name__!r}, run_name='__main__', alter_sys=True)"
+    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
+    f"from {main.__module__} import {main.__name__}; {main.__name__}()"
 )
 """Program of a process: it imports from where this one does. As PYTHONPATH that would be inherited by what user code
 starts, also where it runs another Python, to which the packages of this one are of no use.
 """
+WATCH_FROM_S = 0.25
+"""Seconds after which a call is monitored; most calls are over by then and cost no read of /proc."""
+WATCH_EVERY_S = 0.25
+"""Seconds between two checks; a fork bomb starts about a thousand processes in that time."""
+_ROUNDS = 50
+"""Number of searches for process groups to kill. A program that starts groups faster than they are found keeps them."""
+_CHILDREN = "/proc/thread-self/children"
+"""The kernel's list of a thread's children; some kernels have none."""
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 _TAIL = 400
-_CANNOT_TRAVEL = "was given what cannot travel"
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessLimits:
+    """Limits of one process and of all processes that it starts.
+
+    Attributes:
+        memory_bytes: limit on the address space of each process, and on the resident memory of all together.
+        processes: limit on their number, itself included.
+        max_calls: number of calls after which it is replaced.
+    """
+
+    memory_bytes: int
+    processes: int
+    max_calls: int
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Resources that a process and all that it started use at a moment."""
+
+    processes: int
+    resident_bytes: int
+
+
+def excess(limits: ProcessLimits, usage: Usage) -> str | None:
+    """Return why a process must be killed; None if it is within its limits."""
+    if usage.processes > limits.processes:
+        return f"started {usage.processes - 1} processes (rollout.user_code.process_children={limits.processes - 1})"
+    if usage.resident_bytes > limits.memory_bytes:
+        used, allowed = usage.resident_bytes >> 20, limits.memory_bytes >> 20
+        return f"used {used} MB with what it started (rollout.user_code.process_memory_mb={allowed})"
+    return None
 
 
 class _Died(Exception):
@@ -160,11 +200,7 @@ class Lease:
             UserCodeError: it raised, exceeded a limit, or its process died; the lease cannot be used any more.
         """
         self._last = None
-        try:
-            packed_call = packed(call)
-        except ValueError as error:
-            raise UserCodeError(label, f"was given what {error}", how=_CANNOT_TRAVEL) from error
-        reply = await self._pool.limited(self._process, label, packed_call, timeout_s, answer)
+        reply = await self._pool.limited(self._process, label, _given(label, call), timeout_s, answer)
         if reply.error:
             raise _raised(label, "raised ", reply)
         self._last = reply
@@ -209,10 +245,7 @@ class ProcessPool:
         Raises:
             UserCodeError: it raised, exceeded a limit, or its process died.
         """
-        try:
-            packed_call = packed(ChildCall(target, sees, arguments))
-        except ValueError as error:
-            raise UserCodeError(label, f"was given what {error}", how=_CANNOT_TRAVEL) from error
+        packed_call = _given(label, ChildCall(target, sees, arguments))
         with timed(Activity.process_wait):
             process, reply = await self._acquire(label), None
         try:
@@ -239,7 +272,7 @@ class ProcessPool:
         Keep the process if its last `reply` (None for a failure) shows that it can be used again.
         """
         process.calls += 1
-        fit = reply is not None and keep(self._limits, process.calls, left_behind=reply.left_behind)
+        fit = reply is not None and not reply.left_behind and process.calls < self._limits.max_calls
         try:
             if fit and process.process.returncode is None:
                 self._idle.append(process)
@@ -290,7 +323,7 @@ class ProcessPool:
         key = msgspec.msgpack.encode(target)
         if key in process.loaded:
             return
-        reply = await self.limited(process, label, packed(ChildCall(target, child.LOAD, [])), START_LIMIT_S)
+        reply = await self.limited(process, label, packed(ChildCall(target, LOAD, [])), START_LIMIT_S)
         if reply.error:
             raise _raised(label, "cannot be loaded in a process: ", reply)
         process.loaded.add(key)
@@ -371,6 +404,13 @@ class ProcessPool:
             await asyncio.gather(process.printing, return_exceptions=True)
 
 
+def _given(label: str, call: ChildCall) -> bytes:
+    try:
+        return packed(call)
+    except ValueError as error:
+        raise UserCodeError(label, f"was given what {error}", how="was given what cannot travel") from error
+
+
 def _raised(label: str, begins: str, reply: ChildReply) -> UserCodeError:
     kind = reply.error.partition(":")[0]
     how = f"raised {kind}" if kind.isidentifier() else "returned what cannot travel"
@@ -391,3 +431,75 @@ def _sendable(error: Exception) -> str:
 def _printed(process: _Process) -> str:
     tail = process.tail.decode(errors="replace").strip()
     return f"it last printed: {tail}" if tail else "it printed nothing"
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    pid: int
+    parent: int
+    group: int
+    resident_bytes: int
+
+
+def usage(pid: int) -> Usage:
+    """Return the resources that `pid` and its descendants use. Only their own folders in /proc are read."""
+    tree, left = ([], [pid]) if os.path.exists(_CHILDREN) else (_tree(pid), [])
+    while left:
+        number = left.pop()
+        process = _process(number)
+        if process is None:
+            continue
+        tree.append(process)
+        with contextlib.suppress(OSError):  # it has ended in the meantime
+            for thread in os.listdir(f"/proc/{number}/task"):
+                with open(f"/proc/{number}/task/{thread}/children", "rb") as file:
+                    left += map(int, file.read().split())
+    return Usage(len(tree), sum(process.resident_bytes for process in tree))
+
+
+def kill_tree(pid: int) -> None:
+    """Kill `pid`, leader of its process group and reaper of its descendants, and all of these."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGSTOP)
+        for _ in range(_ROUNDS):
+            groups = {process.group for process in _tree(pid)} - {pid}
+            if not groups:
+                break
+            for group in groups:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(group, signal.SIGKILL)
+        os.killpg(pid, signal.SIGKILL)  # the kernel lets none of the group fork past it
+
+
+def _tree(root: int) -> list[_Running]:
+    children: dict[int, list[_Running]] = {}
+    tree = []
+    for process in _processes():
+        if process.pid == root:
+            tree.append(process)
+        children.setdefault(process.parent, []).append(process)
+    for process in tree:
+        tree += children.get(process.pid, ())
+    return tree
+
+
+def _processes() -> Iterator[_Running]:
+    """Yield every running process. Zombies are left out, because they use no resources and cannot be killed.
+
+    To kill a tree, all processes of the machine are read: a process whose sibling ends just then may be missing in the
+    kernel's list of children.
+    """
+    for name in os.listdir("/proc"):
+        if name.isdigit() and (process := _process(int(name))) is not None:
+            yield process
+
+
+def _process(pid: int) -> _Running | None:
+    """Return the process with this id; None if it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            stat = file.read()
+    except OSError:
+        return None
+    state, parent, group, *rest = stat[stat.rindex(b")") + 2 :].split()
+    return None if state == b"Z" else _Running(pid, int(parent), int(group), int(rest[18]) * _PAGE)

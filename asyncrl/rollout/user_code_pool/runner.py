@@ -5,36 +5,44 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable
+import itertools
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from asyncrl.api.reward import RunIn
 from asyncrl.comm.waits.running_time import RunningTimeout
 from asyncrl.config.machine_limits import usable_cores
 from asyncrl.config.plugin_code.daemon_threads import DaemonThreads, UnusualExit
+from asyncrl.observe import observer
+from asyncrl.plugins.agents.settings import AgentConfig
+from asyncrl.plugins.envs.settings import EnvConfig
 from asyncrl.rollout.settings import UserCodeConfig
-from asyncrl.rollout.user_code_pool.messages import CodeTarget
-from asyncrl.rollout.user_code_pool.process_limits import ProcessLimits
-from asyncrl.rollout.user_code_pool.process_pool import Lease, ProcessPool
-from asyncrl.rollout.user_code_pool.running_calls import RunningCalls
+from asyncrl.rollout.user_code_pool.child import CodeTarget
+from asyncrl.rollout.user_code_pool.process_pool import Lease, ProcessLimits, ProcessPool
 from asyncrl.rollout.user_code_pool.timing import Activity, timed
 from asyncrl.rollout.user_code_pool.user_code_errors import TOO_SLOW, UserCodeError
-from asyncrl.rollout.user_code_pool.user_loop import UserLoop, run_on
 
 MAX_ABANDONED = 64
 """Limit on abandoned calls of one piece of code that still run in threads; it is not called until one of them ends."""
 
+WATCH_EVERY_S = 0.5
+HELD_S = 1.0
+"""Seconds without a turn after which an event loop counts as blocked, and the blocking code is named."""
+QUIET_S = 10.0
+"""Least seconds between two log lines about the same code: slow code is mostly slow a thousand times."""
 
-@dataclass(frozen=True, slots=True)
-class EpisodeProcesses:
-    """Number of processes for episodes, and number of episodes after which each is replaced."""
-
-    processes: int = 1
-    episodes: int = 1
+_T = TypeVar("_T")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,94 +66,35 @@ class Code:
     sees: str = "answer"
 
 
-class CodeThreads:
-    """Threads for users' code, with a limit on calls at a time, and on calls of one piece of code that never return.
-
-    Args:
-        most: number of calls at a time.
-        running: tracks the calls.
-
-    Attributes:
-        threads: the threads, for calls without a limit.
-    """
-
-    def __init__(self, most: int, running: RunningCalls) -> None:
-        self.threads = DaemonThreads()
-        self._running = running
-        self._places = asyncio.Semaphore(most)
-        self._abandoned: dict[str, int] = {}
-
-    async def call(self, code: Code, function: Callable[[], Any]) -> Any:
-        """Run `function` in a thread, once one is free, and return its result. For the worker's own loop.
-
-        Raises:
-            UserCodeError: it raised, took longer than `code.timeout_s`, or too many calls of `code` never returned.
-        """
-        if self._abandoned.get(code.label, 0) >= MAX_ABANDONED:
-            raise UserCodeError(
-                code.label,
-                f"is not called: {MAX_ABANDONED} calls of it never returned and each holds a thread; have it return, "
-                "or run it in a process (run_in: process), which can be killed",
-                how="hangs in too many threads",
-            )
-        async with self._thread():
-            with self._running.track(code.label, code.activity):
-                running = self.threads.run(partial(_checked, code, function))
-                try:
-                    async with RunningTimeout(code.timeout_s) as limit:
-                        return await asyncio.wrap_future(running)
-                except TimeoutError as error:
-                    if not limit.expired():
-                        raise
-                    raise _too_slow(code, "its thread continues", still_runs=True) from error
-                finally:
-                    if not running.done():
-                        self._abandoned[code.label] = self._abandoned.get(code.label, 0) + 1
-                        running.add_done_callback(partial(self._came_back, asyncio.get_running_loop(), code.label))
-
-    @contextlib.asynccontextmanager
-    async def _thread(self) -> AsyncIterator[None]:
-        """Hold one of the threads within this block. The wait for the thread is timed."""
-        with timed(Activity.thread_wait):
-            await self._places.acquire()
-        try:
-            yield
-        finally:
-            self._places.release()
-
-    def _came_back(self, loop: asyncio.AbstractEventLoop, label: str, _: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the worker has ended meanwhile
-            loop.call_soon_threadsafe(self._forget_abandoned, label)
-
-    def _forget_abandoned(self, label: str) -> None:
-        self._abandoned[label] -= 1
-
-
 class UserCodeRunner:
     """Runs users' code with time limits. An asynchronous context manager, entered in the worker's event loop.
 
     `call` may be awaited in that loop and in the users'; `call_blocking` is for threads.
 
     Args:
-        envs: processes for environments, one episode's environment in each.
-        agents: processes for agents, likewise.
+        envs: their `processes` and `process_max_episodes`; each process is for one episode's environment.
+        agents: likewise.
     """
 
     def __init__(
-        self, settings: UserCodeConfig, envs: EpisodeProcesses | None = None, agents: EpisodeProcesses | None = None
+        self, settings: UserCodeConfig, envs: EnvConfig | None = None, agents: AgentConfig | None = None
     ) -> None:
         memory_bytes = settings.process_memory_mb << 20
         limits = ProcessLimits(memory_bytes, settings.process_children + 1, settings.process_max_calls)
         self._users = UserLoop()
         self.running = RunningCalls(self._users, settings.slow_call_s)
-        self._threads = CodeThreads(settings.threads, self.running)
+        self._threads = DaemonThreads()
+        self._free_threads = asyncio.Semaphore(settings.threads)
+        self._abandoned: Counter[str] = Counter()
+        """By label, the calls that were abandoned and still run in threads."""
         self._pool = ProcessPool(settings.processes or max(2, usable_cores()), limits)
+
+        def pool(each: EnvConfig | AgentConfig) -> ProcessPool:
+            return ProcessPool(each.processes, replace(limits, max_calls=each.process_max_episodes))
+
         self._leased = {
-            activity: ProcessPool(seats.processes, replace(limits, max_calls=seats.episodes))
-            for activity, seats in (
-                (Activity.env_wait, envs or EpisodeProcesses()),
-                (Activity.agent_wait, agents or EpisodeProcesses()),
-            )
+            Activity.env_wait: pool(envs or EnvConfig()),
+            Activity.agent_wait: pool(agents or AgentConfig()),
         }
 
     async def __aenter__(self) -> Self:
@@ -160,23 +109,27 @@ class UserCodeRunner:
         await self.running.stop()
         await asyncio.gather(*(pool.close() for pool in (self._pool, *self._leased.values())))
 
-    async def call(self, code: Code, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    async def call(self, code: Code, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run `function` in the place of `code` and return its result.
 
         Raises:
-            UserCodeError: it raised, took longer than `code.timeout_s`, or its process was lost.
+            UserCodeError: it raised, took longer than `code.timeout_s`, its process was lost, or too many calls of
+                `code` never returned.
         """
-        work = partial(function, *args, **kwargs)
+        work, running = partial(function, *args, **kwargs), partial(self.running.track, code.label, code.activity)
         if code.run_in == RunIn.process:
-            return await run_on(self._home, self._in_process(code, args))
+            assert code.target is not None, code.label
+            return await self.at_home(
+                self._pool.call(code.label, code.target, code.sees, list(args), code.timeout_s, running)
+            )
         if is_async(function):
-            run = self.at_home if code.run_in == RunIn.loop else self.on_users_loop
-            return await self._awaiting(code, work, run)
+            return await self._awaiting(code, work)
         if code.run_in == RunIn.loop:
-            return self._on_this_loop(code, work)
-        return await run_on(self._home, self._threads.call(code, work))
+            with running(holds_loop=True):
+                return _checked(code, work)
+        return await self.at_home(self._in_one_of_the_threads(code, work))
 
-    def call_blocking(self, code: Code, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call_blocking(self, code: Code, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Like `call`, for a caller in a thread: code for threads then runs in the caller's thread.
 
         Such code has no separate limit; the limit of the caller's call includes it.
@@ -202,48 +155,209 @@ class UserCodeRunner:
         """Run the user's coroutine `work` on the users' event loop, without a time limit or a label, and return its
         result.
         """
-        return await self._users.run(_awaited(work))
+        return await self._users.run(work)
 
     async def in_thread(self, function: Callable[[], Any]) -> Any:
         """Run `function` in a separate thread, without a time limit or a label, and return its result."""
-        return await asyncio.wrap_future(self._threads.threads.run(function))
+        return await asyncio.wrap_future(self._threads.run(function))
 
     def from_thread(self, work: Awaitable[Any]) -> Future[Any]:
         """Start `work` on the worker's own loop, from a thread."""
         return asyncio.run_coroutine_threadsafe(_awaited(work), self._home)
 
     async def at_home(self, work: Awaitable[Any]) -> Any:
-        """Run `work` on the worker's own event loop and return its result; called from the users' loop."""
-        return await run_on(self._home, _awaited(work))
+        """Run `work` on the worker's own event loop and return its result; called from any loop."""
+        return await run_on(self._home, work)
 
-    def _on_this_loop(self, code: Code, work: Callable[[], Any]) -> Any:
-        with self.running.track(code.label, code.activity, holds_loop=True):
-            return _checked(code, work)
+    async def _in_one_of_the_threads(self, code: Code, work: Callable[[], Any]) -> Any:
+        """Run `work` in a thread, once one is free, and return its result. For the worker's own loop."""
+        if self._abandoned[code.label] >= MAX_ABANDONED:
+            raise UserCodeError(
+                code.label,
+                f"is not called: {MAX_ABANDONED} calls of it never returned and each holds a thread; have it return, "
+                "or run it in a process (run_in: process), which can be killed",
+                how="hangs in too many threads",
+            )
+        with timed(Activity.thread_wait):
+            await self._free_threads.acquire()
+        try:
+            with self.running.track(code.label, code.activity):
+                running = self._threads.run(partial(_checked, code, work))
+                try:
+                    async with _limited(code, "its thread continues", still_runs=True):
+                        return await asyncio.wrap_future(running)
+                finally:
+                    if not running.done():
+                        self._abandoned[code.label] += 1
+                        running.add_done_callback(partial(self._came_back, code.label))
+        finally:
+            self._free_threads.release()
 
-    async def _in_process(self, code: Code, args: tuple[Any, ...]) -> Any:
-        assert code.target is not None, code.label
-        running = partial(self.running.track, code.label, code.activity)
-        return await self._pool.call(code.label, code.target, code.sees, list(args), code.timeout_s, running)
+    def _came_back(self, label: str, _: object) -> None:
+        def forget() -> None:
+            self._abandoned[label] -= 1
 
-    async def _awaiting(
-        self, code: Code, function: Callable[[], Awaitable[Any]], run: Callable[[Awaitable[Any]], Awaitable[Any]]
-    ) -> Any:
+        with contextlib.suppress(RuntimeError):  # the worker has ended meanwhile
+            self._home.call_soon_threadsafe(forget)
+
+    async def _awaiting(self, code: Code, function: Callable[[], Awaitable[Any]]) -> Any:
         async def work() -> Any:
             try:
                 return await function()
             except Exception as error:
                 raise _raised(code, error) from error
 
+        run = self.at_home if code.run_in == RunIn.loop else self.on_users_loop
         with self.running.track(code.label, code.activity):
             try:
-                async with RunningTimeout(code.timeout_s) as limit:
+                async with _limited(code, "it was cancelled"):
                     return await run(work())
-            except TimeoutError as error:
-                if not limit.expired():
-                    raise
-                raise _too_slow(code, "it was cancelled") from error
             except UnusualExit as error:
                 raise UserCodeError(code.label, str(error), how=str(error)) from error
+
+
+class RunningCalls:
+    """Tracks calls. Between `start` and `stop` it also watches the worker's event loop and the users'.
+
+    Args:
+        users: the users' event loop.
+        slow_s: a call that takes this many seconds or more is logged.
+    """
+
+    def __init__(self, users: UserLoop, slow_s: float) -> None:
+        self._users, self._slow_s = users, slow_s
+        self._labels: dict[int, str] = {}
+        self._numbers = itertools.count()
+        self._said_at: dict[str, float] = {}
+        self._unsaid: Counter[str] = Counter()
+
+    def start(self) -> None:
+        """Watch the running event loop from now on."""
+        self._watching = asyncio.create_task(self._watch())
+
+    async def stop(self) -> None:
+        """Stop watching."""
+        self._watching.cancel()
+        await asyncio.gather(self._watching, return_exceptions=True)
+
+    @contextlib.contextmanager
+    def track(self, label: str, activity: Activity, *, holds_loop: bool = False) -> Iterator[None]:
+        """Track the call of this block: time it, name it if it is slow, and list it as running.
+
+        Args:
+            label: name of the code.
+            activity: activity that its time counts as.
+            holds_loop: the call runs on an event loop, and blocks it until it returns.
+        """
+        number, begun = next(self._numbers), time.monotonic()
+        self._labels[number] = label
+        try:
+            with timed(activity):
+                yield
+            if holds_loop and (held_s := time.monotonic() - begun) > HELD_S:
+                _log.warning(
+                    "%s held an event loop for %.2g s; run it in a thread or a process (run_in)", label, held_s
+                )
+        finally:
+            del self._labels[number]
+            now = time.monotonic()
+            if line := self.slow_line(label, now - begun, now):
+                _log.warning("%s", line)
+
+    async def _watch(self) -> None:
+        """Log the code that blocks this loop or the users' loop."""
+        users_told = False
+        while True:
+            begun, answered = time.monotonic(), threading.Event()
+            self._users.ping(answered)
+            await asyncio.sleep(WATCH_EVERY_S)
+            held_s = time.monotonic() - begun - WATCH_EVERY_S
+            if held_s > HELD_S and (running := sorted(set(list(self._labels.values())))):
+                _log.warning(
+                    "the worker did not get a turn for %.2g s while these ran: %s; what computes in Python for long "
+                    "holds the interpreter's lock: run it in a process (run_in: process)",
+                    held_s,
+                    ", ".join(running),
+                )
+            if not answered.is_set() and held_s < HELD_S:
+                if not users_told:
+                    _log.warning(
+                        "asynchronous code of the user's has held its event loop for %.2g s; write what blocks as "
+                        "plain `def`, which runs in a thread; it is at\n%s",
+                        WATCH_EVERY_S,
+                        self._users.stack(),
+                    )
+                users_told = True
+            else:
+                users_told = False
+
+    def slow_line(self, label: str, seconds: float, now: float) -> str | None:
+        """Return the log line about a call that took `seconds` and ended at `now`; None if it was not slow, or code of
+        this label was named less than `QUIET_S` ago.
+        """
+        if seconds < self._slow_s:
+            return None
+        if now - self._said_at.get(label, -QUIET_S) < QUIET_S:
+            self._unsaid[label] += 1
+            return None
+        self._said_at[label] = now
+        more = self._unsaid.pop(label, 0)
+        before = f", and {more} more of its calls were slow since the last such line" if more else ""
+        return f"{label} took {seconds:.3g} s{before}"
+
+
+async def run_on(loop: asyncio.AbstractEventLoop, work: Awaitable[_T]) -> _T:
+    """Run `work` on `loop` from any loop and return its result; cancelling the caller cancels `work`."""
+    if asyncio.get_running_loop() is loop:
+        return await work
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_awaited(work), loop))
+
+
+class UserLoop:
+    """An event loop in a daemon thread, which starts with the first call and ends with the process."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, name="users-event-loop", daemon=True)
+
+    async def run(self, work: Awaitable[_T]) -> _T:
+        """Run `work` and return its result.
+
+        Raises:
+            UnusualExit: it raised SystemExit or KeyboardInterrupt.
+            Exception: any other error that it raised.
+        """
+        if not self._thread.is_alive():
+            self._thread.start()
+        return await run_on(self._loop, _carried(work))
+
+    def ping(self, answered: threading.Event) -> None:
+        """Make the loop set `answered` in its next iteration."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(answered.set)
+        else:
+            answered.set()
+
+    def stack(self) -> str:
+        """Return the stack of the loop's thread, the innermost call last."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return "" if frame is None else "".join(traceback.format_stack(frame)[-4:])
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        observer.watch(self._loop)
+        while True:
+            try:
+                self._loop.run_forever()
+            except BaseException as error:  # a user's task raised SystemExit; the other tasks continue
+                _log.error("a user's task ended with %s; the others continue", type(error).__name__)
+
+
+async def _carried(work: Awaitable[_T]) -> _T:
+    try:
+        return await work
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise UnusualExit(f"raised {type(error).__name__}") from error
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -253,6 +367,12 @@ def is_async(function: Callable[..., Any]) -> bool:
     if inspect.iscoroutinefunction(function):
         return True
     return not inspect.isroutine(function) and inspect.iscoroutinefunction(type(function).__call__)
+
+
+def is_built_in(thing: object) -> bool:
+    """True if the class or function `thing`, or the class of the instance `thing`, is part of asyncrl."""
+    module: str = getattr(thing, "__module__", None) or type(thing).__module__
+    return module.partition(".")[0] == "asyncrl"
 
 
 def _checked(code: Code, function: Callable[[], Any]) -> Any:
@@ -273,11 +393,19 @@ def _raised(code: Code, error: BaseException) -> UserCodeError:
     return UserCodeError(code.label, f"{how}: {error}", how=how)
 
 
-def _too_slow(code: Code, fate: str, *, still_runs: bool = False) -> UserCodeError:
-    return UserCodeError(
-        code.label, f"did not return within {code.timeout_s:g} s; {fate}", how=TOO_SLOW, still_runs=still_runs
-    )
+@contextlib.asynccontextmanager
+async def _limited(code: Code, fate: str, *, still_runs: bool = False) -> AsyncIterator[None]:
+    """Limit this block to `code.timeout_s`; `fate` says what becomes of a call that takes longer."""
+    limit = RunningTimeout(code.timeout_s)
+    try:
+        async with limit:
+            yield
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        what = f"did not return within {code.timeout_s:g} s; {fate}"
+        raise UserCodeError(code.label, what, how=TOO_SLOW, still_runs=still_runs) from error
 
 
-async def _awaited(work: Awaitable[Any]) -> Any:
+async def _awaited(work: Awaitable[_T]) -> _T:
     return await work

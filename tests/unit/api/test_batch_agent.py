@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.api import BatchAgent, BatchGroup, Prompt, Sample, SamplingParams
 from asyncrl.api.agent import EpisodeError
-from asyncrl.rollout.user_code_pool.off_event_loop import is_built_in
+from asyncrl.rollout.user_code_pool.runner import is_built_in
 
 LIMIT_S = 300.0
 

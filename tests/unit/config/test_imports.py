@@ -37,7 +37,7 @@ LIGHT_MODULES = (
     "asyncrl.plugins.rewards.remote",
     "asyncrl.plugins.rewards.srpo",
     "asyncrl.plugins.rewards.text",
-    "asyncrl.rollout.user_code_pool.child.call_loop",
+    "asyncrl.rollout.user_code_pool.child",
     "asyncrl.plugins.sandbox",
     "asyncrl.plugins.agents.single_turn",
     "asyncrl.plugins.agents.retry",

@@ -21,8 +21,16 @@ from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
 from asyncrl.plugins.datasets.settings import SourceConfig
 from asyncrl.plugins.rewards.settings import NamedRewardConfig
 from asyncrl.plugins.tools.settings import McpServerConfig, ToolConfig
-from asyncrl.rollout.inputs.copied import Inputs, bring_inputs, check_rows, import_named, read_from
-from asyncrl.rollout.inputs.named import check, files_in_args, named_inputs
+from asyncrl.rollout.inputs import (
+    Inputs,
+    bring_inputs,
+    check_rows,
+    files_in_args,
+    import_named,
+    named_inputs,
+    not_on_other_hosts,
+    read_from,
+)
 from asyncrl.rollout.settings import EvalSetConfig
 from asyncrl.rollout.user_code.prompts import load_eval_set, load_train_set
 from asyncrl.runtime.settings import HostConfig
@@ -374,7 +382,7 @@ def test_files_of_the_home_in_args_have_to_be_the_same_in_each_hosts_home(
         code_of(tmp_path / home / "corpus.jsonl", content)
     config.tools = [ToolConfig(path="asyncrl.plugins.tools.search:Search", args={"corpus": "~/corpus.jsonl"})]
     monkeypatch.setenv("HOME", str(tmp_path / "one"))
-    assert list(check(config)) == []
+    assert list(not_on_other_hosts(config)) == []
     there = brought(config)
     monkeypatch.setenv("HOME", str(tmp_path / "two"))
     assert read_from(there, config).same.keys() == {"tools[0].args.corpus"}
@@ -395,7 +403,7 @@ def test_a_text_in_args_that_is_no_path_is_left_alone(config: ExperimentConfig) 
     config.mcp = [McpServerConfig(name="s", command="python", args=["-c", text])]
     assert list(files_in_args(config)) == []
     assert not [named for named in named_inputs(config) if named.setting.startswith("agent.args")]
-    assert list(check(config)) == []
+    assert list(not_on_other_hosts(config)) == []
 
 
 def test_files_of_the_current_folder_in_args_are_refused_before_anything_starts(
@@ -406,16 +414,16 @@ def test_files_of_the_current_folder_in_args_are_refused_before_anything_starts(
         code_of(tmp_path / name)
     config.mcp = [McpServerConfig(name="s", command="python", args=["server.py"])]
     config.tools = [ToolConfig(path="my_tools:add", args={"table": "./server.py", "corpus": "corpus.jsonl"})]
-    told = [problem.partition(":")[0] for problem in check(config)]
+    told = [problem.partition(":")[0] for problem in not_on_other_hosts(config)]
     assert told == [
         "tools[0].args.table='./server.py'",
         "tools[0].args.corpus='corpus.jsonl'",
         "mcp[0].args[0]='server.py'",
     ]
     config.mcp[0].args, config.tools = [str(tmp_path / "server.py")], []
-    assert list(check(config)) == []
+    assert list(not_on_other_hosts(config)) == []
     config.mcp[0].command, config.mcp[0].args = "./server.py", []
-    assert [problem.partition("=")[0] for problem in check(config)] == ["mcp[0].command"]
+    assert [problem.partition("=")[0] for problem in not_on_other_hosts(config)] == ["mcp[0].command"]
 
 
 def test_a_pattern_of_data_files_is_no_file_of_the_current_folder(
@@ -423,9 +431,9 @@ def test_a_pattern_of_data_files_is_no_file_of_the_current_folder(
 ) -> None:
     monkeypatch.chdir(here)
     config.dataset.path, config.dataset.args = str(here), {"files": "train.jsonl"}
-    assert list(check(config)) == []
+    assert list(not_on_other_hosts(config)) == []
     config.dataset.path, config.dataset.args = "my_data:Rows", {"files": "train.jsonl"}  # a class's own
-    assert [problem.partition("=")[0] for problem in check(config)] == ["dataset.args.files"]
+    assert [problem.partition("=")[0] for problem in not_on_other_hosts(config)] == ["dataset.args.files"]
 
 
 def test_a_file_of_a_user_that_this_host_has_not_is_missing_by_name(

@@ -25,8 +25,8 @@ from asyncrl.api import (
     SamplingParams,
     ToolCall,
 )
-from asyncrl.rollout.user_code_pool.child.agent_protocol import ChildAgent, answer, outcome_of
-from asyncrl.rollout.user_code_pool.messages import LENGTH, ChildReply, CodeTarget, PolicyAnswer, packed
+from asyncrl.rollout.user_code_pool.agent_protocol import ChildAgent, answer, outcome_of
+from asyncrl.rollout.user_code_pool.child import LENGTH, ChildReply, CodeTarget, PolicyAnswer, packed
 from tests import every_field
 
 MINE = """

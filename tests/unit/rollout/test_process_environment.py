@@ -24,11 +24,12 @@ from asyncrl.api import (
 from asyncrl.api.agent import agent_of
 from asyncrl.comm.ended_rollouts.drop_reasons import lost_episodes
 from asyncrl.plugins.chat.client import EpisodeClient
+from asyncrl.plugins.envs.settings import EnvConfig
 from asyncrl.rollout.episode import RetryLimits, run_group
 from asyncrl.rollout.settings import UserCodeConfig
-from asyncrl.rollout.user_code_pool.child.process_environment import ProcessEnvironment
-from asyncrl.rollout.user_code_pool.messages import CodeTarget
-from asyncrl.rollout.user_code_pool.runner import EpisodeProcesses, UserCodeRunner
+from asyncrl.rollout.user_code.environments import ProcessEnvironment
+from asyncrl.rollout.user_code_pool.child import CodeTarget
+from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
 from asyncrl.rollout.user_code_pool.timing import metered
 from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError
 
@@ -129,7 +130,7 @@ Make = Callable[..., ProcessEnvironment]
 @pytest.fixture
 async def runner() -> AsyncIterator[UserCodeRunner]:
     settings = UserCodeConfig(process_memory_mb=1024, process_children=8)
-    async with UserCodeRunner(settings, EpisodeProcesses(processes=2, episodes=2)) as made:
+    async with UserCodeRunner(settings, EnvConfig(processes=2, process_max_episodes=2)) as made:
         yield made
 
 

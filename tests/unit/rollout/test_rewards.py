@@ -33,10 +33,9 @@ from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.plugins.envs.settings import EnvConfig
 from asyncrl.plugins.rewards.settings import NamedRewardConfig
 from asyncrl.rollout.checks import check
-from asyncrl.rollout.episode import run_group
 from asyncrl.rollout.user_code.components import UserComponents
-from asyncrl.rollout.user_code.scored_agent import episode_of
-from asyncrl.rollout.user_code_pool.messages import USE, ChildCall
+from asyncrl.rollout.user_code.rewards import episode_of
+from asyncrl.rollout.user_code_pool.child import USE, ChildCall
 from asyncrl.rollout.user_code_pool.process_pool import Lease
 from asyncrl.rollout.user_code_pool.timing import metered
 from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError
@@ -310,13 +309,7 @@ async def roll_out(config: ExperimentConfig, size: int = 3) -> tuple[Sequence[Sa
     prompt = Prompt("p", 0, {"prompt": "1"}, tuple(TOKENIZER.encode("1")), size, SamplingParams())
     async with components.runner, asyncio.timeout(LIMIT_S):
         with metered() as meter:
-            samples, counted = await run_group(
-                components.agent,
-                components.environments.of_group(size),
-                prompt,
-                Policy(),
-                components.conversations.client,
-            )
+            samples, counted = await components.play(prompt, Policy())
     return samples, meter.metrics() | counted, called_in()
 
 

@@ -87,6 +87,10 @@ def scaled(a: int, *, factor: int) -> int:
     return a * factor
 
 
+def runs(code: str, function: str, *, given: str = "", tool: str = "") -> str:
+    return code + function + given + tool
+
+
 class Counter(Tool):
     """Counts the calls of each sample; plain and asynchronous methods."""
     name = "counter"
@@ -276,6 +280,13 @@ async def test_arguments_of_settings_and_samples_reach_a_function(runner, module
         assert " no value for the argument 'factor'" in (await _call(tools, "scaled", {"a": 2}))[0].text
         tools = _tools(runner, module, "scaled", run_in=place, args={"factor": 5})
         assert (await _call(tools, "scaled", {"a": 2}))[0].text == "10"
+
+
+@pytest.mark.parametrize("place", ["thread", "process"])
+async def test_a_function_names_its_arguments_as_it_likes(runner, module, place):
+    row = {"tools_kwargs": {"runs": {"execute_kwargs": {"given": "c", "tool": "d"}}}}
+    tools = _tools(runner, module, "runs", run_in=place)
+    assert (await _call(tools, "runs", {"code": "a", "function": "b"}, **row))[0].text == "abcd"
 
 
 async def test_a_class_keeps_what_belongs_to_a_sample_until_its_end(runner, module):

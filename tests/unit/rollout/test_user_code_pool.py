@@ -19,13 +19,10 @@ import pytest
 
 from asyncrl.api import RunIn
 from asyncrl.rollout.settings import UserCodeConfig
-from asyncrl.rollout.user_code_pool.messages import MAX_BYTES, ChildCall, CodeTarget, packed
-from asyncrl.rollout.user_code_pool.process_limits import ProcessLimits, Usage, excess, keep
-from asyncrl.rollout.user_code_pool.process_pool import _Process
-from asyncrl.rollout.user_code_pool.runner import MAX_ABANDONED, Code, UserCodeRunner
-from asyncrl.rollout.user_code_pool.running_calls import QUIET_S, RunningCalls, SlowCalls
+from asyncrl.rollout.user_code_pool.child import MAX_BYTES, ChildCall, CodeTarget, packed
+from asyncrl.rollout.user_code_pool.process_pool import ProcessLimits, Usage, _Process, excess, usage
+from asyncrl.rollout.user_code_pool.runner import MAX_ABANDONED, QUIET_S, Code, RunningCalls, UserCodeRunner, UserLoop
 from asyncrl.rollout.user_code_pool.timing import Activity, Meter, current_meter, metered, timed
-from asyncrl.rollout.user_code_pool.usage import usage
 from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError, failed_label
 
 LIMIT_S = 300.0
@@ -494,7 +491,7 @@ async def test_a_call_runs_from_when_a_process_is_free(
 async def test_what_holds_the_loops_is_named(
     runner: UserCodeRunner, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.rollout.user_code_pool.running_calls.WATCH_EVERY_S", 0.05)
+    monkeypatch.setattr("asyncrl.rollout.user_code_pool.runner.WATCH_EVERY_S", 0.05)
 
     async def sleeps_synchronously() -> None:
         """It comes round now and then: what held the loop before this, a thread that begins late, was told then."""
@@ -507,7 +504,7 @@ async def test_what_holds_the_loops_is_named(
     async with UserCodeRunner(UserCodeConfig()) as watched:
         await watched.call(Code("env my.py:Env.step", Activity.env, LIMIT_S, RunIn.auto), sleeps_synchronously)
         # From here on: a busy machine holds up this loop for as long, and then it is not the users' that is blamed.
-        monkeypatch.setattr("asyncrl.rollout.user_code_pool.running_calls.HELD_S", 0.1)
+        monkeypatch.setattr("asyncrl.rollout.user_code_pool.runner.HELD_S", 0.1)
         holding = Code("reward my.py:holds", Activity.reward, LIMIT_S, RunIn.loop)
         await watched.call(holding, time.sleep, 0.2)
         assert any(message.startswith("reward my.py:holds held an event loop for ") for message in caplog.messages)
@@ -521,23 +518,20 @@ async def test_what_holds_the_loops_is_named(
         assert await slow
 
 
-def test_a_process_is_renewed_at_its_limits() -> None:
+def test_a_process_is_killed_beyond_its_limits() -> None:
     limits = ProcessLimits(memory_bytes=100 << 20, processes=3, max_calls=10)
     assert excess(limits, Usage(3, 100 << 20)) is None
     assert "started 3 processes" in (excess(limits, Usage(4, 0)) or "")
     assert "used 101 MB" in (excess(limits, Usage(1, 101 << 20)) or "")
-    assert keep(limits, 9, left_behind=False)
-    assert not keep(limits, 10, left_behind=False)
-    assert not keep(limits, 1, left_behind=True)
 
 
 def test_a_slow_code_is_named_once_in_a_while_with_how_often_it_was() -> None:
-    slow = SlowCalls(5.0)
-    assert slow.note("reward a", 4.9, 0.0) is None
-    assert slow.note("reward a", 31.0, 1.0) == "reward a took 31 s"
-    assert slow.note("reward a", 31.0, 2.0) is None
-    assert slow.note("reward b", 6.0, 2.0) == "reward b took 6 s"
-    assert slow.note("reward a", 7.25, 1.0 + QUIET_S) == (
+    slow = RunningCalls(UserLoop(), 5.0)
+    assert slow.slow_line("reward a", 4.9, 0.0) is None
+    assert slow.slow_line("reward a", 31.0, 1.0) == "reward a took 31 s"
+    assert slow.slow_line("reward a", 31.0, 2.0) is None
+    assert slow.slow_line("reward b", 6.0, 2.0) == "reward b took 6 s"
+    assert slow.slow_line("reward a", 7.25, 1.0 + QUIET_S) == (
         "reward a took 7.25 s, and 1 more of its calls were slow since the last such line"
     )
 
@@ -573,8 +567,8 @@ def test_the_pool_dies_with_its_worker(tmp_path: Path) -> None:
     program = tmp_path / "worker.py"
     program.write_text(
         "import asyncio, os\n"
-        "from asyncrl.rollout.user_code_pool.messages import CodeTarget\n"
-        "from asyncrl.rollout.user_code_pool.process_limits import ProcessLimits\n"
+        "from asyncrl.rollout.user_code_pool.child import CodeTarget\n"
+        "from asyncrl.rollout.user_code_pool.process_pool import ProcessLimits\n"
         "from asyncrl.rollout.user_code_pool.process_pool import ProcessPool\n"
         "async def main():\n"
         "    pool = ProcessPool(1, ProcessLimits(1 << 30, 4, 9))\n"

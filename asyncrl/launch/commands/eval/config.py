@@ -16,7 +16,7 @@ from asyncrl.config.trained_policies import config_of_policy
 from asyncrl.config.values import literal, to_yaml
 from asyncrl.inference.settings import NO_GUESTS
 from asyncrl.observe.settings import SamplesConfig
-from asyncrl.rollout.inputs.named import is_file, named_inputs, texts_in_args
+from asyncrl.rollout.inputs import is_file, named_inputs, texts_in_args
 from asyncrl.runtime.trials.claim import read_holder
 from asyncrl.trainer.settings import LoraConfig
 
@@ -49,7 +49,7 @@ def _settings_from_anywhere(run: Path) -> ExperimentConfig:
     started_in = Path(holder.folder)
     for named in list(named_inputs(config, training=False)):
         if named.path is not None and not named.path.is_absolute():
-            named.put(named.with_path(started_in / named.path))
+            named.put_path(started_in / named.path)
     for text in list(texts_in_args(config, training=False)):
         if not Path(text.value).is_absolute() and is_file(str(started_in / text.value)):
             text.put(str(started_in / text.value))

@@ -13,7 +13,7 @@ from msgspec import Struct
 MODEL = "model"
 """Name of the initial model."""
 INPUTS = "inputs"
-"""Name of the input files of RolloutWorkers (`asyncrl.rollout.inputs.copied`)."""
+"""Name of the input files of RolloutWorkers (`asyncrl.rollout.inputs`)."""
 LAUNCHER_HOST = 0
 """Index of the staging server on the launcher's host, the publisher's."""
 OF_THE_LAUNCH = frozenset({MODEL, INPUTS})

@@ -22,7 +22,7 @@ from asyncrl.plugins.datasets.queue.order import PromptRef
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.rollout.episode import RetryLimits
 from asyncrl.rollout.user_code.components import UserComponents
-from asyncrl.rollout.user_code.scored_agent import episode_of
+from asyncrl.rollout.user_code.rewards import episode_of
 
 STATE, WORDS = (load_plugin(f"{experiments_dir() / 'embodied_srpo.py'}:{name}") for name in ("State", "WORDS"))
 OPENVLA_IDS = range(31744, 32000)

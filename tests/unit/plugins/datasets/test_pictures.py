@@ -25,7 +25,7 @@ from asyncrl.plugins.datasets.rows.files import FileDataset
 from asyncrl.plugins.datasets.supervised.demonstrations import DemonstrationFormat
 from asyncrl.plugins.datasets.templates.chat_template import ChatTemplate
 from asyncrl.plugins.datasets.templates.picture_parts import PictureSource, observed
-from asyncrl.rollout.user_code_pool.child.agent_protocol import _sample_of
+from asyncrl.rollout.user_code_pool.agent_protocol import _sample_of
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}"
@@ -254,7 +254,7 @@ def test_a_prompt_and_a_sample_cross_to_a_process_and_back(folder: Path) -> None
     import msgspec
 
     from asyncrl.plugins.agents.sample_builder import SampleBuilder
-    from asyncrl.rollout.user_code_pool.messages import LENGTH, packed
+    from asyncrl.rollout.user_code_pool.child import LENGTH, packed
 
     def crossed(value: Any) -> bytes:
         return packed(value)[LENGTH.size :]

@@ -1,11 +1,16 @@
 """A process of the pool: reads calls, runs them one after the other in its main thread, answers.
 
-It calls functions, or holds one object, an environment or an agent, whose methods it calls.
+It calls functions, or holds one object, an environment or an agent, whose methods it calls. Messages over its pipes are
+a length, then MessagePack:
 
-    python -m asyncrl.rollout.user_code_pool.child.call_loop MEMORY_BYTES
+    4 bytes, little endian: length of what follows
+    MessagePack of a `ChildCall` or a `PolicyAnswer` (to the process) or a `ChildReply` (from it)
 
-It ends with the worker. Output of the called function goes to the error stream, never between the replies. The process
-is the reaper of all processes that its calls start, so that those left behind are found. It imports no torch.
+A function is sent as its import path, its arguments as plain data. A request of a running call to the worker, such as
+an environment's reward, is a `ChildReply` with `asks`; a `PolicyAnswer` answers it.
+
+The process ends with the worker. Output of the called function goes to the error stream, never between the replies. The
+process is the reaper of all processes that its calls start, so that those left behind are found. It imports no torch.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import inspect
 import os
 import resource
 import signal
+import struct
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -28,21 +34,117 @@ from asyncrl.api import Environment
 from asyncrl.api.reward import Episode
 from asyncrl.comm.typed import convert, msgpack_decoder
 from asyncrl.config.plugin_code.import_paths import load_plugin
-from asyncrl.rollout.user_code_pool.messages import (
-    LENGTH,
-    MAKE,
-    USE,
-    ChildCall,
-    ChildReply,
-    CodeTarget,
-    PolicyAnswer,
-    packed,
-)
 
-LOAD = "load"
-"""Kind of a `ChildCall` that only loads its target."""
+LENGTH = struct.Struct("<I")
+MAX_BYTES = 64 << 20
+"""Largest size of a call or a reply in bytes. A reward may see the frames of a whole group: of eight episodes with 64
+frames each, a frame may have 128 KiB, as a PNG of 256 x 256 pixels."""
+LOAD, MAKE, USE = "load", "make", "use"
+"""Kinds of a `ChildCall`. `load` only loads its target. `make` builds the process's object, an instance of `target` (an
+agent with `arguments`, else an environment). `use` calls a method of it: `arguments` are the method's name, its
+arguments and its keyword arguments.
+"""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _TRACEBACK_CHARS = 4000
+
+
+class CodeTarget(msgspec.Struct, frozen=True):
+    """A user's function or class at import path `path`, with its keyword arguments (of the constructor for a class)."""
+
+    path: str
+    args: dict[str, Any]
+
+
+class ChildCall(msgspec.Struct, frozen=True):
+    """Call `target` with `arguments`. `sees` is `LOAD`, `MAKE`, `USE` or the kind of the arguments, which says whether
+    these are maps to be read as `Episode`s.
+    """
+
+    target: CodeTarget
+    sees: str
+    arguments: list[Any]
+
+
+class ChildReply(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The result as plain data, or the exception and the end of its traceback if `error` is set.
+
+    `left_behind`: processes that the call started still run. `asks`: this is not the reply yet but a request: the
+    arguments of the environment's reward, or a call of an agent. The call continues once the worker has answered.
+    """
+
+    value: Any = None
+    error: str = ""
+    traceback: str = ""
+    left_behind: bool = False
+    asks: list[Any] | None = None
+
+
+class PolicyAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Answer of the worker to a request of the process; if `error` is set, the reason why it failed."""
+
+    value: Any = None
+    error: str = ""
+
+
+_REPLY = msgpack_decoder(ChildReply)
+
+
+def decode_reply(data: bytes) -> ChildReply:
+    """Decode a reply of a process of the pool.
+
+    Raises:
+        ValueError: the data is not a reply.
+    """
+    try:
+        return _REPLY.decode(data)
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
+
+
+def plain(value: object) -> object:
+    """Convert a value that MessagePack does not know to plain data: arrays and scalars of numpy, other mappings.
+
+    Raises:
+        NotImplementedError: it has no plain form.
+    """
+    if isinstance(value, Mapping):
+        return dict(value)
+    if _is_frame(value):
+        from asyncrl.api.picture import picture_from  # imports numpy, as the value has
+
+        return picture_from(value)
+    tolist = getattr(value, "tolist", None)  # numpy's arrays and scalars, without importing numpy
+    if callable(tolist):
+        return tolist()
+    raise NotImplementedError(f"a {type(value).__module__}.{type(value).__qualname__} is not plain data")
+
+
+def _is_frame(value: object) -> bool:
+    """True for values that are sent as a picture: a uint8 array [height, width, 3], or a PIL image."""
+    if type(value).__module__.startswith("PIL."):
+        return True
+    shape = getattr(value, "shape", ())
+    return (
+        isinstance(shape, tuple) and len(shape) == 3 and shape[2] == 3 and str(getattr(value, "dtype", "")) == "uint8"
+    )
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=plain)
+
+
+def packed(message: ChildCall | ChildReply | PolicyAnswer) -> bytes:
+    """Encode `message`, with its length in front.
+
+    Raises:
+        ValueError: it contains something that is not plain data, or is larger than `MAX_BYTES`.
+    """
+    try:
+        body = _encoder.encode(message)
+    except (TypeError, NotImplementedError, OverflowError, UnicodeEncodeError, RecursionError) as error:
+        raise ValueError(f"cannot travel to or from another process: {error}") from error
+    if len(body) > MAX_BYTES:
+        raise ValueError(f"has {len(body)} bytes, more than the {MAX_BYTES} that may travel to or from a process")
+    return LENGTH.pack(len(body)) + body
 
 
 def main() -> None:
@@ -96,7 +198,7 @@ class _Held:
             TypeError: it is not an environment.
         """
         if agent:
-            from asyncrl.rollout.user_code_pool.child.agent_protocol import ChildAgent  # it brings numpy and tokenizers
+            from asyncrl.rollout.user_code_pool.agent_protocol import ChildAgent  # it brings numpy and tokenizers
 
             model, chat = agent
             self._object = self._object or ChildAgent(target, model, chat, self._ask)
@@ -206,7 +308,3 @@ def _send(replies: BinaryIO, reply: ChildReply, *, left_behind: bool = False) ->
         data = packed(ChildReply(error=f"what it returned {error}", left_behind=left_behind))
     replies.write(data)
     replies.flush()
-
-
-if __name__ == "__main__":
-    main()

@@ -31,7 +31,7 @@ from asyncrl.comm.typed import convert
 from asyncrl.config.plugin_code.import_paths import load_plugin
 from asyncrl.plugins.datasets.templates.picture_parts import with_content
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
-from asyncrl.rollout.user_code_pool.messages import CodeTarget
+from asyncrl.rollout.user_code_pool.child import CodeTarget
 
 Ask = Callable[..., Any]
 """Ask the worker by name, positional arguments and keyword arguments; returns its answer."""
