@@ -3,7 +3,7 @@
 Each host of `system.hosts` becomes a Job of one pod, because hosts need different resources. A JobSet holds the Jobs
 together: it ends the others once the launcher's Job has ended, and fails if that one fails. The launcher's pod runs the
 user's command. The other pods run a program by which the launcher starts processes there
-(`asyncrl.runtime.hosts.pod_agent`). No pod has an account of the cluster. If such a program ends, the kubelet restarts
+(`asyncrl.runtime.hosts.agent`). No pod has an account of the cluster. If such a program ends, the kubelet restarts
 it; if a pod is lost, the Job replaces it; then the launcher restarts its processes.
 
 Each pod reads its own address from its environment, and publishes it in the run's folder or name resolution. So there
@@ -109,7 +109,7 @@ def _pod(
     amounts: dict[str, str | int] = {"memory": host.memory} if host.memory else {}
     amounts |= {settings.gpu_resource: len(host.gpus)} if host.gpus else {}
     python = host.python or "python"
-    agent = ["-m", "asyncrl.runtime.hosts.pod_agent", str(run_dir_of(config)), host.name]
+    agent = ["-m", "asyncrl.runtime.hosts.agent", str(run_dir_of(config)), host.name]
     own_address = {"fieldRef": {"fieldPath": "status.podIP"}}
     container = {
         "name": CONTAINER,

@@ -1,4 +1,4 @@
-"""Requests of the launcher to its Ray driver (`asyncrl.runtime.hosts.ray_driver`), as JSON lists."""
+"""Requests of the launcher to its Ray driver (`asyncrl.runtime.hosts.ray_driver`), as lines of JSON."""
 
 from __future__ import annotations
 
@@ -31,13 +31,12 @@ class Task(NamedTuple):
     limit_s: float
 
 
-class ProcessRequest(NamedTuple):
-    """Start a supervisor with this interpreter on this host; the process sees these of its GPUs, counted from 0."""
+class AgentRequest(NamedTuple):
+    """Start an agent (`asyncrl.runtime.hosts.agent`) on this host with this command line and line of standard input."""
 
     host: str
-    python: str
-    supervisor: str
-    gpus: list[int]
+    command: list[str]
+    order: str
 
 
 def address_of(arguments: list[str]) -> str:

@@ -1,0 +1,358 @@
+"""The program that the launcher has on each other host: it starts, watches and ends the processes there.
+
+    python -m asyncrl.runtime.hosts.agent                 by ssh, srun or Ray; the `Order` is a line on standard input
+    python -m asyncrl.runtime.hosts.agent RUN_DIR HOST    the program of a pod, which finds the launcher by the files
+
+It dials the launcher (`asyncrl.runtime.hosts.host_agents`) over TLS. The launcher proves itself with the run's
+certificate and this program with the run's token. It runs every process below a supervisor
+(`asyncrl.runtime.supervisor`), as the launcher does on its own host, with the environment that the launcher sends, and
+sends back what the process prints and its exit code.
+
+A connection that is cut is opened again, and the processes go on. They end if the launcher is silent for `SILENCE_S`,
+if nothing listens at its address any more, if it says so, or with this program, however it ends: it holds the standard
+input of their supervisors.
+
+Replaced processes. A host that was cut off may still run a process that the launcher has replaced: until the silence is
+over, or longer if everything there was stopped. So before a process is started, earlier ones of the same place are
+killed. They are found by their environment (`PLACE_VARIABLE`). A start that arrives after a later one is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import signal
+import ssl
+import stat
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from asyncrl.comm.security.run_secret import HttpSecurity, RunSecret, SecretError
+from asyncrl.comm.typed import decode_json
+from asyncrl.config.run_dir import AGENTS_FILE, SECRET_FILE
+from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_LOST
+from asyncrl.runtime.hosts.agent_link import (
+    SILENCE_S,
+    End,
+    Ended,
+    Hello,
+    Kill,
+    Left,
+    Link,
+    Message,
+    Order,
+    Output,
+    Start,
+    Stop,
+    write_frame,
+)
+from asyncrl.runtime.process.process_tree import kill_descendants, supervised, with_variable
+from asyncrl.runtime.supervisor import GONE_LIMIT_S, STOP_SIGNAL, Identity, adopt_orphans, kill
+
+PLACE_VARIABLE = "ASYNCRL_PLACE"
+"""Environment variable of a process on another host: a number that grows from start to start, a space, and the place:
+the name of the process and the folder of its run."""
+_AGAIN_S = 0.5
+_CONNECT_LIMIT_S = 10.0
+_END_LIMIT_S = GONE_LIMIT_S + 5.0
+_LEFT_LIMIT_S = 2.0
+_POLL_S = 0.02
+_CHUNK = 1 << 16
+
+
+class Refused(Exception):
+    """A process cannot be started; the message says why."""
+
+
+class Agent:
+    """The processes of one agent, and its link to the launcher that `order` names."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._link = Link()
+        self._tls = HttpSecurity(order.token, Path(), order.certificate).client_context()
+        self._commands: dict[int, asyncio.Queue[Stop | Kill]] = {}
+        self._running: set[asyncio.Task[None]] = set()
+        self._told_to_end = asyncio.Event()
+        self._ends = False
+
+    async def serve(self, stop: asyncio.Event, is_current: Callable[[], bool] = lambda: True) -> str:
+        """Serve the launcher until `stop` is set or it is gone; then end all processes. Return why.
+
+        Args:
+            is_current: asked while there is no connection; False: another launcher is there now.
+        """
+        dialling = asyncio.create_task(self._dial(is_current))
+        silent = asyncio.create_task(self._link.silent(SILENCE_S, SILENCE_S))
+        stopped = asyncio.create_task(stop.wait())
+        told = asyncio.create_task(self._told_to_end.wait())
+        await asyncio.wait({dialling, silent, stopped, told}, return_when=asyncio.FIRST_COMPLETED)
+        if dialling.done():
+            why = dialling.result()
+        elif told.done():
+            why = "the launcher has ended it"
+        else:
+            why = "it was asked to end" if stopped.done() else f"the launcher was silent for {SILENCE_S:g} s"
+        await self._end_processes()
+        self._link.send(Left(why))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0 if dialling.done() else _LEFT_LIMIT_S):
+                await self._link.delivered()
+        for task in (dialling, silent, stopped, told):
+            task.cancel()
+        await asyncio.gather(dialling, silent, stopped, told, return_exceptions=True)
+        return why
+
+    async def _dial(self, is_current: Callable[[], bool]) -> str:
+        """Connect to the launcher, again whenever the connection is cut. Return why the launcher is gone."""
+        order = self._order
+        hello = Hello(order.host, order.incarnation, order.token)
+        while is_current():
+            try:
+                async with asyncio.timeout(_CONNECT_LIMIT_S):
+                    reader, writer = await asyncio.open_connection(order.address, order.port, ssl=self._tls)
+                write_frame(writer, hello)
+                await self._link.exchange(reader, writer, self._handle)
+            except ConnectionRefusedError:
+                return f"nothing listens at {order.address} port {order.port} any more"
+            except ssl.SSLCertVerificationError:
+                return f"another program listens at {order.address} port {order.port}"
+            except (OSError, EOFError, ValueError) as error:
+                _say(f"no connection to the launcher: {error or type(error).__name__}")
+            await asyncio.sleep(_AGAIN_S)
+        return "another launch of the run has begun"
+
+    def _handle(self, message: Message) -> None:
+        if isinstance(message, Start) and not self._ends:
+            self._commands[message.process] = asyncio.Queue()
+            task = asyncio.create_task(self._run(message))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+        elif isinstance(message, Stop | Kill):
+            if message.process in self._commands:
+                self._commands[message.process].put_nowait(message)
+        elif isinstance(message, End):
+            self._told_to_end.set()
+
+    async def _run(self, start: Start) -> None:
+        """Run one process to its end."""
+
+        def tell(text: str) -> None:
+            self._link.send(Output(start.process, text.encode()))
+
+        try:
+            environment = _environment(start)
+            await asyncio.to_thread(_take_place, environment.get(PLACE_VARIABLE, ""), start, tell)
+            printed, output = os.pipe()
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *supervised(start.command),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=output,
+                    stderr=output,
+                    env=environment,
+                    cwd=start.folder,
+                )
+            finally:
+                os.close(output)
+        except (Refused, OSError) as error:
+            tell(f"{error}\n")
+            self._link.send(Ended(start.process, EXIT_LOST))
+            return
+        printing = asyncio.create_task(self._send_output(start.process, printed))
+        obeying = asyncio.create_task(self._obey(process, self._commands[start.process]))
+        code = await process.wait()
+        with contextlib.suppress(TimeoutError):  # a killed supervisor's orphans may keep it open
+            await asyncio.wait_for(printing, None if code != -signal.SIGKILL else _LEFT_LIMIT_S)
+        obeying.cancel()
+        del self._commands[start.process]
+        if not self._ends:
+            self._link.send(Ended(start.process, code))
+
+    async def _send_output(self, process: int, printed: int) -> None:
+        reader = asyncio.StreamReader(_CHUNK)
+        file = os.fdopen(printed, "rb", 0)
+        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), file)
+        while piece := await reader.read(_CHUNK):
+            self._link.send(Output(process, piece))
+            if not self._ends:
+                await self._link.room()
+
+    async def _obey(self, process: asyncio.subprocess.Process, commands: asyncio.Queue[Stop | Kill]) -> None:
+        while True:
+            command = await commands.get()
+            if isinstance(command, Stop):
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(STOP_SIGNAL)
+            elif process.stdin is not None:
+                process.stdin.close()
+
+    async def _end_processes(self) -> None:
+        """End every process; the supervisors do, once this end of their standard input is closed."""
+        self._ends = True
+        for number, commands in self._commands.items():
+            commands.put_nowait(Kill(number))
+        if self._running:
+            await asyncio.wait(self._running, timeout=_END_LIMIT_S)
+        kill_descendants(os.getpid(), wait_s=_LEFT_LIMIT_S)
+
+
+def _environment(start: Start) -> dict[str, str]:
+    """Return the environment of a process: that of this agent and what the launcher sent."""
+    sent = (os.fsdecode(entry).partition("=") for entry in start.environment)
+    environment = dict(os.environ) | {name: value for name, _, value in sent}
+    if start.gpus is not None:
+        given = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        if len(given) <= max(start.gpus):
+            raise Refused(f"the cluster gave this host the GPUs {given}, and the process needs numbers {start.gpus}")
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(given[gpu] for gpu in start.gpus)
+    return environment
+
+
+def _take_place(mark: str, start: Start, tell: Callable[[str], None]) -> None:
+    """Kill the processes on this host that were started earlier in the place that `mark` names, and write the files.
+
+    Raises:
+        Refused: a later process is there, an earlier one does not end, or others can write to the folder.
+    """
+    number, _, place = mark.partition(" ")
+    deadline, told = time.monotonic() + GONE_LIMIT_S, set[Identity]()
+    while place and (found := _in_place(place)):
+        if any(other > int(number) for other in found.values()):
+            raise Refused(f"a later process has its place by now: {place}")
+        if time.monotonic() > deadline:
+            raise Refused(f"an earlier one is still there {GONE_LIMIT_S:g} s after SIGKILL: {[p.pid for p in found]}")
+        for process in found:
+            if process not in told:
+                tell(f"pid {process.pid} was given up, and still ran: killed\n")
+            told.add(process)
+            kill(process)
+        time.sleep(_POLL_S)
+    if start.files:  # last: a start that comes late writes no files either
+        put_files(start.folder, start.files)
+
+
+def _in_place(place: str) -> dict[Identity, int]:
+    """Return the processes on this host whose environment names this place, with their numbers."""
+    split = ((process, *value.partition(" ")) for process, value in with_variable(PLACE_VARIABLE))
+    return {process: int(number) for process, number, _, theirs in split if theirs == place}
+
+
+def put_files(folder: str, files: dict[str, str]) -> None:
+    """Write `files` into `folder`, readable by this user only. Each is replaced atomically: the run may read it.
+
+    Raises:
+        Refused: others can write to the folder.
+    """
+    os.umask(0o077)
+    os.makedirs(folder, exist_ok=True)
+    status = os.lstat(folder)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise Refused(f"{folder} is no folder of user {os.geteuid()} that only they can write to: remove it")
+    for name, content in files.items():
+        aside = os.path.join(folder, f".{name}.{os.getpid()}")
+        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(content)
+        os.replace(aside, os.path.join(folder, name))
+
+
+def _say(text: str) -> None:
+    """Print a line, unless nobody reads it any more: `ssh` may have ended."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
+
+
+def _detach() -> None:
+    """Continue without a parent, like a process of a login: Ray kills the descendants of an actor that ends, but not
+    what has left their tree. Its actors have a lower priority and SIGINT blocked.
+    """
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    with contextlib.suppress(PermissionError):  # root may raise it
+        os.setpriority(os.PRIO_PROCESS, 0, 0)
+    for descriptor in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+
+
+async def _serve_order(order: Order) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):  # a batch system sends them to all; the launcher stops in order
+        signal.signal(number, signal.SIG_IGN)
+    if order.detached:
+        ends = asyncio.StreamReader()
+        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(ends), sys.stdin)
+        reading = asyncio.create_task(ends.read())
+        reading.add_done_callback(lambda _: stop.set())
+    _say(await Agent(order).serve(stop))
+
+
+async def _serve_pod(run_dir: Path, host: str) -> None:
+    """Serve one launch of the run after the other, until SIGTERM."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    while not stop.is_set():
+        read = partial(order_in, run_dir, host, secrets.randbits(62))
+        if (order := read()) is not None:
+            _say(await Agent(order).serve(stop, partial(_reads, read, order)))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), _AGAIN_S)
+
+
+def _reads(read: Callable[[], Order | None], order: Order) -> bool:
+    return read() == order
+
+
+def order_in(run_dir: Path, host: str, incarnation: int) -> Order | None:
+    """Return the order for the pod of `host`, by the files of the run; None if there is no launch yet."""
+    try:
+        secret = RunSecret.load(run_dir / SECRET_FILE).http()
+        address, port = json.loads((run_dir / AGENTS_FILE).read_text())
+    except FileNotFoundError:
+        return None
+    except SecretError:
+        if (run_dir / SECRET_FILE).exists():
+            raise
+        return None
+    return Order(address, port, host, incarnation, secret.token, secret.certificate)
+
+
+def main() -> NoReturn:
+    """Run the program."""
+    adopt_orphans()
+    if sys.argv[1:]:
+        asyncio.run(_serve_pod(Path(sys.argv[1]), sys.argv[2]))
+        sys.exit(EXIT_FAILED)  # with 0 the host's Job would be complete: a drained pod would get no successor
+    try:
+        order = decode_json(read_line(), Order)
+    except msgspec.DecodeError as error:
+        sys.exit(f"no order came over standard input: {error}")
+    if order.detached:
+        _detach()
+        adopt_orphans()
+    asyncio.run(_serve_order(order))
+    sys.exit(0)
+
+
+def read_line() -> bytes:
+    """Read and return the first line of standard input byte by byte, and leave the rest."""
+    line = bytearray()
+    while not line.endswith(b"\n") and (byte := os.read(0, 1)):
+        line += byte
+    return bytes(line)
+
+
+if __name__ == "__main__":
+    main()
