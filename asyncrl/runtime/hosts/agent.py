@@ -44,7 +44,6 @@ from asyncrl.runtime.hosts.agent_link import (
     SILENCE_S,
     End,
     Ended,
-    Hello,
     Kill,
     Left,
     Link,
@@ -82,45 +81,51 @@ class Agent:
         self._tls = HttpSecurity(order.token, Path(), order.certificate).client_context()
         self._commands: dict[int, asyncio.Queue[Stop | Kill]] = {}
         self._running: set[asyncio.Task[None]] = set()
-        self._told_to_end = asyncio.Event()
+        self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._ends = False
 
-    async def serve(self, stop: asyncio.Event, is_current: Callable[[], bool] = lambda: True) -> str:
-        """Serve the launcher until `stop` is set or it is gone; then end all processes. Return why.
+    def end(self, why: str) -> None:
+        """End the processes, and return from `serve`."""
+        if not self._over.done():
+            self._over.set_result(why)
+
+    async def serve(self, is_current: Callable[[], bool] = lambda: True) -> str:
+        """Serve the launcher until it is gone or `end` is called; then end all processes. Return why.
 
         Args:
             is_current: asked while there is no connection; False: another launcher is there now.
         """
-        dialling = asyncio.create_task(self._dial(is_current))
-        silent = asyncio.create_task(self._link.silent(SILENCE_S, SILENCE_S))
-        stopped = asyncio.create_task(stop.wait())
-        told = asyncio.create_task(self._told_to_end.wait())
-        await asyncio.wait({dialling, silent, stopped, told}, return_when=asyncio.FIRST_COMPLETED)
-        if dialling.done():
-            why = dialling.result()
-        elif told.done():
-            why = "the launcher has ended it"
-        else:
-            why = "it was asked to end" if stopped.done() else f"the launcher was silent for {SILENCE_S:g} s"
-        await self._end_processes()
+        tasks = [asyncio.create_task(self._dial(is_current)), asyncio.create_task(self._await_silence())]
+        for task in tasks:
+            task.add_done_callback(lambda done: None if done.cancelled() else self.end(done.result()))
+        why = await self._over
+        self._ends = True
+        for number, commands in self._commands.items():  # the supervisors end them
+            commands.put_nowait(Kill(number))
+        if self._running:
+            await asyncio.wait(self._running, timeout=_END_LIMIT_S)
+        kill_descendants(os.getpid(), wait_s=_LEFT_LIMIT_S)
         self._link.send(Left(why))
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0 if dialling.done() else _LEFT_LIMIT_S):
+            async with asyncio.timeout(_LEFT_LIMIT_S if self._link.connected.is_set() else 0):
                 await self._link.delivered()
-        for task in (dialling, silent, stopped, told):
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(dialling, silent, stopped, told, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         return why
+
+    async def _await_silence(self) -> str:
+        await self._link.silent(SILENCE_S, SILENCE_S)
+        return f"the launcher was silent for {SILENCE_S:g} s"
 
     async def _dial(self, is_current: Callable[[], bool]) -> str:
         """Connect to the launcher, again whenever the connection is cut. Return why the launcher is gone."""
         order = self._order
-        hello = Hello(order.host, order.incarnation, order.token)
         while is_current():
             try:
                 async with asyncio.timeout(_CONNECT_LIMIT_S):
                     reader, writer = await asyncio.open_connection(order.address, order.port, ssl=self._tls)
-                write_frame(writer, hello)
+                write_frame(writer, order)
                 await self._link.exchange(reader, writer, self._handle)
             except ConnectionRefusedError:
                 return f"nothing listens at {order.address} port {order.port} any more"
@@ -141,7 +146,7 @@ class Agent:
             if message.process in self._commands:
                 self._commands[message.process].put_nowait(message)
         elif isinstance(message, End):
-            self._told_to_end.set()
+            self.end("the launcher has ended it")
 
     async def _run(self, start: Start) -> None:
         """Run one process to its end."""
@@ -195,15 +200,6 @@ class Agent:
                     process.send_signal(STOP_SIGNAL)
             elif process.stdin is not None:
                 process.stdin.close()
-
-    async def _end_processes(self) -> None:
-        """End every process; the supervisors do, once this end of their standard input is closed."""
-        self._ends = True
-        for number, commands in self._commands.items():
-            commands.put_nowait(Kill(number))
-        if self._running:
-            await asyncio.wait(self._running, timeout=_END_LIMIT_S)
-        kill_descendants(os.getpid(), wait_s=_LEFT_LIMIT_S)
 
 
 def _environment(start: Start) -> dict[str, str]:
@@ -287,26 +283,34 @@ def _detach() -> None:
 
 
 async def _serve_order(order: Order) -> None:
-    stop = asyncio.Event()
+    agent = Agent(order)
     for number in (signal.SIGTERM, signal.SIGINT):  # a batch system sends them to all; the launcher stops in order
         signal.signal(number, signal.SIG_IGN)
     if order.detached:
         ends = asyncio.StreamReader()
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(ends), sys.stdin)
         reading = asyncio.create_task(ends.read())
-        reading.add_done_callback(lambda _: stop.set())
-    _say(await Agent(order).serve(stop))
+        reading.add_done_callback(lambda _: agent.end("what started it has ended"))
+    _say(await agent.serve())
 
 
 async def _serve_pod(run_dir: Path, host: str) -> None:
     """Serve one launch of the run after the other, until SIGTERM."""
     stop = asyncio.Event()
+    agent: Agent | None = None
+
+    def end() -> None:
+        stop.set()
+        if agent is not None:
+            agent.end("it was asked to end")
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        asyncio.get_running_loop().add_signal_handler(number, end)
     while not stop.is_set():
         read = partial(order_in, run_dir, host, secrets.randbits(62))
         if (order := read()) is not None:
-            _say(await Agent(order).serve(stop, partial(_reads, read, order)))
+            agent = Agent(order)
+            _say(await agent.serve(partial(_reads, read, order)))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), _AGAIN_S)
 

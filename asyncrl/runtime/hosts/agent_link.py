@@ -34,7 +34,7 @@ _HELD_BYTES = 16 << 20
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What an agent has to know to reach the launcher.
+    """What an agent has to know to reach the launcher; it is also the first frame of each of its connections.
 
     Attributes:
         address, port: of the launcher.
@@ -51,14 +51,6 @@ class Order(msgspec.Struct, frozen=True):
     token: str
     certificate: str
     detached: bool = False
-
-
-class Hello(msgspec.Struct, frozen=True):
-    """The first frame of a connection, from the agent."""
-
-    host: str
-    incarnation: int
-    token: str
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -139,7 +131,7 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes:
     return await reader.readexactly(length)
 
 
-def write_frame(writer: asyncio.StreamWriter, content: Frame | Hello) -> None:
+def write_frame(writer: asyncio.StreamWriter, content: Frame | Order) -> None:
     """Send one frame."""
     encoded = msgspec.msgpack.encode(content)
     writer.write(len(encoded).to_bytes(4, "big") + encoded)

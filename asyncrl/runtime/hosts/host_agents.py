@@ -56,7 +56,6 @@ from asyncrl.runtime.hosts.agent_link import (
     End,
     Ended,
     Frame,
-    Hello,
     Kill,
     Left,
     Link,
@@ -235,7 +234,7 @@ class AgentBackend(LauncherBackend):
         with contextlib.closing(writer):
             try:
                 async with asyncio.timeout(HEADER_LIMIT_S):
-                    hello = msgpack_decoder(Hello).decode(await read_frame(reader))
+                    hello = msgpack_decoder(Order).decode(await read_frame(reader))
                 if not hmac.compare_digest(hello.token.encode(), self._secret.token.encode()):
                     raise ValueError("it does not have the run's token")
             except (OSError, EOFError, ValueError) as error:

@@ -38,7 +38,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from asyncrl.comm.typed import decode_json
 from asyncrl.runtime.hosts.agent import read_line
 from asyncrl.runtime.hosts.host_agents import CANNOT_START
-from asyncrl.runtime.hosts.ray_requests import AgentRequest, HostRequest, Task, ambiguous_gpus
+from asyncrl.runtime.launchers.ray import AgentRequest, HostRequest, Task, ambiguous_gpus
 from asyncrl.runtime.planning.worker_plan import HOST_VARIABLE
 
 _LONGEST_REQUEST = 1 << 20

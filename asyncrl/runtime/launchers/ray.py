@@ -16,21 +16,52 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 
 from asyncrl.config.run_dir import LOGS_DIR
 from asyncrl.runtime.hosts.host_agents import AgentBackend, agent_command
-from asyncrl.runtime.hosts.ray_requests import AgentRequest, HostRequest, Task, address_of
 from asyncrl.runtime.process.hardware import visible_gpus
-from asyncrl.runtime.settings import HostConfig
+from asyncrl.runtime.settings import HostConfig, address_of
 
 _DRIVER_LOG = "ray_driver.log"
 _PLACEMENT_SHARE = 0.5
 """Share of `system.start_timeout_s` in which Ray may look for nodes, before processes give up waiting for each
 other.
 """
+
+
+class HostRequest(NamedTuple):
+    """A host of the run.
+
+    Attributes:
+        name: name in `system.hosts`; empty for the launcher's own host, whose processes the launcher starts itself.
+        address: address of the node; empty for any node.
+        cpus: cores to reserve.
+        gpus: number of GPUs to reserve.
+    """
+
+    name: str
+    address: str
+    cpus: int
+    gpus: int
+
+
+class Task(NamedTuple):
+    """Task of the driver; nodes must be found within `limit_s`."""
+
+    address: str
+    hosts: list[HostRequest]
+    limit_s: float
+
+
+class AgentRequest(NamedTuple):
+    """Start an agent (`asyncrl.runtime.hosts.agent`) on this host with this command line and line of standard input."""
+
+    host: str
+    command: list[str]
+    order: str
 
 
 class Backend(AgentBackend):
@@ -81,3 +112,16 @@ class Backend(AgentBackend):
             else HostRequest("", "", host.cpus, len(host.gpus or visible_gpus()))
             for host in self.config.system.hosts
         ]
+
+
+def ambiguous_gpus(hosts: list[HostRequest], there: int) -> str | None:
+    """Return an error message if the launcher's host uses only some of the GPUs that Ray has `there`; Ray reserves a
+    number of GPUs, and reports only to its own actors which these are.
+    """
+    for host in hosts:
+        if not host.name and 0 < host.gpus < there:
+            return (
+                f"system.hosts: the launcher's own host would use {host.gpus} of the {there} GPUs that Ray has there, "
+                "and others might get the same ones; use all, or give the host a name, so that Ray starts its processes"
+            )
+    return None

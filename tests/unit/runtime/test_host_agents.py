@@ -20,7 +20,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import read_run_config, run_dir_of, write_run_config
 from asyncrl.runtime.hosts import agent, host_agents
 from asyncrl.runtime.hosts.agent import PLACE_VARIABLE, Agent, Refused
-from asyncrl.runtime.hosts.agent_link import Hello, Order, Start, read_frame, write_frame
+from asyncrl.runtime.hosts.agent_link import Order, Start, read_frame, write_frame
 from asyncrl.runtime.hosts.host_agents import AgentBackend
 from asyncrl.runtime.launchers import WorkerHandle, local
 from asyncrl.runtime.launchers.kubernetes import Backend as PodBackend
@@ -354,20 +354,23 @@ async def test_closing_leaves_nothing_not_even_a_command_that_waits_for_its_host
     assert time.monotonic() - began < 15.0
 
 
-async def test_who_has_not_the_runs_token_or_certificate_is_told_nothing(backend: Backend, tmp_path: Path) -> None:
+async def test_who_has_not_the_runs_token_or_certificate_is_told_nothing(
+    backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "kill_descendants", lambda *_, **__: None)  # of the test's own process
     await printed_by(await backend.start(plan_of(WAITS)))
     (each,) = backend._agents.values()
     address, port = backend._address
     other = RunSecret.create(tmp_path / "other").http()
     tls = backend._secret.client_context()
     reader, writer = await asyncio.open_connection(address, port, ssl=tls)
-    write_frame(writer, Hello("box2", each.incarnation, other.token))
+    write_frame(writer, Order(address, port, "box2", each.incarnation, other.token, ""))
     with pytest.raises(EOFError):
         await read_frame(reader)
     writer.close()
     forged = Order(address, port, "box2", 0, backend._secret.token, other.certificate)
     async with asyncio.timeout(LIMIT_S):
-        why = await Agent(forged).serve(asyncio.Event())
+        why = await Agent(forged).serve()
     assert why == f"another program listens at {address} port {port}"
 
 

@@ -10,11 +10,10 @@ import pytest
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import write_run_config
 from asyncrl.runtime.checks import check
-from asyncrl.runtime.hosts.ray_requests import HostRequest, address_of, ambiguous_gpus
 from asyncrl.runtime.launchers import local
-from asyncrl.runtime.launchers.ray import Backend
+from asyncrl.runtime.launchers.ray import Backend, HostRequest, ambiguous_gpus
 from asyncrl.runtime.planning.plan_workers import plan_workers
-from asyncrl.runtime.settings import HostConfig
+from asyncrl.runtime.settings import HostConfig, address_of
 
 ABSENT = "system.launcher='ray': Ray is not installed; pip install 'asyncrl[ray]', in the cluster's version"
 
