@@ -41,6 +41,7 @@ from asyncrl.comm.typed import decode_json
 from asyncrl.config.run_dir import AGENTS_FILE, SECRET_FILE
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_LOST
 from asyncrl.runtime.hosts.agent_link import (
+    CUT,
     SILENCE_S,
     End,
     Ended,
@@ -100,6 +101,7 @@ class Agent:
             task.add_done_callback(lambda done: None if done.cancelled() else self.end(done.result()))
         why = await self._over
         self._ends = True
+        self._link.hold_all()
         for number, commands in self._commands.items():  # the supervisors end them
             commands.put_nowait(Kill(number))
         if self._running:
@@ -131,7 +133,7 @@ class Agent:
                 return f"nothing listens at {order.address} port {order.port} any more"
             except ssl.SSLCertVerificationError:
                 return f"another program listens at {order.address} port {order.port}"
-            except (OSError, EOFError, ValueError) as error:
+            except CUT as error:
                 _say(f"no connection to the launcher: {error or type(error).__name__}")
             await asyncio.sleep(_AGAIN_S)
         return "another launch of the run has begun"
@@ -151,12 +153,15 @@ class Agent:
     async def _run(self, start: Start) -> None:
         """Run one process to its end."""
 
+        loop = asyncio.get_running_loop()
+
         def tell(text: str) -> None:
-            self._link.send(Output(start.process, text.encode()))
+            loop.call_soon_threadsafe(self._link.send, Output(start.process, f"{text}\n".encode()))
 
         try:
             environment = _environment(start)
-            await asyncio.to_thread(_take_place, environment.get(PLACE_VARIABLE, ""), start, tell)
+            mark = environment.get(PLACE_VARIABLE, "")
+            await asyncio.to_thread(_take_place, mark, start, tell)
             printed, output = os.pipe()
             try:
                 process = await asyncio.create_subprocess_exec(
@@ -170,14 +175,15 @@ class Agent:
             finally:
                 os.close(output)
         except (Refused, OSError) as error:
-            tell(f"{error}\n")
-            self._link.send(Ended(start.process, EXIT_LOST))
+            tell(str(error))
+            loop.call_soon(self._link.send, Ended(start.process, EXIT_LOST))
             return
         printing = asyncio.create_task(self._send_output(start.process, printed))
         obeying = asyncio.create_task(self._obey(process, self._commands[start.process]))
         code = await process.wait()
-        with contextlib.suppress(TimeoutError):  # a killed supervisor's orphans may keep it open
-            await asyncio.wait_for(printing, None if code != -signal.SIGKILL else _LEFT_LIMIT_S)
+        if code == -signal.SIGKILL:  # a killed supervisor leaves orphans, which could print for ever
+            await asyncio.to_thread(_end_marked, mark)
+        await printing
         obeying.cancel()
         del self._commands[start.process]
         if not self._ends:
@@ -189,8 +195,7 @@ class Agent:
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), file)
         while piece := await reader.read(_CHUNK):
             self._link.send(Output(process, piece))
-            if not self._ends:
-                await self._link.room()
+            await self._link.room()
 
     async def _obey(self, process: asyncio.subprocess.Process, commands: asyncio.Queue[Stop | Kill]) -> None:
         while True:
@@ -207,7 +212,8 @@ def _environment(start: Start) -> dict[str, str]:
     sent = (os.fsdecode(entry).partition("=") for entry in start.environment)
     environment = dict(os.environ) | {name: value for name, _, value in sent}
     if start.gpus is not None:
-        given = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+        given = list(map(str, range(max(start.gpus) + 1))) if shown is None else shown.split(",")
         if len(given) <= max(start.gpus):
             raise Refused(f"the cluster gave this host the GPUs {given}, and the process needs numbers {start.gpus}")
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(given[gpu] for gpu in start.gpus)
@@ -229,12 +235,23 @@ def _take_place(mark: str, start: Start, tell: Callable[[str], None]) -> None:
             raise Refused(f"an earlier one is still there {GONE_LIMIT_S:g} s after SIGKILL: {[p.pid for p in found]}")
         for process in found:
             if process not in told:
-                tell(f"pid {process.pid} was given up, and still ran: killed\n")
+                tell(f"pid {process.pid} was given up, and still ran: killed")
             told.add(process)
             kill(process)
         time.sleep(_POLL_S)
     if start.files:  # last: a start that comes late writes no files either
         put_files(start.folder, start.files)
+
+
+def _end_marked(mark: str) -> None:
+    """Kill the processes on this host that belong to the process with this mark."""
+    deadline = time.monotonic() + GONE_LIMIT_S
+    while found := [process for process, value in with_variable(PLACE_VARIABLE) if mark and value == mark]:
+        for process in found:
+            kill(process)
+        if time.monotonic() > deadline:
+            return
+        time.sleep(_POLL_S)
 
 
 def _in_place(place: str) -> dict[Identity, int]:

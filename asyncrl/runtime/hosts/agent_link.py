@@ -8,6 +8,7 @@ output is missing, and no exit code is lost. A connection that is silent for `CU
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,6 +32,8 @@ LONGEST_FRAME = 2 << 20
 OUT_OF_ORDER = -1
 """Number of a message to an agent whose link is closed: it is handled, whatever its number should have been."""
 _HELD_BYTES = 16 << 20
+CUT = (OSError, EOFError, ValueError, msgspec.MsgspecError)
+"""Errors of a connection that is cut, silent, or brings what is malformed."""
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -144,7 +147,7 @@ class Link:
         self._unconfirmed: deque[Message] = deque()
         self._first = 0  # number of the first of these
         self._handled = 0
-        self._bytes = 0
+        self._bytes, self._most_bytes = 0, float(_HELD_BYTES)
         self._work = asyncio.Event()
         self._confirmed = asyncio.Event()
         self._heard = asyncio.Event()
@@ -163,9 +166,14 @@ class Link:
 
     async def room(self) -> None:
         """Wait while the other end has not confirmed too much of what was sent."""
-        while self._bytes > _HELD_BYTES:
+        while self._bytes > self._most_bytes:
             self._confirmed.clear()
             await self._confirmed.wait()
+
+    def hold_all(self) -> None:
+        """Let nobody wait for room any more."""
+        self._most_bytes = math.inf
+        self._confirmed.set()
 
     async def delivered(self) -> None:
         """Wait until the other end has confirmed all that was sent."""
@@ -189,7 +197,7 @@ class Link:
         """Exchange messages over this connection, in place of an earlier one, until it ends.
 
         Raises:
-            OSError, EOFError, ValueError: it was cut, is silent, or what came is malformed.
+            OSError, EOFError, ValueError, MsgspecError: `CUT`.
         """
         if self._writer is not None:
             self._writer.transport.abort()

@@ -23,7 +23,6 @@ import asyncio
 import contextlib
 import hmac
 import itertools
-import json
 import logging
 import math
 import os
@@ -44,12 +43,13 @@ from asyncrl.comm.security.run_secret import RunSecret
 from asyncrl.comm.typed import msgpack_decoder
 from asyncrl.comm.waits.running_time import RunningTimeout
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.run_dir import AGENTS_FILE, CONFIG_FILE, LOGS_DIR, SECRET_FILE, read_run_config, read_settings
+from asyncrl.config.run_dir import CONFIG_FILE, LOGS_DIR, SECRET_FILE, read_run_config, read_settings
 from asyncrl.config.values import to_yaml
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_LOST
 from asyncrl.runtime.hosts.agent import PLACE_VARIABLE
 from asyncrl.runtime.hosts.agent_link import (
     BACK_S,
+    CUT,
     GONE_S,
     LONGEST_FRAME,
     OUT_OF_ORDER,
@@ -195,12 +195,12 @@ class AgentBackend(LauncherBackend):
         """Return the agent of the plan's host; start it if there is none."""
         async with self._opening:
             if self._server is None:
-                await self._open()
+                await self.listen()
             if (agent := self._agents.get(plan.host.name)) is not None:
                 return agent
             host = self._host(plan)
             agent = _Agent(host.name, next(self._starts), self.agent_log(host))
-            own, port = self._address
+            own, port = self.address
             proofs = (self._secret.token, self._secret.certificate)
             order = Order(own, port, agent.host, agent.incarnation, *proofs, detached=self.detaches)
             agent.log.parent.mkdir(parents=True, exist_ok=True)
@@ -214,8 +214,8 @@ class AgentBackend(LauncherBackend):
         (host,) = (host for host in self.config.system.hosts if host.name == plan.host.name)
         return host
 
-    async def _open(self) -> None:
-        """Listen for agents, and let those of pods know where."""
+    async def listen(self) -> None:
+        """Listen for agents."""
         self._secret = RunSecret.load(self.run_dir / SECRET_FILE).http()
         self._server = await asyncio.start_server(
             lambda *connection: self._beside(self._accept(*connection)),
@@ -224,10 +224,8 @@ class AgentBackend(LauncherBackend):
             ssl_handshake_timeout=HANDSHAKE_LIMIT_S,
         )
         address, port = self._server.sockets[0].getsockname()[:2]
-        self._address = (str(address), int(port))
-        aside = self.run_dir / f".{AGENTS_FILE}"
-        aside.write_text(json.dumps(self._address))
-        aside.replace(self.run_dir / AGENTS_FILE)
+        self.address = (str(address), int(port))
+        """Address and port at which agents dial."""
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve a connection, which is an agent's if it has the run's token."""
@@ -237,12 +235,12 @@ class AgentBackend(LauncherBackend):
                     hello = msgpack_decoder(Order).decode(await read_frame(reader))
                 if not hmac.compare_digest(hello.token.encode(), self._secret.token.encode()):
                     raise ValueError("it does not have the run's token")
-            except (OSError, EOFError, ValueError) as error:
+            except CUT as error:
                 source = writer.get_extra_info("peername", ("?",))[0]
                 self._refusals.note(source, str(error) or type(error).__name__)
                 return
             agent = self._agents.get(hello.host)
-            with contextlib.suppress(OSError, EOFError, ValueError):  # the agent dials again
+            with contextlib.suppress(*CUT):  # the agent dials again
                 if (hello.host, hello.incarnation) in self._given_up:
                     write_frame(writer, Frame(0, OUT_OF_ORDER, End()))
                     await writer.drain()
@@ -295,6 +293,7 @@ class AgentBackend(LauncherBackend):
         for worker in agent.workers.values():
             worker.print(f"{words}lost with host {agent.host}: {why}\n".encode())
             worker.end(code)
+        agent.workers.clear()
         agent.link.send(End())
 
     def _beside(self, work: Coroutine[object, object, None]) -> None:

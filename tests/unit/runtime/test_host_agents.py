@@ -24,6 +24,7 @@ from asyncrl.runtime.hosts.agent_link import Order, Start, read_frame, write_fra
 from asyncrl.runtime.hosts.host_agents import AgentBackend
 from asyncrl.runtime.launchers import WorkerHandle, local
 from asyncrl.runtime.launchers.kubernetes import Backend as PodBackend
+from asyncrl.runtime.launchers.slurm import Backend as SlurmBackend
 from asyncrl.runtime.planning.worker_plan import Host, WorkerPlan
 from asyncrl.runtime.settings import HostConfig
 from asyncrl.runtime.trials.claim import TrialClaim
@@ -158,6 +159,16 @@ async def test_a_large_environment_arrives_and_one_that_no_host_takes_is_refused
         await backend.start(plan_of("pass"))
 
 
+async def test_a_killed_supervisor_takes_its_process_and_orphans_along_and_the_end_is_told(backend: Backend) -> None:
+    daemon = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork(): os._exit(0)\n"
+    worker = await backend.start(plan_of(f"{daemon}    print(os.getpid(), flush=True)\ntime.sleep(600)"))
+    orphan = await process_of(worker)
+    (supervisor,) = backend.agent_process().children()
+    supervisor.kill()
+    assert await end_of(worker) == -signal.SIGKILL
+    assert not runs(orphan)
+
+
 class Proxy:
     """Relays TCP connections to the launcher; cuts most of them in the handshake or amid what comes."""
 
@@ -202,12 +213,13 @@ class Proxied(Backend):
 
     before = "from asyncrl.runtime.hosts import agent; agent._AGAIN_S = 0.05; "
 
-    async def _open(self) -> None:
-        await super()._open()
+    async def listen(self) -> None:
+        """Listen behind the proxy."""
+        await super().listen()
         self.proxy = Proxy()
-        self.proxy.target = self._address
+        self.proxy.target = self.address
         self.relaying = await asyncio.start_server(self.proxy.relay, "127.0.0.1")
-        self._address = self.relaying.sockets[0].getsockname()
+        self.address = self.relaying.sockets[0].getsockname()
 
 
 async def test_a_process_goes_on_over_cuts_with_all_of_its_output_and_its_own_exit_code(run_dir: Path) -> None:
@@ -360,7 +372,7 @@ async def test_who_has_not_the_runs_token_or_certificate_is_told_nothing(
     monkeypatch.setattr(agent, "kill_descendants", lambda *_, **__: None)  # of the test's own process
     await printed_by(await backend.start(plan_of(WAITS)))
     (each,) = backend._agents.values()
-    address, port = backend._address
+    address, port = backend.address
     other = RunSecret.create(tmp_path / "other").http()
     tls = backend._secret.client_context()
     reader, writer = await asyncio.open_connection(address, port, ssl=tls)
@@ -368,6 +380,11 @@ async def test_who_has_not_the_runs_token_or_certificate_is_told_nothing(
     with pytest.raises(EOFError):
         await read_frame(reader)
     writer.close()
+    for content in (b"\0\0\0\1x", b"\xff\xff\xff\xff"):  # no order; a frame that is too long
+        reader, writer = await asyncio.open_connection(address, port, ssl=tls)
+        writer.write(content)
+        assert await reader.read() == b""
+        writer.close()
     forged = Order(address, port, "box2", 0, backend._secret.token, other.certificate)
     async with asyncio.timeout(LIMIT_S):
         why = await Agent(forged).serve()
@@ -402,7 +419,7 @@ def test_what_was_given_up_on_this_host_is_killed_and_a_start_that_comes_late_is
     earlier, beside = placed(f"7 {place}"), placed(f"8 {place}0")
     told: list[str] = []
     agent._take_place(f"10 {place}", start_of(tmp_path, {}), told.append)
-    assert told == [f"pid {earlier.pid} was given up, and still ran: killed\n"]
+    assert told == [f"pid {earlier.pid} was given up, and still ran: killed"]
     assert not runs(earlier)
     assert runs(beside)
     later, folder = placed(f"11 {place}"), tmp_path / "run"
@@ -437,6 +454,8 @@ def test_a_process_sees_its_share_of_the_gpus_that_the_cluster_gave(monkeypatch:
     assert {"A": "b=c", "CUDA_VISIBLE_DEVICES": "GPU-5,7"}.items() <= agent._environment(dealt).items()
     named = Start(1, [], [b"CUDA_VISIBLE_DEVICES=0"], "", {}, None)
     assert agent._environment(named)["CUDA_VISIBLE_DEVICES"] == "0"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert agent._environment(dealt)["CUDA_VISIBLE_DEVICES"] == "1,2"  # all that are there are the agent's
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     with pytest.raises(Refused, match=r"the cluster gave this host the GPUs \['3'\], and the process needs numbers"):
         agent._environment(dealt)
@@ -469,6 +488,20 @@ def test_what_describes_this_hosts_installation_stays_here(run_dir: Path, monkey
     carried = Backend(run_dir).order_of(plan, 17).environment
     assert not [entry for entry in carried if os.fsdecode(entry).partition("=")[0] in here]
     assert {b"MY_KEY=1", b"PYTHONPATH=/mine", os.fsencode(f"ASYNCRL_PLACE=17 {plan.name} {run_dir}")} <= set(carried)
+
+
+def test_a_node_of_slurm_is_one_step_with_its_gpus_and_outside_of_an_allocation_a_job_with_its_cores(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = SlurmBackend(run_dir)
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    step, without = (backend.carrier(HostConfig(name="n1", gpus=gpus), ["x"]) for gpus in (["0", "1"], []))
+    assert {"--nodelist=n1", "--ntasks=1", "--overlap", "--gres=gpu:2", "--input=0"} <= set(step)
+    assert (step[0], step[-2:]) == ("srun", ["--", "x"])
+    assert "--gres=none" in without
+    assert not [word for word in step if word.startswith("--cpus")]
+    monkeypatch.delenv("SLURM_JOB_ID")
+    assert "--cpus-per-task=7" in backend.carrier(HostConfig(name="n1", cpus=7), ["x"])
 
 
 @pytest.fixture
