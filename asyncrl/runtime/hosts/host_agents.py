@@ -123,7 +123,7 @@ class AgentBackend(LauncherBackend):
     @abstractmethod
     def carrier(self, host: HostConfig, command: list[str]) -> list[str]:
         """Return the command line here that runs `command` on `host` and carries its standard input and output; empty
-        if an agent starts there by itself. That one has `system.start_timeout_s` to dial.
+        if an agent starts there by itself. That one has `system.start_timeout_s` to dial, as one that detaches has.
         """
 
     async def start_agent(self, host: HostConfig, order: bytes, log: BinaryIO) -> asyncio.subprocess.Process | None:
@@ -269,7 +269,8 @@ class AgentBackend(LauncherBackend):
 
     async def _watch(self, agent: _Agent) -> None:
         """Give the agent up once it is silent, or what carried it has ended."""
-        first_s = math.inf if agent.carrier is not None else self.config.system.start_timeout_s
+        alone = agent.carrier is not None and not self.detaches  # its end tells that no agent will dial
+        first_s = math.inf if alone else self.config.system.start_timeout_s
         silent = asyncio.create_task(agent.link.silent(first_s, GONE_S))
         waits = {silent} if agent.carrier is None else {silent, asyncio.create_task(_carrier_end(agent))}
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
