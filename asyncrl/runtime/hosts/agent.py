@@ -21,28 +21,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import secrets
 import signal
-import ssl
 import stat
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import NoReturn
 
+import aiohttp
 import msgspec
 
+from asyncrl.comm.http.calls import HttpError, HttpRefused, JsonHttp
 from asyncrl.comm.security.run_secret import HttpSecurity, RunSecret, SecretError
 from asyncrl.comm.typed import decode_json
 from asyncrl.config.run_dir import AGENTS_FILE, SECRET_FILE
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_LOST
 from asyncrl.runtime.hosts.agent_link import (
-    CUT,
     SILENCE_S,
+    WAIT_S,
+    Call,
     End,
     Ended,
     Kill,
@@ -51,9 +53,9 @@ from asyncrl.runtime.hosts.agent_link import (
     Message,
     Order,
     Output,
+    Parcel,
     Start,
     Stop,
-    write_frame,
 )
 from asyncrl.runtime.process.process_tree import kill_descendants, supervised, with_variable
 from asyncrl.runtime.supervisor import GONE_LIMIT_S, STOP_SIGNAL, Identity, adopt_orphans, kill
@@ -62,7 +64,7 @@ PLACE_VARIABLE = "ASYNCRL_PLACE"
 """Environment variable of a process on another host: a number that grows from start to start, a space, and the place:
 the name of the process and the folder of its run."""
 _AGAIN_S = 0.5
-_CONNECT_LIMIT_S = 10.0
+_ANSWER_LIMIT_S = 10.0
 _END_LIMIT_S = GONE_LIMIT_S + 5.0
 _LEFT_LIMIT_S = 2.0
 _POLL_S = 0.02
@@ -79,7 +81,6 @@ class Agent:
     def __init__(self, order: Order) -> None:
         self._order = order
         self._link = Link()
-        self._tls = HttpSecurity(order.token, Path(), order.certificate).client_context()
         self._commands: dict[int, asyncio.Queue[Stop | Kill]] = {}
         self._running: set[asyncio.Task[None]] = set()
         self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -96,10 +97,13 @@ class Agent:
         Args:
             is_current: asked while there is no connection; False: another launcher is there now.
         """
-        tasks = [asyncio.create_task(self._dial(is_current)), asyncio.create_task(self._await_silence())]
+        http = JsonHttp(HttpSecurity(self._order.token, Path(), self._order.certificate))
+        talks = (self._talk(http, 0.0, is_current), self._talk(http, WAIT_S, is_current), self._await_silence())
+        tasks = [asyncio.create_task(talk) for talk in talks]
         for task in tasks:
             task.add_done_callback(lambda done: None if done.cancelled() else self.end(done.result()))
         why = await self._over
+        tasks[1].cancel()
         self._ends = True
         self._link.hold_all()
         for number, commands in self._commands.items():  # the supervisors end them
@@ -108,34 +112,37 @@ class Agent:
             await asyncio.wait(self._running, timeout=_END_LIMIT_S)
         kill_descendants(os.getpid(), wait_s=_LEFT_LIMIT_S)
         self._link.send(Left(why))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LEFT_LIMIT_S if self._link.connected.is_set() else 0):
-                await self._link.delivered()
+        tasks.append(asyncio.create_task(self._link.delivered()))
+        await asyncio.wait({tasks[0], tasks[-1]}, timeout=_LEFT_LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await http.close()
         return why
 
     async def _await_silence(self) -> str:
         await self._link.silent(SILENCE_S, SILENCE_S)
         return f"the launcher was silent for {SILENCE_S:g} s"
 
-    async def _dial(self, is_current: Callable[[], bool]) -> str:
-        """Connect to the launcher, again whenever the connection is cut. Return why the launcher is gone."""
+    async def _talk(self, http: JsonHttp, wait_s: float, is_current: Callable[[], bool]) -> str:
+        """Ask what to do, or with `wait_s=0` tell what happens, again and again. Return why the launcher is gone."""
         order = self._order
         while is_current():
+            if not wait_s:
+                await self._link.waiting()
+            call = Call(order.host, order.incarnation, wait_s, self._link.parcel())
             try:
-                async with asyncio.timeout(_CONNECT_LIMIT_S):
-                    reader, writer = await asyncio.open_connection(order.address, order.port, ssl=self._tls)
-                write_frame(writer, order)
-                await self._link.exchange(reader, writer, self._handle)
-            except ConnectionRefusedError:
-                return f"nothing listens at {order.address} port {order.port} any more"
-            except ssl.SSLCertVerificationError:
-                return f"another program listens at {order.address} port {order.port}"
-            except CUT as error:
-                _say(f"no connection to the launcher: {error or type(error).__name__}")
-            await asyncio.sleep(_AGAIN_S)
+                answer = await http.call(
+                    "POST", f"{order.url}/agent", call, timeout_s=wait_s + _ANSWER_LIMIT_S, reply=Parcel
+                )
+            except HttpError as error:
+                if why := _end_of_launcher(error):
+                    return why
+                _say(str(error))
+                await asyncio.sleep(_AGAIN_S)
+                continue
+            for message in self._link.take(answer):
+                self._handle(message)
         return "another launch of the run has begun"
 
     def _handle(self, message: Message) -> None:
@@ -205,6 +212,18 @@ class Agent:
                     process.send_signal(STOP_SIGNAL)
             elif process.stdin is not None:
                 process.stdin.close()
+
+
+def _end_of_launcher(error: HttpError) -> str:
+    """Return why the launcher is gone, or does not want this agent any more; empty if neither is certain."""
+    cause = error.__cause__
+    if isinstance(error, HttpRefused) and error.status == HTTPStatus.GONE:
+        return "the launcher had given it up"
+    if isinstance(cause, aiohttp.ClientConnectorCertificateError):
+        return f"another program listens at the launcher's address: {error}"
+    if isinstance(cause, aiohttp.ClientConnectorError) and isinstance(cause.os_error, ConnectionRefusedError):
+        return f"nothing listens at the launcher's address any more: {error}"
+    return ""
 
 
 def _environment(start: Start) -> dict[str, str]:
@@ -340,14 +359,14 @@ def order_in(run_dir: Path, host: str, incarnation: int) -> Order | None:
     """Return the order for the pod of `host`, by the files of the run; None if there is no launch yet."""
     try:
         secret = RunSecret.load(run_dir / SECRET_FILE).http()
-        address, port = json.loads((run_dir / AGENTS_FILE).read_text())
+        url = (run_dir / AGENTS_FILE).read_text()
     except FileNotFoundError:
         return None
     except SecretError:
         if (run_dir / SECRET_FILE).exists():
             raise
         return None
-    return Order(address, port, host, incarnation, secret.token, secret.certificate)
+    return Order(url, host, incarnation, secret.token, secret.certificate)
 
 
 def main() -> NoReturn:

@@ -2,8 +2,8 @@
 
 A back end (`asyncrl.runtime.launchers`) only says how an agent is started on a host: by a command here (`ssh host`,
 `srun -w node`) that carries the agent's `Order` to its standard input, or not at all, as in a pod. Everything else is
-here. Agents dial the launcher over the run's TLS and with its token; `asyncrl.runtime.hosts.agent_link` has what is
-sent. So the other hosts must be able to reach the launcher's address. No command line has the order, or the environment
+here. Agents call the launcher over the run's TLS and with its token; `asyncrl.runtime.hosts.agent_link` has what is
+said. So the other hosts must be able to reach the launcher's address. No command line has the order, or the environment
 with the user's keys. Output comes back into the run's folder. If a host does not see that folder
 (`system.shared_filesystem=false`), settings and secret are sent along, into a folder on the host's disk.
 
@@ -11,7 +11,7 @@ A connection that is cut costs nothing: the agent opens it again, and its proces
 silent for `GONE_S`, if it leaves, if what carried it here ends, or if another one dials for its host. Then its
 processes count as dead (`EXIT_LOST`), with the reason in their logs, and the next start on that host starts another
 agent. What carried it may have ended alone: `ssh` exits with 255 if its own connection is cut. An agent that is
-connected, or is so again within `BACK_S`, goes on then.
+heard again within `BACK_S` goes on then.
 The lost agent is told to end if it dials again; otherwise it ends its processes after `SILENCE_S`. Until then they are
 kept apart from their successors by their place (`asyncrl.runtime.hosts.agent`) and by their incarnation
 (`asyncrl.runtime.process.worker`).
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import itertools
 import logging
 import math
@@ -30,18 +29,17 @@ import socket
 import sys
 from abc import abstractmethod
 from collections.abc import Coroutine
-from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import BinaryIO, ClassVar
 
 import msgspec
+from aiohttp import web
 
 import asyncrl
-from asyncrl.comm.http.server import HANDSHAKE_LIMIT_S, HEADER_LIMIT_S
-from asyncrl.comm.security.peer_gate import SourceLog
+from asyncrl.comm.http.server import Body, HttpRoute, HttpServer, Refused, json_response
 from asyncrl.comm.security.run_secret import RunSecret
-from asyncrl.comm.typed import msgpack_decoder
-from asyncrl.comm.waits.running_time import RunningTimeout
+from asyncrl.comm.typed import decode_json
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import CONFIG_FILE, LOGS_DIR, SECRET_FILE, read_run_config, read_settings
 from asyncrl.config.values import to_yaml
@@ -49,13 +47,11 @@ from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_LOST
 from asyncrl.runtime.hosts.agent import PLACE_VARIABLE
 from asyncrl.runtime.hosts.agent_link import (
     BACK_S,
-    CUT,
     GONE_S,
-    LONGEST_FRAME,
-    OUT_OF_ORDER,
+    LONGEST_MESSAGE,
+    Call,
     End,
     Ended,
-    Frame,
     Kill,
     Left,
     Link,
@@ -64,8 +60,6 @@ from asyncrl.runtime.hosts.agent_link import (
     Output,
     Start,
     Stop,
-    read_frame,
-    write_frame,
 )
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, last_lines, open_backend
 from asyncrl.runtime.planning.plan_workers import plan_workers
@@ -114,10 +108,9 @@ class AgentBackend(LauncherBackend):
         self._local = open_backend("local", run_dir)
         self._agents: dict[str, _Agent] = {}
         self._given_up: set[tuple[str, int]] = set()
-        self._server: asyncio.Server | None = None
+        self._server: HttpServer | None = None
         self._opening = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._refusals = SourceLog("connection to the launcher")
         self._starts = itertools.count(self.launch_number << 32)
 
     @abstractmethod
@@ -159,10 +152,10 @@ class AgentBackend(LauncherBackend):
             return await self._local.start(plan)
         number = next(self._starts)
         start = self.order_of(plan, number)
-        if (length := len(msgspec.msgpack.encode(Frame(0, number, start)))) > LONGEST_FRAME:
+        if (length := len(msgspec.json.encode(start))) > LONGEST_MESSAGE:
             raise TrialError(
                 f"{plan.name}: settings and environment have {length} bytes, and another host takes at most "
-                f"{LONGEST_FRAME}; unset large environment variables"
+                f"{LONGEST_MESSAGE}; unset large environment variables"
             )
         log = await self.open_log(plan)
         try:
@@ -200,9 +193,8 @@ class AgentBackend(LauncherBackend):
                 return agent
             host = self._host(plan)
             agent = _Agent(host.name, next(self._starts), self.agent_log(host))
-            own, port = self.address
             proofs = (self._secret.token, self._secret.certificate)
-            order = Order(own, port, agent.host, agent.incarnation, *proofs, detached=self.detaches)
+            order = Order(self.url, agent.host, agent.incarnation, *proofs, detached=self.detaches)
             agent.log.parent.mkdir(parents=True, exist_ok=True)
             with agent.log.open("ab") as log:
                 agent.carrier = await self.start_agent(host, msgspec.json.encode(order) + b"\n", log)
@@ -217,35 +209,28 @@ class AgentBackend(LauncherBackend):
     async def listen(self) -> None:
         """Listen for agents."""
         self._secret = RunSecret.load(self.run_dir / SECRET_FILE).http()
-        self._server = await asyncio.start_server(
-            lambda *connection: self._beside(self._accept(*connection)),
-            _own_address(self.config),
-            ssl=self._secret.server_context(),
-            ssl_handshake_timeout=HANDSHAKE_LIMIT_S,
-        )
-        address, port = self._server.sockets[0].getsockname()[:2]
-        self.address = (str(address), int(port))
-        """Address and port at which agents dial."""
+        routes = {"/agent": HttpRoute(self._answer, "POST", 2 * LONGEST_MESSAGE)}
+        self._server = HttpServer(routes, token=self._secret.token, tls=self._secret.server_context())
+        self.url = await self._server.start(_own_address(self.config))
+        """URL at which agents dial."""
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve a connection, which is an agent's if it has the run's token."""
-        with contextlib.closing(writer):
-            try:
-                async with asyncio.timeout(HEADER_LIMIT_S):
-                    hello = msgpack_decoder(Order).decode(await read_frame(reader))
-                if not hmac.compare_digest(hello.token.encode(), self._secret.token.encode()):
-                    raise ValueError("it does not have the run's token")
-            except CUT as error:
-                source = writer.get_extra_info("peername", ("?",))[0]
-                self._refusals.note(source, str(error) or type(error).__name__)
-                return
-            agent = self._agents.get(hello.host)
-            with contextlib.suppress(*CUT):  # the agent dials again
-                if (hello.host, hello.incarnation) in self._given_up:
-                    write_frame(writer, Frame(0, OUT_OF_ORDER, End()))
-                    await writer.drain()
-                elif agent is not None and self._is_expected(agent, hello.incarnation):
-                    await agent.link.exchange(reader, writer, partial(self._handle, agent))
+    async def _answer(self, _: web.BaseRequest, body: Body) -> web.Response:
+        """Answer a call of an agent, which has shown the run's token."""
+        try:
+            call = decode_json(body, Call)
+        except msgspec.DecodeError as error:
+            raise Refused(400, {"error": str(error)}, "malformed") from error
+        agent = self._agents.get(call.host)
+        if (call.host, call.incarnation) in self._given_up:
+            raise Refused(HTTPStatus.GONE, {"error": "this agent was given up"}, "given_up")
+        if agent is None or not self._is_expected(agent, call.incarnation):
+            raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, {"error": "no agent is expected there now"}, "unexpected")
+        for message in agent.link.take(call.parcel):
+            self._handle(agent, message)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(call.wait_s):
+                await agent.link.waiting()
+        return json_response(agent.link.parcel())
 
     def _is_expected(self, agent: _Agent, incarnation: int) -> bool:
         """True if the agent that dials is the one that was started. A pod's program starts by itself: the first one is
@@ -319,7 +304,7 @@ class AgentBackend(LauncherBackend):
         for task in self._tasks:
             task.cancel()
         if self._server is not None:
-            self._server.close()
+            await self._server.close()
         await self._local.close()
 
 
@@ -345,13 +330,8 @@ async def _carrier_end(agent: _Agent) -> None:
     """Wait until what carries the agent has ended, and the agent with it."""
     assert agent.carrier is not None
     code = await agent.carrier.wait()
-    while agent.link.was_heard and (code < 0 or code == EXIT_LOST):  # this end was killed or cut; the other may go on
-        await agent.link.cut.wait()
-        try:
-            async with RunningTimeout(BACK_S):
-                await agent.link.connected.wait()
-        except TimeoutError:
-            return
+    if agent.link.was_heard and (code < 0 or code == EXIT_LOST):  # this end was killed or cut; the other may go on
+        await agent.link.silent(BACK_S, BACK_S)
 
 
 class _RemoteWorker(WorkerHandle):

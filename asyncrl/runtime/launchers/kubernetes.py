@@ -6,8 +6,6 @@ host; `--dry-run` prints the Kubernetes objects to apply.
 
 from __future__ import annotations
 
-import json
-
 from asyncrl.config.run_dir import AGENTS_FILE
 from asyncrl.runtime.hosts.host_agents import AgentBackend
 from asyncrl.runtime.settings import HostConfig
@@ -17,10 +15,10 @@ class Backend(AgentBackend):
     """Starts processes in the pods of a JobSet."""
 
     async def listen(self) -> None:
-        """See the base class. The pods read the address."""
+        """See the base class. The pods read the URL."""
         await super().listen()
         aside = self.run_dir / f".{AGENTS_FILE}"
-        aside.write_text(json.dumps(self.address))
+        aside.write_text(self.url)
         aside.replace(self.run_dir / AGENTS_FILE)
 
     def carrier(self, host: HostConfig, command: list[str]) -> list[str]:

@@ -11,16 +11,18 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
 
-from asyncrl.comm.security.run_secret import RunSecret
+from asyncrl.comm.http.calls import HttpRefused, JsonHttp
+from asyncrl.comm.security.run_secret import HttpSecurity, RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import read_run_config, run_dir_of, write_run_config
 from asyncrl.runtime.hosts import agent, host_agents
 from asyncrl.runtime.hosts.agent import PLACE_VARIABLE, Agent, Refused
-from asyncrl.runtime.hosts.agent_link import Order, Start, read_frame, write_frame
+from asyncrl.runtime.hosts.agent_link import Call, Order, Parcel, Start
 from asyncrl.runtime.hosts.host_agents import AgentBackend
 from asyncrl.runtime.launchers import WorkerHandle, local
 from asyncrl.runtime.launchers.kubernetes import Backend as PodBackend
@@ -154,7 +156,7 @@ async def test_a_large_environment_arrives_and_one_that_no_host_takes_is_refused
         plan_of("import os; print(sum(len(os.environ[f'LARGE{n}']) for n in range(3)), os.environb[b'ODD'])")
     )
     assert (await end_of(worker), worker.last_lines()) == (0, [r"300000 b'\xff'"])
-    monkeypatch.setattr(host_agents, "LONGEST_FRAME", 200_000)
+    monkeypatch.setattr(host_agents, "LONGEST_MESSAGE", 200_000)
     with pytest.raises(TrialError, match=r"settings and environment have 3\d{5} bytes, and another host takes at most"):
         await backend.start(plan_of("pass"))
 
@@ -216,10 +218,11 @@ class Proxied(Backend):
     async def listen(self) -> None:
         """Listen behind the proxy."""
         await super().listen()
+        parts = urlsplit(self.url)
         self.proxy = Proxy()
-        self.proxy.target = self.address
+        self.proxy.target = (str(parts.hostname), int(parts.port or 0))
         self.relaying = await asyncio.start_server(self.proxy.relay, "127.0.0.1")
-        self.address = self.relaying.sockets[0].getsockname()
+        self.url = f"https://127.0.0.1:{self.relaying.sockets[0].getsockname()[1]}"
 
 
 async def test_a_process_goes_on_over_cuts_with_all_of_its_output_and_its_own_exit_code(run_dir: Path) -> None:
@@ -290,7 +293,7 @@ async def test_a_silent_agent_is_lost_and_told_to_end_when_it_is_back(
 ) -> None:
     monkeypatch.setattr(host_agents, "GONE_S", 3.0)
     backend = Backend(run_dir)
-    backend.before = "from asyncrl.runtime.hosts import agent_link; agent_link.ALIVE_EVERY_S = 0.2; "
+    backend.before = "from asyncrl.runtime.hosts import agent_link; agent_link.WAIT_S = 0.2; "
     worker, beside = await backend.start(plan_of(WAITS)), await backend.start(plan_of(WAITS, "box3"))
     process, other = await process_of(worker), await process_of(beside)
     there = psutil.Process(backend._agents["box2"].carrier.pid)  # type: ignore[union-attr]
@@ -313,6 +316,7 @@ async def test_a_silent_agent_is_lost_and_told_to_end_when_it_is_back(
 SCRIPT = """
 import asyncio, sys
 from pathlib import Path
+from urllib.parse import urlsplit
 from asyncrl.runtime.planning.worker_plan import WorkerPlan
 from tests.unit.runtime.test_host_agents import WAITS, Backend, plan_of, printed_by
 
@@ -372,23 +376,22 @@ async def test_who_has_not_the_runs_token_or_certificate_is_told_nothing(
     monkeypatch.setattr(agent, "kill_descendants", lambda *_, **__: None)  # of the test's own process
     await printed_by(await backend.start(plan_of(WAITS)))
     (each,) = backend._agents.values()
-    address, port = backend.address
     other = RunSecret.create(tmp_path / "other").http()
-    tls = backend._secret.client_context()
-    reader, writer = await asyncio.open_connection(address, port, ssl=tls)
-    write_frame(writer, Order(address, port, "box2", each.incarnation, other.token, ""))
-    with pytest.raises(EOFError):
-        await read_frame(reader)
-    writer.close()
-    for content in (b"\0\0\0\1x", b"\xff\xff\xff\xff"):  # no order; a frame that is too long
-        reader, writer = await asyncio.open_connection(address, port, ssl=tls)
-        writer.write(content)
-        assert await reader.read() == b""
-        writer.close()
-    forged = Order(address, port, "box2", 0, backend._secret.token, other.certificate)
+    own = backend._secret
+    http = JsonHttp(HttpSecurity(other.token, own.file, own.certificate))
+    call = Call("box2", each.incarnation, 0.0, Parcel(0, 0, []))
+    with pytest.raises(HttpRefused, match="401"):
+        await http.call("POST", f"{backend.url}/agent", call, timeout_s=LIMIT_S)
+    await http.close()
+    member = JsonHttp(own)  # what has the token may still be wrong
+    for wrong, status in (({"host": 1}, 400), (Call("box2", 99, 0.0, Parcel(0, 0, [])), 503)):
+        with pytest.raises(HttpRefused, match=str(status)):
+            await member.call("POST", f"{backend.url}/agent", wrong, timeout_s=LIMIT_S)
+    await member.close()
+    forged = Order(backend.url, "box2", 0, own.token, other.certificate)
     async with asyncio.timeout(LIMIT_S):
         why = await Agent(forged).serve()
-    assert why == f"another program listens at {address} port {port}"
+    assert why.startswith("another program listens at the launcher's address")
 
 
 @pytest.fixture
