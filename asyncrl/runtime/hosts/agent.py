@@ -91,14 +91,14 @@ class Agent:
         if not self._over.done():
             self._over.set_result(why)
 
-    async def serve(self, is_current: Callable[[], bool] = lambda: True) -> str:
+    async def serve(self, read: Callable[[], Order | None] | None = None) -> str:
         """Serve the launcher until it is gone or `end` is called; then end all processes. Return why.
 
         Args:
-            is_current: asked while there is no connection; False: another launcher is there now.
+            read: returns the order as it is now; another one ends this agent.
         """
         http = JsonHttp(HttpSecurity(self._order.token, Path(), self._order.certificate))
-        talks = (self._talk(http, 0.0, is_current), self._talk(http, WAIT_S, is_current), self._await_silence())
+        talks = (self._talk(http, 0.0, read), self._talk(http, WAIT_S, read), self._await_silence())
         tasks = [asyncio.create_task(talk) for talk in talks]
         for task in tasks:
             task.add_done_callback(lambda done: None if done.cancelled() else self.end(done.result()))
@@ -124,10 +124,10 @@ class Agent:
         await self._link.silent(SILENCE_S, SILENCE_S)
         return f"the launcher was silent for {SILENCE_S:g} s"
 
-    async def _talk(self, http: JsonHttp, wait_s: float, is_current: Callable[[], bool]) -> str:
+    async def _talk(self, http: JsonHttp, wait_s: float, read: Callable[[], Order | None] | None) -> str:
         """Ask what to do, or with `wait_s=0` tell what happens, again and again. Return why the launcher is gone."""
-        order = self._order
-        while is_current():
+        order, said = self._order, ""
+        while read is None or read() == order:
             if not wait_s:
                 await self._link.waiting()
             call = Call(order.host, order.incarnation, wait_s, self._link.parcel())
@@ -138,7 +138,9 @@ class Agent:
             except HttpError as error:
                 if why := _end_of_launcher(error):
                     return why
-                _say(str(error))
+                if str(error) != said:
+                    said = str(error)
+                    _say(said)
                 await asyncio.sleep(_AGAIN_S)
                 continue
             for message in self._link.take(answer):
@@ -184,6 +186,7 @@ class Agent:
         except (Refused, OSError) as error:
             tell(str(error))
             loop.call_soon(self._link.send, Ended(start.process, EXIT_LOST))
+            del self._commands[start.process]
             return
         printing = asyncio.create_task(self._send_output(start.process, printed))
         obeying = asyncio.create_task(self._obey(process, self._commands[start.process]))
@@ -334,6 +337,7 @@ async def _serve_pod(run_dir: Path, host: str) -> None:
     """Serve one launch of the run after the other, until SIGTERM."""
     stop = asyncio.Event()
     agent: Agent | None = None
+    why = ""
 
     def end() -> None:
         stop.set()
@@ -346,13 +350,11 @@ async def _serve_pod(run_dir: Path, host: str) -> None:
         read = partial(order_in, run_dir, host, secrets.randbits(62))
         if (order := read()) is not None:
             agent = Agent(order)
-            _say(await agent.serve(partial(_reads, read, order)))
+            before, why = why, await agent.serve(read)
+            if why != before:  # until the next launch it finds the last one's address again and again
+                _say(why)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), _AGAIN_S)
-
-
-def _reads(read: Callable[[], Order | None], order: Order) -> bool:
-    return read() == order
 
 
 def order_in(run_dir: Path, host: str, incarnation: int) -> Order | None:

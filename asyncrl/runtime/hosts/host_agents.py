@@ -28,7 +28,6 @@ import os
 import socket
 import sys
 from abc import abstractmethod
-from collections.abc import Coroutine
 from http import HTTPStatus
 from pathlib import Path
 from typing import BinaryIO, ClassVar
@@ -199,7 +198,9 @@ class AgentBackend(LauncherBackend):
             with agent.log.open("ab") as log:
                 agent.carrier = await self.start_agent(host, msgspec.json.encode(order) + b"\n", log)
             self._agents[host.name] = agent
-            self._beside(self._watch(agent))
+            task = asyncio.create_task(self._watch(agent))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
             return agent
 
     def _host(self, plan: WorkerPlan) -> HostConfig:
@@ -281,11 +282,6 @@ class AgentBackend(LauncherBackend):
             worker.end(code)
         agent.workers.clear()
         agent.link.send(End())
-
-    def _beside(self, work: Coroutine[object, object, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
         """See the base class."""

@@ -32,7 +32,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl.comm.typed import decode_json
@@ -73,28 +73,6 @@ class HostActor:
         self._held.append(agent.stdin)
 
 
-class _Host:
-    """The driver's side of a host: its bundle, and its actor, which is created on first use and after it died."""
-
-    def __init__(self, bundle: int, group: PlacementGroup, asked: HostRequest) -> None:
-        self._asked = asked
-        self._where = PlacementGroupSchedulingStrategy(group, bundle)
-        self._actor: Any = None
-
-    def actor(self) -> Any:
-        if self._actor is None:
-            made = ray.remote(HostActor).options(
-                num_cpus=self._asked.cpus, num_gpus=self._asked.gpus, scheduling_strategy=self._where
-            )
-            self._actor = made.remote()
-        return self._actor
-
-    def lost(self, actor: Any) -> None:
-        """Forget `actor`, which is dead, so that the next use creates a new one."""
-        if self._actor is actor:
-            self._actor = None
-
-
 class Driver:
     """Holds one actor on each host of the launch. Joins the cluster when constructed.
 
@@ -126,22 +104,35 @@ class Driver:
                 f"system.hosts: Ray did not find {len(bundles)} nodes with {bundles} within {task.limit_s:g} s, each "
                 f"on a node of its own (STRICT_SPREAD); its nodes are {'; '.join(nodes)}"
             )
-        self._hosts = {asked.name: _Host(number, self._group, asked) for number, asked in enumerate(task.hosts)}
+        self._bundles = {asked.name: (number, asked) for number, asked in enumerate(task.hosts)}
+        self._actors: dict[str, Any] = {}
 
     async def start(self, request: AgentRequest) -> None:
         """Start an agent on a host, whose actor is replaced if it has died."""
-        host = self._hosts[request.host]
         for _ in range(2):
-            actor = host.actor()
+            actor = self._actor(request.host)
             try:
                 await actor.start.remote(request.command, request.order)
                 return
             except RayActorError as error:
-                host.lost(actor)
+                if self._actors.get(request.host) is actor:
+                    del self._actors[request.host]
                 print(f"Ray lost the actor of {request.host}: {error}", flush=True)
             except RayError as error:
                 print(f"{request.host}: {error}", flush=True)
                 return
+
+    def _actor(self, host: str) -> Any:
+        """Return the actor of a host; create it if there is none."""
+        if host not in self._actors:
+            bundle, asked = self._bundles[host]
+            made = ray.remote(HostActor).options(
+                num_cpus=asked.cpus,
+                num_gpus=asked.gpus,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, bundle),
+            )
+            self._actors[host] = made.remote()
+        return self._actors[host]
 
     def close(self) -> None:
         """Release the nodes."""
