@@ -112,11 +112,11 @@ class Agent:
             await asyncio.wait(self._running, timeout=_END_LIMIT_S)
         kill_descendants(os.getpid(), wait_s=_LEFT_LIMIT_S)
         self._link.send(Left(why))
-        tasks.append(asyncio.create_task(self._link.delivered()))
-        await asyncio.wait({tasks[0], tasks[-1]}, timeout=_LEFT_LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
+        delivery = asyncio.create_task(self._link.delivered())
+        await asyncio.wait({tasks[0], delivery}, timeout=_LEFT_LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
+        for task in (*tasks, delivery):
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, delivery, return_exceptions=True)
         await http.close()
         return why
 
