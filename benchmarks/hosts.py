@@ -177,7 +177,7 @@ FAULTS: list[tuple[str, str, Fault]] = [
         "its process ends; it is started again",
         kill_supervisor("rollout_worker/0"),
     ),
-    ("all ssh connections are cut at once", "both hosts' processes are started again", cut_connections),
+    ("all ssh connections are cut at once", "the processes go on; agents dial by themselves", cut_connections),
     (f"a RolloutWorker's {FROZEN}", "it is waited for", partial(stopped, "rollout_worker/0")),
     (f"a GenerationServer's {FROZEN}", "it is waited for", partial(stopped, "generation_server/0")),
     ("etcd's leader is killed", "the other members are asked", kill_leader),

@@ -139,7 +139,13 @@ ASKED_FOR = {"network": "ASYNCRL_NETWORK_TESTS", "every_case": "ASYNCRL_EVERY_CA
 
 LONGEST_FILES = (
     *("test_layouts", "test_generation_contract", "test_every_architecture", "test_verifiers", "test_offload"),
-    *("test_gpu_benchmark", "test_memory_and_checkpoints", "test_every_picture_model", "test_parity", "test_pods"),
+    *(
+        "test_gpu_benchmark",
+        "test_memory_and_checkpoints",
+        "test_every_picture_model",
+        "test_parity",
+        "test_host_agents",
+    ),
     *("test_supervisors", "test_supervisor", "test_dashboard_browser", "test_engine_pictures", "test_engine_turns"),
     *("test_engine_states", "test_any_death", "test_embedded_server", "test_base_model", "test_records"),
     *("test_manager_process", "test_name_etcd", "test_comm_name_resolve", "test_bottleneck", "test_functions"),

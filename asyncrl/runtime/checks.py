@@ -12,11 +12,20 @@ from asyncrl.comm.name_resolve import NameBackend
 from asyncrl.comm.names import ENCODER_SERVER, GSERVER_MANAGER, MASTER_WORKER, MODEL_WORKER
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError, not_a_choice
-from asyncrl.runtime.hosts.pod_names import name_faults
-from asyncrl.runtime.hosts.ray_requests import address_of
+from asyncrl.runtime.hosts.manifests import name_faults
 from asyncrl.runtime.planning.worker_plan import HOST_VARIABLE
 from asyncrl.runtime.process.hardware import LOOPBACK, interface_of
-from asyncrl.runtime.settings import KUBERNETES, LOCAL, PLACEABLE, PLACED, RAY, HostConfig, SystemConfig, etcd_access
+from asyncrl.runtime.settings import (
+    KUBERNETES,
+    LOCAL,
+    PLACEABLE,
+    PLACED,
+    RAY,
+    HostConfig,
+    SystemConfig,
+    address_of,
+    etcd_access,
+)
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:

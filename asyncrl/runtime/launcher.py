@@ -114,7 +114,6 @@ class Launcher:
             return asyncio.run(self._run(backend))
         finally:
             observer.close()
-            backend.close()
             self.release()
             self._display.close()
 
@@ -138,6 +137,7 @@ class Launcher:
             guarding.cancel()
             showing.cancel()
             self._output.show_last_rows()
+            await backend.close()
 
     async def _run_processes(self) -> int | None:
         """Run all processes to the end. Return the exit code; None if the whole run must restart."""

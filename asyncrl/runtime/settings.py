@@ -224,3 +224,17 @@ def etcd_access(system: SystemConfig) -> EtcdAccess:
     """Return the members, login and certificates that these settings give."""
     files = {name: str(value) for name, value in vars(system.etcd).items()}
     return EtcdAccess.at(system.name_resolve_root, **files)
+
+
+_RAY_ADDRESS = "--address="
+
+
+def address_of(arguments: list[str]) -> str:
+    """Return the cluster's address in `system.launcher_args`: HOST:PORT, `auto` or `local`.
+
+    Raises:
+        ValueError: there is another argument.
+    """
+    if any(not argument.startswith(_RAY_ADDRESS) for argument in arguments) or len(arguments) > 1:
+        raise ValueError("ray takes --address=HOST:PORT, --address=auto or --address=local, and nothing else")
+    return arguments[0].removeprefix(_RAY_ADDRESS) if arguments else "auto"

@@ -1,15 +1,14 @@
 """Supervise one process: run it, report how it ended, and leave nothing that it started.
 
     python -I -S supervisor.py GRACE_S FDS COMMAND [ARGUMENT ...]
-    python -I -S supervisor.py                            on another host, below ssh, srun or a pod's agent
-    python -I -S supervisor.py --detached FD              on another host, below an actor of Ray
 
 User code forks, calls setsid, forks twice. What it started then no longer belongs to its process tree, keeps its ports
 and outlives it. So the supervisor is the "child subreaper" of the whole tree: the kernel makes every orphan its child.
 
 End. The supervisor waits until the command ends, or until its standard input does. That is a pipe from the launcher,
-so its end means that the launcher is gone, however it died. The supervisor then kills everything below it, and reaps
-until nothing is left. It ends as the command did: with the same exit code, or by the same signal.
+on another host from the agent there, so its end means that these are gone, however they died. The supervisor then kills
+everything below it, and reaps until nothing is left. It ends as the command did: with the same exit code, or by the
+same signal.
 
 Signals. `STOP_SIGNAL`, the launcher's order to end, is passed on to the command. SIGTERM and SIGINT are ignored: a
 batch system or a terminal sends them to the whole tree at once, while the launcher stops the processes in order.
@@ -22,24 +21,9 @@ supervisors: they see the launcher's end only when this supervisor has ended too
 Memory. SIGKILL comes from outside, or from the kernel when it frees memory. The supervisor distinguishes the two by the
 host's count of such kills: if it grew while the command ran, exit code `TOLD_OUT_OF_MEMORY` stands for SIGKILL.
 
-Other hosts. The launcher cannot send signals there, and everybody can read command lines there. So without a command
-everything comes over standard input: first a line of JSON, the `Order`; then single bytes. `STOP` passes `STOP_SIGNAL`
-on, `KILL` kills the command, and `ALIVE` comes now and then. A connection can be cut without a sign, so the launcher
-counts as gone after `silence_s` without a byte. There is no grace. ssh and srun do not report signals, so the end by
-signal n is exit code 128 + n. srun ends with 1 when it fails itself, so exit code 1 becomes `TOLD_FAILED`.
-
-Replaced processes. A host that was cut off may still run a process that the launcher has replaced: for `silence_s`, or
-longer if everything there was stopped. So before a supervisor starts a process, it kills earlier ones of the same
-place, which it finds by their environment (`PLACE_VARIABLE`). The latest process always has the host for itself. An
-order that arrives after a later one is refused.
-
-Ray kills the descendants of an actor that ends, and nothing else. It would kill this process, while what had left its
-tree would live on. So with `--detached` the supervisor is not a child of the actor. It writes its exit code to the
-descriptor FD. It also undoes the lower priority and the blocked SIGINT of Ray's actors.
-
 If the supervisor itself is killed, the kernel kills the command with it (PR_SET_PDEATHSIG), and orphans go to the
-launcher, which is a subreaper too. Something stays only if all three are killed at once. The trial's next start finds
-that by the mark in its environment (`asyncrl.runtime.process.process_tree`).
+launcher, or to the agent of their host, which are subreapers too. Something stays only if all three are killed at once.
+The trial's next start finds that by the mark in its environment (`asyncrl.runtime.process.process_tree`).
 
 Run this file by path: it imports the standard library only, so it starts in a hundredth of a second and stays small.
 All this is specific to Linux; elsewhere only the command itself is ended.
@@ -49,12 +33,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import math
 import os
 import select
 import signal
-import stat
 import sys
 import time
 from collections import defaultdict
@@ -68,33 +50,9 @@ GONE_LIMIT_S = 12.0
 _POLL_S = 0.02
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
-
-PLACE_VARIABLE = "ASYNCRL_PLACE"
-"""Environment variable of a process on another host: a number that grows from start to start, a space, and the place:
-the name of the process and the folder of its run."""
 STOP_SIGNAL = signal.SIGUSR2
 """Order of the launcher to end. It is not SIGTERM, which batch systems send to every process of a job."""
-STOP, KILL, ALIVE = b"s", b"k", b"."
-TOLD_FAILED = 101
 TOLD_OUT_OF_MEMORY = 102
-LONGEST_ORDER = 1 << 20
-
-
-class Order(NamedTuple):
-    """A command to run on another host.
-
-    Attributes:
-        environment: is added to that of the login there.
-        folder: working folder; created if it is missing.
-        silence_s: seconds without a byte from the launcher after which it counts as gone.
-        files: content by name; written into `folder` first.
-    """
-
-    command: list[str]
-    environment: dict[str, str]
-    folder: str
-    silence_s: float
-    files: dict[str, str] = {}  # noqa: RUF012 - a tuple's default, which nobody changes
 
 
 class Identity(NamedTuple):
@@ -105,22 +63,13 @@ class Identity(NamedTuple):
 
 
 def main(command: list[str], grace_s: float = 0.0, held: tuple[int, ...] = ()) -> int:
-    """Run `command`, without one the order on standard input, until it or the launcher ends.
+    """Run `command` until it or the launcher ends.
 
     Returns:
         The command's status in the form of `os.waitpid`.
     """
-    silence_s = None
     for descriptor in held:
         os.set_inheritable(descriptor, False)
-    if not command:
-        order = Order(**json.loads(read_order()))
-        command, silence_s = order.command, order.silence_s
-        end_earlier(order.environment.get(PLACE_VARIABLE, ""))  # first: an order that comes late writes no files either
-        if order.files:
-            put_files(order.folder, order.files)
-        os.chdir(order.folder)
-        os.environ.update(order.environment)
     adopt_orphans()
     woken, wake = os.pipe()
     os.set_blocking(woken, False)
@@ -137,24 +86,15 @@ def main(command: list[str], grace_s: float = 0.0, held: tuple[int, ...] = ()) -
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, STOP_SIGNAL)
 
-    def kill_child() -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
-
     signal.signal(STOP_SIGNAL, pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [STOP_SIGNAL])
     status, watched, ends_at = None, [0, woken], math.inf
     while status is None and (left_s := ends_at - time.monotonic()) > 0:
-        readable, _, _ = select.select(watched, [], [], silence_s if ends_at == math.inf else left_s)
-        told = os.read(0, 4096) if 0 in readable else ALIVE
-        if ends_at == math.inf and (not told or not readable):
+        readable, _, _ = select.select(watched, [], [], None if ends_at == math.inf else left_s)
+        if 0 in readable and not os.read(0, 4096):
             watched, ends_at = [woken], time.monotonic() + grace_s
             if grace_s:
                 pass_on()
-        if STOP in told:
-            pass_on()
-        if KILL in told:
-            kill_child()
         with contextlib.suppress(BlockingIOError):
             os.read(woken, 4096)
         status = reap().get(child)
@@ -168,46 +108,10 @@ def main(command: list[str], grace_s: float = 0.0, held: tuple[int, ...] = ()) -
     return status
 
 
-def put_files(folder: str, files: dict[str, str]) -> None:
-    """Write `files` into `folder`, readable by this user only. Each is replaced atomically: the run may read it."""
-    os.umask(0o077)
-    os.makedirs(folder, exist_ok=True)
-    status = os.lstat(folder)
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        sys.exit(f"{folder} is no folder of user {os.geteuid()} that only they can write to: remove it")
-    for name, content in files.items():
-        aside = os.path.join(folder, f".{name}.{os.getpid()}")
-        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(content)
-        os.replace(aside, os.path.join(folder, name))
-
-
-def _detach() -> None:
-    """Continue in a separate session, without a parent, like a process of a login (module docstring, Ray)."""
-    if os.fork():
-        os._exit(0)
-    os.setsid()
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    with contextlib.suppress(PermissionError):  # root may raise it
-        os.setpriority(os.PRIO_PROCESS, 0, 0)
-
-
 def adopt_orphans() -> None:
     """Make this process the parent of descendants whose own parent died."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def read_order() -> bytes:
-    """Read the first line of standard input byte by byte, and leave the rest. Exits if there is none."""
-    line = bytearray()
-    while not line.endswith(b"\n"):
-        byte = os.read(0, 1)
-        if not byte or len(line) > LONGEST_ORDER:
-            sys.exit("no order came over standard input")
-        line += byte
-    return bytes(line)
 
 
 def _start(command: list[str]) -> int:
@@ -230,40 +134,6 @@ def _start(command: list[str]) -> int:
         print(f"{command[0]!r} cannot be started: {error}", file=sys.stderr, flush=True)
     finally:
         os._exit(127)
-
-
-def end_earlier(mark: str) -> None:
-    """Kill the processes on this host that were started earlier in the place that `mark` names.
-
-    Exits if a later process is there, or an earlier one does not end.
-    """
-    number, _, place = mark.partition(" ")
-    deadline, told = time.monotonic() + GONE_LIMIT_S, set[Identity]()
-    while place and (found := _in_place(place.encode())):
-        if any(other > int(number) for other in found.values()):
-            sys.exit(f"a later process has its place by now: {place}")
-        if time.monotonic() > deadline:
-            sys.exit(f"an earlier one is still there {GONE_LIMIT_S:g} s after SIGKILL: {[p.pid for p in found]}")
-        for process in found:
-            if process not in told:
-                print(f"pid {process.pid} was given up, and still ran: killed", flush=True)
-            told.add(process)
-            kill(process)
-        time.sleep(_POLL_S)
-
-
-def _in_place(place: bytes) -> dict[Identity, int]:
-    """Return the processes on this host whose environment names this place, with their numbers."""
-    found = {}
-    for pid in _ids():
-        identity = identity_of(pid)
-        with contextlib.suppress(OSError):  # another user's, or it has ended
-            for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                name, _, value = entry.partition(b"=")
-                number, _, theirs = value.partition(b" ")
-                if name == PLACE_VARIABLE.encode() and theirs == place and identity is not None:
-                    found[identity] = int(number)
-    return found
 
 
 def reap() -> dict[int, int]:
@@ -366,12 +236,6 @@ def _cleans_up(pid: int) -> bool:
     return False
 
 
-def _as_told(status: int) -> int:
-    """Return the exit code that reports this status to another host."""
-    code = os.waitstatus_to_exitcode(status)
-    return TOLD_FAILED if code == 1 else code if code >= 0 else 128 - code
-
-
 def _end_as(status: int) -> None:
     """End this process with the status of the command."""
     if os.WIFSIGNALED(status):
@@ -383,14 +247,6 @@ def _end_as(status: int) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--detached"]:
-        told = int(sys.argv[2])
-        os.set_inheritable(told, False)
-        _detach()
-        os.write(told, b"%d" % _as_told(main([])))
-        os._exit(0)
-    if sys.argv[1:]:
-        grace, descriptors, *worker = sys.argv[1:]
-        numbers = () if descriptors == "-" else tuple(map(int, descriptors.split(",")))
-        _end_as(main(worker, float(grace), numbers))
-    os._exit(_as_told(main([])))
+    grace, descriptors, *worker = sys.argv[1:]
+    numbers = () if descriptors == "-" else tuple(map(int, descriptors.split(",")))
+    _end_as(main(worker, float(grace), numbers))

@@ -15,7 +15,7 @@ import pytest
 
 from asyncrl.launch.commands.audit import audit
 from asyncrl.observe.history.process_history import ProcessHistory
-from asyncrl.runtime.supervisor import PLACE_VARIABLE
+from asyncrl.runtime.hosts.agent import PLACE_VARIABLE
 
 from ..conftest import LIMIT_S
 from ..etcd_cluster import EtcdCluster, needs_etcd

@@ -13,9 +13,8 @@ from urllib.parse import urlsplit
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.launch.before_start.served_policies import check_served_policies
-from asyncrl.runtime.hosts.ray_requests import address_of
 from asyncrl.runtime.hosts.ssh_check import check_hosts
-from asyncrl.runtime.settings import RAY, SLURM
+from asyncrl.runtime.settings import RAY, SLURM, address_of
 
 _CONNECT_LIMIT_S = 10.0
 _SLURM_LIMIT_S = 60.0

@@ -141,7 +141,7 @@ class _Joined:
                 await self._start(WorkerPlan(kind, index, resources, host=Host(address=host)))
             return await self._keep_up()
         finally:
-            self._backend.close()
+            await self._backend.close()
 
     async def _start(self, plan: WorkerPlan, *, killed: bool = False) -> None:
         """Start the next incarnation, which replaces earlier ones that still run. `killed`: the previous one was killed

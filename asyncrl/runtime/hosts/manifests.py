@@ -3,7 +3,7 @@
 Each host of `system.hosts` becomes a Job of one pod, because hosts need different resources. A JobSet holds the Jobs
 together: it ends the others once the launcher's Job has ended, and fails if that one fails. The launcher's pod runs the
 user's command. The other pods run a program by which the launcher starts processes there
-(`asyncrl.runtime.hosts.pod_agent`). No pod has an account of the cluster. If such a program ends, the kubelet restarts
+(`asyncrl.runtime.hosts.agent`). No pod has an account of the cluster. If such a program ends, the kubelet restarts
 it; if a pod is lost, the Job replaces it; then the launcher restarts its processes.
 
 Each pod reads its own address from its environment, and publishes it in the run's folder or name resolution. So there
@@ -14,18 +14,23 @@ Pure, so that `--dry-run` can print all this.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import run_dir_of
 from asyncrl.config.secrets import hide
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED
-from asyncrl.runtime.hosts.pod_names import LAUNCHER, run_name
 from asyncrl.runtime.planning.worker_plan import HOST_VARIABLE, WorkerPlan
 from asyncrl.runtime.settings import HostConfig
 from asyncrl.runtime.trials.claim import SAVE_LIMIT_S
 
+LAUNCHER = "launcher"
+"""Name of the launcher's own host within object names; `system.hosts` gives it no name."""
+_LONGEST_NAME = 63
+_SUFFIX = "-0-0-abcde"
+"""Suffix that JobSet and Job append to a host's name for its pod."""
 CONTAINER = "asyncrl"
 _REPLACED = 1000
 """Limit on replacements of a host's pod."""
@@ -109,7 +114,7 @@ def _pod(
     amounts: dict[str, str | int] = {"memory": host.memory} if host.memory else {}
     amounts |= {settings.gpu_resource: len(host.gpus)} if host.gpus else {}
     python = host.python or "python"
-    agent = ["-m", "asyncrl.runtime.hosts.pod_agent", str(run_dir_of(config)), host.name]
+    agent = ["-m", "asyncrl.runtime.hosts.agent", str(run_dir_of(config)), host.name]
     own_address = {"fieldRef": {"fieldPath": "status.podIP"}}
     container = {
         "name": CONTAINER,
@@ -138,3 +143,21 @@ def _pod(
     pod |= {"nodeSelector": dict(settings.node_selector)} if settings.node_selector else {}
     pod |= {"tolerations": [dict(each) for each in settings.tolerations]} if settings.tolerations else {}
     return pod | ({"runtimeClassName": settings.runtime_class} if settings.runtime_class else {})
+
+
+def run_name(config: ExperimentConfig) -> str:
+    """Return the name of the run's objects: experiment and trial as a DNS label."""
+    return f"{config.experiment_name}-{config.trial_name}".lower().replace("_", "-").replace(".", "-")
+
+
+def name_faults(config: ExperimentConfig) -> Iterator[str]:
+    """Yield an error message for each name that Kubernetes would refuse."""
+    for host in config.system.hosts:
+        name = f"{run_name(config)}-{host.name or LAUNCHER}"
+        if host.name == LAUNCHER or not re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", name):
+            yield (
+                f"system.hosts: {host.name!r} makes a pod {name!r}; with kubernetes the names of experiment, trial and "
+                f"hosts consist of a-z, 0-9 and -, begin with a letter, and {LAUNCHER!r} is the launcher's own host"
+            )
+        if len(name + _SUFFIX) > _LONGEST_NAME:
+            yield f"system.hosts: the name of pod {name!r} is longer than Kubernetes takes; shorten trial_name"

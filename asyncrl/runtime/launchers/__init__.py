@@ -58,9 +58,14 @@ class WorkerHandle(ABC):
 
     def last_lines(self) -> list[str]:
         """Return the last lines of its log, from the first error among them if there is one."""
-        with self.log.open(errors="replace") as log:
-            lines = [line.rstrip("\n") for line in deque(log, maxlen=_LAST_LINES)]
+        lines = last_lines(self.log, _LAST_LINES)
         return lines[next((at for at, line in enumerate(lines) if _ERROR.match(line)), 0) :]
+
+
+def last_lines(log: Path, count: int) -> list[str]:
+    """Return the last `count` lines of a log."""
+    with log.open(errors="replace") as file:
+        return [line.rstrip("\n") for line in deque(file, maxlen=count)]
 
 
 class LauncherBackend(ABC):
@@ -96,7 +101,7 @@ class LauncherBackend(ABC):
         """
 
     @abstractmethod
-    def close(self) -> None:
+    async def close(self) -> None:
         """Kill every process that still runs."""
 
 

@@ -1,25 +1,26 @@
-"""Processes in the pods of a JobSet (`asyncrl.runtime.hosts.manifests`), one pod a host, started by the pods' own
-program (`asyncrl.runtime.hosts.pod_agent`).
+"""Processes in the pods of a JobSet (`asyncrl.runtime.hosts.manifests`), one pod a host.
 
-The launcher runs in the pod of its own host; `--dry-run` prints the Kubernetes objects to apply.
+A pod's program is its agent, which finds the launcher by the run's folder. The launcher runs in the pod of its own
+host; `--dry-run` prints the Kubernetes objects to apply.
 """
 
 from __future__ import annotations
 
-import sys
-
-from asyncrl.runtime.hosts import pod_carrier
-from asyncrl.runtime.hosts.remote_workers import RemoteBackend
-from asyncrl.runtime.planning.worker_plan import WorkerPlan
+from asyncrl.config.run_dir import AGENTS_FILE
+from asyncrl.runtime.hosts.host_agents import AgentBackend
+from asyncrl.runtime.settings import HostConfig
 
 
-class Backend(RemoteBackend):
+class Backend(AgentBackend):
     """Starts processes in the pods of a JobSet."""
 
-    def carrier(self, plan: WorkerPlan, command: list[str]) -> list[str]:
-        """Return the carrier of a process in the host's current pod.
+    async def listen(self) -> None:
+        """See the base class. The pods read the URL."""
+        await super().listen()
+        aside = self.run_dir / f".{AGENTS_FILE}"
+        aside.write_text(self.url)
+        aside.replace(self.run_dir / AGENTS_FILE)
 
-        `command` is unused: the pod's agent has the supervisor.
-        """
-        asked = [str(self.run_dir), plan.host.name, str(self.config.system.start_timeout_s), command[0]]
-        return [sys.executable, "-I", "-S", pod_carrier.__file__, *asked]
+    def carrier(self, host: HostConfig, command: list[str]) -> list[str]:
+        """Return nothing: Kubernetes starts the agent."""
+        return []

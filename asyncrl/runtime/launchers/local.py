@@ -38,7 +38,7 @@ class Backend(LauncherBackend):
             )
         return _Child(plan, process, Path(log.name))
 
-    def close(self) -> None:
+    async def close(self) -> None:
         kill_descendants(os.getpid(), wait_s=_GONE_LIMIT_S)
         os.close(self._launched)
         os.close(self._launches)

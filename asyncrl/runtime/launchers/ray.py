@@ -14,97 +14,114 @@ run, and restarts after it died.
 from __future__ import annotations
 
 import asyncio
-import json
-import shutil
-import socket
-import subprocess
 import sys
-import tempfile
-from collections import Counter
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import msgspec
 
 from asyncrl.config.run_dir import LOGS_DIR
-from asyncrl.runtime.hosts import ray_carrier
-from asyncrl.runtime.hosts.ray_requests import HostRequest, ProcessRequest, Task, address_of
-from asyncrl.runtime.hosts.remote_workers import RemoteBackend
-from asyncrl.runtime.launchers import WorkerHandle
-from asyncrl.runtime.planning.plan_workers import plan_workers
-from asyncrl.runtime.planning.worker_plan import WorkerPlan
+from asyncrl.runtime.hosts.host_agents import AgentBackend, agent_command
 from asyncrl.runtime.process.hardware import visible_gpus
+from asyncrl.runtime.settings import HostConfig, address_of
 
 _DRIVER_LOG = "ray_driver.log"
 _PLACEMENT_SHARE = 0.5
 """Share of `system.start_timeout_s` in which Ray may look for nodes, before processes give up waiting for each
 other.
 """
-_DRIVER_END_LIMIT_S = 10.0
-_BACKLOG = 4096
 
 
-class Backend(RemoteBackend):
+class HostRequest(NamedTuple):
+    """A host of the run.
+
+    Attributes:
+        name: name in `system.hosts`; empty for the launcher's own host, whose processes the launcher starts itself.
+        address: address of the node; empty for any node.
+        cpus: cores to reserve.
+        gpus: number of GPUs to reserve.
+    """
+
+    name: str
+    address: str
+    cpus: int
+    gpus: int
+
+
+class Task(NamedTuple):
+    """Task of the driver; nodes must be found within `limit_s`."""
+
+    address: str
+    hosts: list[HostRequest]
+    limit_s: float
+
+
+class AgentRequest(NamedTuple):
+    """Start an agent (`asyncrl.runtime.hosts.agent`) on this host with this command line and line of standard input."""
+
+    host: str
+    command: list[str]
+    order: str
+
+
+class Backend(AgentBackend):
     """Starts processes on the nodes of a Ray cluster."""
 
     deals_gpus = True
+    detaches = True
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__(run_dir)
-        self._driver: subprocess.Popen[bytes] | None = None
-        self._socket = ""
+        self._driver: asyncio.subprocess.Process | None = None
 
-    async def start(self, plan: WorkerPlan) -> WorkerHandle:
-        """See the base class."""
-        if plan.host.name and (self._driver is None or self._driver.poll() is not None):
-            await asyncio.to_thread(self._start_driver)
-        return await super().start(plan)
+    def carrier(self, host: HostConfig, command: list[str]) -> list[str]:
+        """Return the command line of the driver, which carries the agents of all hosts."""
+        return [sys.executable, "-m", "asyncrl.runtime.hosts.ray_driver"]
 
-    def carrier(self, plan: WorkerPlan, command: list[str]) -> list[str]:
-        """Return the command of a small process that connects its standard input and output to the driver."""
-        (own,) = [host for host in self.config.system.hosts if host.name == plan.host.name]
-        numbers = [own.gpus.index(gpu) for gpu in plan.resources.gpus]
-        request = ProcessRequest(plan.host.name, command[0], command[-1], numbers)
-        return [sys.executable, "-I", "-S", ray_carrier.__file__, self._socket, json.dumps(request)]
-
-    def close(self) -> None:
-        """See the base class."""
-        self.end_remote()
-        if self._driver is not None and self._driver.stdin is not None:
-            self._driver.stdin.close()
-            try:
-                self._driver.wait(_DRIVER_END_LIMIT_S)
-            except subprocess.TimeoutExpired:  # Ray takes back what a killed driver had
-                self._driver.kill()
-            shutil.rmtree(Path(self._socket).parent, ignore_errors=True)
-        self._local.close()
-
-    def _start_driver(self) -> None:
-        folder = Path(tempfile.mkdtemp(prefix="asyncrl-ray-"))  # a socket's path is short, and the folder private
-        self._socket = str(folder / "driver")
-        task = Task(
-            address_of(self.arguments), self.host_requests(), self.config.system.start_timeout_s * _PLACEMENT_SHARE
-        )
-        with socket.socket(socket.AF_UNIX) as listening, (self.run_dir / LOGS_DIR / _DRIVER_LOG).open("ab") as log:
-            listening.bind(self._socket)
-            listening.listen(_BACKLOG)  # carriers connect at once, and wait there for the driver
-            self._driver = subprocess.Popen(
-                [sys.executable, "-m", "asyncrl.runtime.hosts.ray_driver", str(listening.fileno())],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                pass_fds=[listening.fileno()],
-                start_new_session=True,
+    async def start_agent(self, host: HostConfig, order: bytes, log: BinaryIO) -> asyncio.subprocess.Process:
+        """Have the driver start an agent. The driver's end is that of all agents."""
+        if self._driver is None or self._driver.returncode is not None:
+            self._driver = await asyncio.create_subprocess_exec(
+                *self.carrier(host, []), stdin=asyncio.subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
             )
-        assert self._driver.stdin is not None
-        self._driver.stdin.write(json.dumps(task).encode() + b"\n")
-        self._driver.stdin.flush()
+            limit_s = self.config.system.start_timeout_s * _PLACEMENT_SHARE
+            self._tell(Task(address_of(self.arguments), self.host_requests(), limit_s))
+        self._tell(AgentRequest(host.name, agent_command(host.python), order.decode()))
+        return self._driver
+
+    def agent_log(self, host: HostConfig) -> Path:
+        """See the base class."""
+        return self.run_dir / LOGS_DIR / _DRIVER_LOG
+
+    async def close(self) -> None:
+        """See the base class."""
+        if self._driver is not None and self._driver.stdin is not None:
+            self._driver.stdin.close()  # it ends after the agents: they hold their standard input
+        await super().close()
+
+    def _tell(self, what: Task | AgentRequest) -> None:
+        assert self._driver is not None
+        assert self._driver.stdin is not None, "a pipe"
+        self._driver.stdin.write(msgspec.json.encode(what) + b"\n")
 
     def host_requests(self) -> list[HostRequest]:
         """Return the resources that each of `system.hosts` requests from Ray."""
-        threads = Counter[str]()
-        for plan in plan_workers(self.config):
-            threads[plan.host.name] += plan.resources.threads
         return [
-            HostRequest(host.name, host.address, host.cpus or threads[host.name], len(host.gpus))
+            HostRequest(host.name, host.address, self.cores(host), len(host.gpus))
             if host.name
             else HostRequest("", "", host.cpus, len(host.gpus or visible_gpus()))
             for host in self.config.system.hosts
         ]
+
+
+def ambiguous_gpus(hosts: list[HostRequest], there: int) -> str | None:
+    """Return an error message if the launcher's host uses only some of the GPUs that Ray has `there`; Ray reserves a
+    number of GPUs, and reports only to its own actors which these are.
+    """
+    for host in hosts:
+        if not host.name and 0 < host.gpus < there:
+            return (
+                f"system.hosts: the launcher's own host would use {host.gpus} of the {there} GPUs that Ray has there, "
+                "and others might get the same ones; use all, or give the host a name, so that Ray starts its processes"
+            )
+    return None

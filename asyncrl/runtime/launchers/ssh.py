@@ -1,7 +1,7 @@
 """Processes on other hosts by `ssh`, as its own configuration says (aliases, users, ports, keys, jump hosts).
 
 A login must not need a typed password (`BatchMode`). A host that refuses is tried for 20 s, because its server may be
-starting; a connection that is silent for a minute is closed.
+starting. `ssh` only starts the host's agent: if it ends or is cut, the agent and its processes go on.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from asyncrl.runtime.hosts.remote_workers import RemoteBackend
-from asyncrl.runtime.planning.worker_plan import WorkerPlan
+from asyncrl.runtime.hosts.host_agents import AgentBackend
+from asyncrl.runtime.settings import HostConfig
 
 _OPTIONS = {
     "BatchMode": "yes",
@@ -30,9 +30,9 @@ def ssh_command(arguments: Sequence[str], host: str, command: Sequence[str]) -> 
     return ["ssh", "-T", *options, *arguments, "--", host, shlex.join(command)]
 
 
-class Backend(RemoteBackend):
+class Backend(AgentBackend):
     """Starts processes on other hosts by `ssh`."""
 
-    def carrier(self, plan: WorkerPlan, command: list[str]) -> list[str]:
+    def carrier(self, host: HostConfig, command: list[str]) -> list[str]:
         """See the base class."""
-        return ssh_command(self.arguments, plan.host.name, command)
+        return ssh_command(self.arguments, host.name, command)

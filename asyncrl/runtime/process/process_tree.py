@@ -73,7 +73,14 @@ def end_launch(launch: str) -> list[int]:
 
 def marked(launch: str) -> list[supervisor.Identity]:
     """Return this user's living processes on this machine that belong to the launch, without this one."""
-    mark, found = f"{LAUNCH_VARIABLE}={launch}".encode(), []
+    return [process for process, mark in with_variable(LAUNCH_VARIABLE) if mark == launch]
+
+
+def with_variable(variable: str) -> list[tuple[supervisor.Identity, str]]:
+    """Return this user's living processes on this machine that have this environment variable, and its values, without
+    this one.
+    """
+    name, found = f"{variable}=".encode(), []
     for folder in Path("/proc").glob("[0-9]*"):
         pid = int(folder.name)
         identity = supervisor.identity_of(pid)
@@ -81,6 +88,6 @@ def marked(launch: str) -> list[supervisor.Identity]:
             environment = (folder / "environ").read_bytes()  # a zombie's is empty
         except OSError:  # another user's, or it has ended
             continue
-        if identity is not None and pid != os.getpid() and mark in environment.split(b"\0"):
-            found.append(identity)
+        if identity is not None and pid != os.getpid():
+            found += [(identity, os.fsdecode(e[len(name) :])) for e in environment.split(b"\0") if e.startswith(name)]
     return found

@@ -89,7 +89,7 @@ class Stage(LauncherBackend):
             asyncio.get_running_loop().call_soon(self.script[plan.name], worker)
         return worker
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self.closed = True
 
 

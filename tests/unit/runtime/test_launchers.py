@@ -31,7 +31,7 @@ def test_a_new_back_end_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "from asyncrl.runtime.launchers import LauncherBackend\n"
         "class Backend(LauncherBackend):\n"
         "    async def start(self, plan): ...\n"
-        "    def close(self): ...\n"
+        "    async def close(self): ...\n"
     )
     monkeypatch.setattr(launchers, "__path__", [*launchers.__path__, str(tmp_path)])
     backend = open_backend("toy", tmp_path)
@@ -121,7 +121,7 @@ async def main():
     return await runs("import time; time.sleep(600)")
 
 print(asyncio.run(main()).description)
-backend.close()
+asyncio.run(backend.close())
 """
 
 

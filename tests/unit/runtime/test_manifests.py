@@ -177,7 +177,7 @@ def test_no_pod_has_an_account_and_only_the_launchers_has_the_secrets_and_decide
     ]
     assert objects[-1]["spec"]["successPolicy"] == {"operator": "All", "targetReplicatedJobs": ["launcher"]}
     assert jobs["launcher"]["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [1, 2]
-    agent = ["python", "-m", "asyncrl.runtime.hosts.pod_agent", "/data/runs/math_grpo/t1", "servers"]
+    agent = ["python", "-m", "asyncrl.runtime.hosts.agent", "/data/runs/math_grpo/t1", "servers"]
     assert container_of(jobs["servers"])["command"] == agent
 
 

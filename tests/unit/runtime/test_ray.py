@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import sys
 from pathlib import Path
 
 import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import write_run_config
-from asyncrl.runtime import supervisor
 from asyncrl.runtime.checks import check
-from asyncrl.runtime.hosts import ray_carrier
-from asyncrl.runtime.hosts.ray_requests import HostRequest, ProcessRequest, address_of, ambiguous_gpus
 from asyncrl.runtime.launchers import local
-from asyncrl.runtime.launchers.ray import Backend
+from asyncrl.runtime.launchers.ray import Backend, HostRequest, ambiguous_gpus
 from asyncrl.runtime.planning.plan_workers import plan_workers
-from asyncrl.runtime.settings import HostConfig
+from asyncrl.runtime.settings import HostConfig, address_of
 
 ABSENT = "system.launcher='ray': Ray is not installed; pip install 'asyncrl[ray]', in the cluster's version"
 
@@ -91,13 +86,10 @@ def test_a_process_is_told_which_of_its_hosts_gpus_are_its_own(
 ) -> None:
     monkeypatch.setenv("ASYNCRL_HOST", "10.0.0.1")
     plans = {plan.name: plan for plan in plan_workers(a_run())}
-    for name, gpus in (("generation_server/1", [1]), ("rollout_worker/0", [])):
-        plan = plans[name]
-        *command, request = backend.carrier(plan, ["python3", "-I", "-S", supervisor.__file__])
-        assert command[:4] == [sys.executable, "-I", "-S", ray_carrier.__file__]
-        assert ProcessRequest(*json.loads(request)) == ProcessRequest(
-            plan.host.name, "python3", supervisor.__file__, gpus
-        )
-        environment = backend.environment(plan)
-        assert environment.get("CUDA_VISIBLE_DEVICES") == (None if gpus else "")  # Ray says which, or none at all
-        assert "ASYNCRL_HOST" not in environment  # that of the launcher's host is not theirs
+    for name, gpus in (("generation_server/1", [1]), ("rollout_worker/0", None)):
+        start = backend.order_of(plans[name], 1)
+        assert start.gpus == gpus
+        visible = [entry for entry in start.environment if entry.startswith(b"CUDA_VISIBLE_DEVICES=")]
+        assert visible == ([] if gpus else [b"CUDA_VISIBLE_DEVICES="])  # Ray says which, or none at all
+        # that of the launcher's host is not theirs
+        assert not [entry for entry in start.environment if entry.startswith(b"ASYNCRL_HOST=")]
