@@ -69,8 +69,9 @@ def trainer_settings(
         yield "trainer.offload=true"
     if shared:
         engine = generation.engine
-        now = generation.max_total_tokens if engine.fixed_cache else engine.memory_share or f"{engine.label}'s default"
-        yield f"{engine.memory_setting} below {now}"
+        bound = generation.max_total_tokens if engine.fixed_cache else engine.memory_share
+        default = f"{engine.label}'s default"
+        yield f"{engine.memory_setting} below {bound or default}"
         if not guests_of(generation):
             yield "generation.guests=all (the trainer and its servers use the GPU in turns)"
     if on_gpu:

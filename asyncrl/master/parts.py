@@ -9,6 +9,7 @@ from pathlib import Path
 
 from asyncrl.comm.names import ACTOR
 from asyncrl.comm.request_reply.client import RequestClient
+from asyncrl.comm.waits.limits import LOOK_S
 from asyncrl.comm.waits.running_time import RunningClock
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import DATA_RECORD_FILE
@@ -19,7 +20,7 @@ from asyncrl.master.data.buffer_order import ConfiguredOrder
 from asyncrl.master.data.collector import Collector
 from asyncrl.master.data.sample_buffer import SampleBuffer
 from asyncrl.master.data.score_ahead import AheadScorer, frozen_calls
-from asyncrl.master.data.stall import LOOK_S, StallWatch
+from asyncrl.master.data.stall import StallWatch
 from asyncrl.master.graph.call_graph import Graph
 from asyncrl.master.graph.executor import Executor, column_moves
 from asyncrl.master.metrics.metrics_log import MetricsLog
