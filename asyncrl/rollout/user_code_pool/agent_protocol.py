@@ -31,7 +31,6 @@ from asyncrl.comm.typed import convert
 from asyncrl.config.plugin_code.import_paths import load_plugin
 from asyncrl.plugins.datasets.templates.picture_parts import with_content
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
-from asyncrl.rollout.user_code_pool.child import CodeTarget
 
 Ask = Callable[..., Any]
 """Ask the worker by name, positional arguments and keyword arguments; returns its answer."""
@@ -41,20 +40,21 @@ class ChildAgent:
     """The agent, in its process; for one episode after the other.
 
     Args:
+        path, args: its class or function, and the keyword arguments.
         model: folder of the tokenizer.
         chat: whether there is a chat template.
         ask: asks the worker.
     """
 
-    def __init__(self, target: CodeTarget, model: str, chat: bool, ask: Ask) -> None:
-        found: Any = load_plugin(target.path)
+    def __init__(self, path: str, args: Mapping[str, Any], model: str, chat: bool, ask: Ask) -> None:
+        found: Any = load_plugin(path)
         offered: dict[str, Any] = {"tokenizer": load_tokenizer(model), "chat": chat}
         if inspect.isclass(found):
             named = inspect.signature(found).parameters
             taken = {name: value for name, value in offered.items() if name == "tokenizer" or name in named}
-            agent: Any = found(**taken, **target.args)
+            agent: Any = found(**taken, **args)
         else:
-            agent = agent_of(found, target.args, **offered)
+            agent = agent_of(found, args, **offered)
         self._run = agent.run
         self._ask = ask
 

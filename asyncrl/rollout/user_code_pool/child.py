@@ -201,7 +201,7 @@ class _Held:
             from asyncrl.rollout.user_code_pool.agent_protocol import ChildAgent  # it brings numpy and tokenizers
 
             model, chat = agent
-            self._object = self._object or ChildAgent(target, model, chat, self._ask)
+            self._object = self._object or ChildAgent(target.path, target.args, model, chat, self._ask)
             return
         found: Any = load_plugin(target.path)
         made = found(reward=self._reward, **target.args)

@@ -26,7 +26,7 @@ from asyncrl.api import (
     ToolCall,
 )
 from asyncrl.rollout.user_code_pool.agent_protocol import ChildAgent, answer, outcome_of
-from asyncrl.rollout.user_code_pool.child import LENGTH, ChildReply, CodeTarget, PolicyAnswer, packed
+from asyncrl.rollout.user_code_pool.child import LENGTH, ChildReply, PolicyAnswer, packed
 from tests import every_field
 
 MINE = """
@@ -122,7 +122,7 @@ def child(tmp_path: Path, tiny_model: Path) -> Any:
                 PolicyAnswer(asyncio.run(answer(Env(), cast(ChatClient, client), name, args, kwargs)))
             ).value
 
-        agent = ChildAgent(CodeTarget(f"{module}:run", {}), str(tiny_model), True, ask)
+        agent = ChildAgent(f"{module}:run", {}, str(tiny_model), True, ask)
         seen: dict[str, Any] = {}
         agent._run.func.__globals__.update(SEEN=seen, REQUEST=REQUEST)
         prompt = over_the_pipe(PolicyAnswer(PROMPT)).value
