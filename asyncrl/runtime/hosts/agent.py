@@ -114,7 +114,8 @@ class Agent:
         self._link.send(Left(why))
         delivery = asyncio.create_task(self._link.delivered())
         await asyncio.wait({tasks[0], delivery}, timeout=_LEFT_LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
-        for task in (*tasks, delivery):
+        delivery.cancel()
+        for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, delivery, return_exceptions=True)
         await http.close()
