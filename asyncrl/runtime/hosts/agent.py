@@ -114,8 +114,9 @@ class Agent:
         self._link.send(Left(why))
         delivery = asyncio.create_task(self._link.delivered())
         await asyncio.wait({tasks[0], delivery}, timeout=_LEFT_LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
-        for each in (*tasks, delivery):
-            each.cancel()
+        delivery.cancel()
+        for task in tasks:
+            task.cancel()
         await asyncio.gather(*tasks, delivery, return_exceptions=True)
         await http.close()
         return why

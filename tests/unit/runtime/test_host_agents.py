@@ -364,7 +364,7 @@ async def test_closing_leaves_nothing_not_even_a_command_that_waits_for_its_host
     assert not runs(process)
     assert not runs(there)
     waits = Backend(run_dir)
-    waits.shell = ("sleep", "600")
+    waits.shell = ("sh", "-c", "exec sleep 600", "sh")
     worker = await waits.start(plan_of(WAITS))
     worker.terminate()
     began = time.monotonic()
