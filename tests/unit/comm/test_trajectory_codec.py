@@ -493,12 +493,12 @@ def test_sizes_that_do_not_fit_the_payload_are_refused(size: int, column: int) -
         decode_trajectories(message.frames(sizes))
 
 
-def test_sizes_whose_sum_overflows_to_the_right_one_are_refused() -> None:
+@pytest.mark.parametrize("forged", [[2**63 - 1, 2**63 - 1, 3 + 7 + 5 + 2], [-1, 3 + 7 + 1, 5]])
+def test_wrong_sizes_with_the_right_sum_are_refused(forged: list[int]) -> None:
     message = encoded([3], [3, 4], [5])
     sizes = [[len(own[name]) for name in COLUMNS] for own in message.columns]
-    tokens = [*COLUMNS].index("tokens")
-    sizes[0][tokens] = sizes[1][tokens] = 2**63 - 1
-    sizes[2][tokens] = 3 + 7 + 5 + 2
+    for own, size in zip(sizes, forged, strict=True):
+        own[[*COLUMNS].index("tokens")] = size
     with pytest.raises(CodecError, match="payload has"):
         decode_each(message.frames(sizes))
 
