@@ -493,6 +493,16 @@ def test_sizes_that_do_not_fit_the_payload_are_refused(size: int, column: int) -
         decode_trajectories(message.frames(sizes))
 
 
+@pytest.mark.parametrize("forged", [[2**63 - 1, 2**63 - 1, 3 + 7 + 5 + 2], [-1, 3 + 7 + 1, 5]])
+def test_wrong_sizes_with_the_right_sum_are_refused(forged: list[int]) -> None:
+    message = encoded([3], [3, 4], [5])
+    sizes = [[len(own[name]) for name in COLUMNS] for own in message.columns]
+    for own, size in zip(sizes, forged, strict=True):
+        own[[*COLUMNS].index("tokens")] = size
+    with pytest.raises(CodecError, match="payload has"):
+        decode_each(message.frames(sizes))
+
+
 @pytest.mark.parametrize("entries", [{}, [], [{}], None, "two", [{}] * 3])
 def test_entries_that_do_not_fit_the_payload_are_refused(entries: object) -> None:
     message = encoded([3], [4])
