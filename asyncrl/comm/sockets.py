@@ -36,9 +36,8 @@ Frame: TypeAlias = bytes | bytearray | memoryview
 """One part of a message."""
 Socket: TypeAlias = zmq.Socket[bytes]
 
-KEEP_ALIVE_IDLE_S, KEEP_ALIVE_INTERVAL_S, KEEP_ALIVE_PROBES = 30, 10, 6
-UNACKNOWLEDGED_LIMIT_MS = 90_000
-"""Time after which a host that vanished without a reset is noticed, even if nothing was sent to it. A killed process is
+HOST_GONE_S = 90
+"""After which a host that vanished without a reset is noticed, even if nothing was sent to it. A killed process is
 noticed at once. The kernel of a suspended process still acknowledges, so no connection breaks.
 
 ZMTP's own heartbeats are not used. The process answers them instead of its kernel, so a suspended process would look
@@ -115,10 +114,10 @@ def _configure(socket: Socket, *, send_high_water: int, receive_high_water: int)
     socket.sndhwm = send_high_water
     socket.rcvhwm = receive_high_water
     socket.tcp_keepalive = 1
-    socket.tcp_keepalive_idle = KEEP_ALIVE_IDLE_S
-    socket.tcp_keepalive_intvl = KEEP_ALIVE_INTERVAL_S
-    socket.tcp_keepalive_cnt = KEEP_ALIVE_PROBES
-    socket.setsockopt(zmq.TCP_MAXRT, UNACKNOWLEDGED_LIMIT_MS)
+    socket.tcp_keepalive_idle = HOST_GONE_S // 3
+    socket.tcp_keepalive_intvl = HOST_GONE_S // 9
+    socket.tcp_keepalive_cnt = 6
+    socket.setsockopt(zmq.TCP_MAXRT, 1000 * HOST_GONE_S)
 
 
 def send(socket: Socket, frames: Sequence[Frame]) -> bool:

@@ -22,15 +22,14 @@ from msgspec import structs
 from asyncrl.comm.ended_rollouts.ledger_lines import RolloutCounts
 from asyncrl.comm.http.calls import HttpError, JsonHttp
 from asyncrl.comm.security.run_secret import HttpSecurity
-from asyncrl.comm.waits.limits import BURST_S, GATHER_S, PAUSE_S
+from asyncrl.comm.waits.limits import BURST_S, CLOSE_S, GATHER_S, PAUSE_S
 from asyncrl.manager import messages as m
 from asyncrl.manager.worker_session import ManagerConnection, ManagerGone, WorkerSession
-from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S
 
 __all__ = ["GateStatus", "ManagerClient", "ManagerGone"]
 
 ROUTE_LIFE_S = 0.2
-"""Time in seconds for which the server that came with an admission may be used without a new request. An agent that
+"""For which the server that came with an admission may be used without a new request. An agent that
 begins at once needs less.
 """
 
@@ -240,7 +239,7 @@ class ManagerClient:
             self._flush_timer.cancel()
         self._flush_now()
         if self._flushes:
-            await asyncio.wait(self._flushes, timeout=CLOSE_LIMIT_S)
+            await asyncio.wait(self._flushes, timeout=CLOSE_S)
         for flush in self._flushes:
             flush.cancel()
         await asyncio.gather(*self._flushes, return_exceptions=True)

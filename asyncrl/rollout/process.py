@@ -13,7 +13,7 @@ from asyncrl.comm import names
 from asyncrl.comm.push_pull import TrajectoryPusher
 from asyncrl.comm.push_pull.pusher import group
 from asyncrl.comm.request_reply import Done, RequestServer
-from asyncrl.comm.waits.limits import LOOK_S
+from asyncrl.comm.waits.limits import CLOSE_S, LOOK_S
 from asyncrl.config.run_dir import ANSWERS_DIR
 from asyncrl.manager.client import ManagerClient
 from asyncrl.observe import observer
@@ -28,7 +28,6 @@ from asyncrl.rollout.messages import Evaluate, EvaluationResult, StillThere
 from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code.embeddings import embedder_at
 from asyncrl.rollout.user_code_pool.user_code_errors import failed_user_code
-from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S
 from asyncrl.runtime.process.waiting import StopRequested, cancel
 from asyncrl.runtime.process.worker import AsyncWorker, CannotContinue
 
@@ -105,7 +104,7 @@ class RolloutWorker(AsyncWorker):
             observer.stage("replays", Activity.serves)
             await self._until_stopped(loop.run(), pusher)
         finally:
-            await pusher.close(CLOSE_LIMIT_S)
+            await pusher.close(CLOSE_S)
             await manager.close()
 
     def _make_evaluator(self, client: RolloutClient) -> Evaluator:
@@ -156,7 +155,7 @@ class RolloutWorker(AsyncWorker):
         finally:
             self._evaluator.cancel()
             server.close()
-            unacknowledged = await pusher.close(CLOSE_LIMIT_S)
+            unacknowledged = await pusher.close(CLOSE_S)
             self.log.info("stopped; %d trajectories were never acknowledged", len(unacknowledged))
 
     async def _until_stopped(self, loop: Coroutine[Any, Any, Any], pusher: TrajectoryPusher) -> None:

@@ -44,10 +44,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 CLEANERS_GRACE_S = 8.0
-"""Longest time, in s, for processes that free what others leave behind; SGLang's supervisor has the most to do."""
+"""For processes that free what others leave behind; SGLang's supervisor has the most to do."""
 GONE_LIMIT_S = 12.0
-"""Longest time, in s, for all processes; one that the kernel has not ended by then waits for a device."""
-_POLL_S = 0.02
+"""For all processes; one that the kernel has not ended by then waits for a device."""
+POLL_S = 0.02
+"""Between two looks at processes that are about to end."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 STOP_SIGNAL = signal.SIGUSR2
@@ -159,7 +160,7 @@ def end_descendants() -> None:
         if waited_s > GONE_LIMIT_S:
             print(f"still there {GONE_LIMIT_S:g} s after SIGKILL: {[process.pid for process in left]}", flush=True)
             return
-        time.sleep(_POLL_S)
+        time.sleep(POLL_S)
 
 
 def descendants(pid: int, *, spare_cleaners: bool = False) -> list[Identity]:

@@ -114,7 +114,7 @@ class Manager:
 async def manager(
     http_security: HttpSecurity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Manager]:
-    monkeypatch.setattr("asyncrl.manager.client.CLOSE_LIMIT_S", 60.0)
+    monkeypatch.setattr("asyncrl.manager.client.CLOSE_S", 60.0)
     manager = Manager(http_security, tmp_path / "ledger")
     manager.url = await manager.http.start("127.0.0.1")
     manager.serve(0)

@@ -15,8 +15,6 @@ from asyncrl.comm.waits.backoff import Backoff
 
 _PAUSES = Backoff(0.002, 0.05)
 """Seconds between two attempts, since flock has no time limit."""
-LOOK_LIMIT_S = 1.0
-"""Longest time, in s, for which `is_held` in another process may get in the way of taking a lock."""
 
 
 def take_lock(descriptor: int, limit_s: float = 0.0, *, shared: bool = False) -> bool:

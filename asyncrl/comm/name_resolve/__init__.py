@@ -6,7 +6,7 @@ from enum import StrEnum, auto
 
 from asyncrl.comm.name_resolve.base import (
     HURRY_S,
-    PATIENCE_S,
+    OUTAGE_S,
     NameEntryExists,
     NameEntryNotFound,
     NameResolver,
@@ -45,7 +45,7 @@ class NameBackend(StrEnum):
 
 
 def make_resolver(
-    backend: NameBackend, root: str, *, etcd: EtcdAccess | None = None, patience_s: float = PATIENCE_S
+    backend: NameBackend, root: str, *, etcd: EtcdAccess | None = None, patience_s: float = OUTAGE_S
 ) -> NameResolver:
     """Return a resolver of the given back end.
 

@@ -40,6 +40,7 @@ from types import TracebackType
 from typing import Literal, ParamSpec, Self, TypeVar
 
 from asyncrl.comm.name_resolve.outages import NameResolveError, NameResolveUnavailable, Outages, Subtree
+from asyncrl.comm.waits.limits import ANSWER_S, CLOSE_S, LOOK_S
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -48,14 +49,12 @@ _log = logging.getLogger(__name__)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_@.:=-]*(/[A-Za-z0-9_][A-Za-z0-9_@.:=-]*)*")
 MAX_NAME_LENGTH = 200  # leaves room for the prefix and suffix of a temporary file within a file name's 255 bytes
 MIN_LEASE_S = 0.05
+"""Shortest lease, which a busy process can still renew."""
 RENEWALS_PER_LEASE = 3
-AGAIN_S = 0.5
-"""Delay, in s, before a failed renewal, or reading of followed names, is retried."""
-PATIENCE_S = 60.0
+OUTAGE_S = 60.0
+"""For which an outage of name resolution is waited out, unless the settings say otherwise."""
 HURRY_S = 2.0
-"""Longest outage, in s, that a process waits for after it was asked to stop."""
-STOP_LIMIT_S, LEAST_LIMIT_S = 5.0, 0.5
-"""Longest wait, in s, for a running renewal at the end; and for it or any other call of a process about to end."""
+"""As `OUTAGE_S`, of a process that was asked to stop."""
 
 
 class NameEntryExists(NameResolveError):
@@ -119,7 +118,7 @@ class NameResolver(ABC):
         patience_s: longest outage of the back end, in s.
     """
 
-    def __init__(self, root: str, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, root: str, patience_s: float = OUTAGE_S) -> None:
         self.root = root
         self.on_lost: Callable[[str], None] = lambda name: None
         """Called once, in a thread of the resolver, with the name of a leased entry that this owner has lost."""
@@ -135,7 +134,7 @@ class NameResolver(ABC):
         self._adding: list[str] = []
         self._renewer: threading.Thread | None = None
         self._renews = True
-        self._stop_limit_s = STOP_LIMIT_S
+        self._stop_limit_s = ANSWER_S
         self._followed: dict[str, Subtree] = {}
         self._following = threading.Lock()
         self._follower: threading.Thread | None = None
@@ -269,7 +268,7 @@ class NameResolver(ABC):
     def hurry(self, limit_s: float = HURRY_S) -> None:
         """Limit outages to `limit_s` seconds from now on: the process was asked to stop, or (0) is about to end."""
         self._outages.limit_s = min(limit_s, self._outages.limit_s)
-        self._stop_limit_s = min(max(limit_s, LEAST_LIMIT_S), self._stop_limit_s)
+        self._stop_limit_s = min(max(limit_s, CLOSE_S), self._stop_limit_s)
 
     def close(self) -> None:
         """Stop renewing, and remove the leased entries of this resolver; entries without a lease stay.
@@ -360,7 +359,7 @@ class NameResolver(ABC):
         except NameResolveError as error:
             with contextlib.suppress(NameResolveUnavailable):  # no limit: other processes may need this entry
                 self._outages.failed(f"renew {name}", error, 1)
-            entry.due = min(entry.due, time.monotonic() + AGAIN_S)
+            entry.due = min(entry.due, time.monotonic() + LOOK_S)
             return
         self._outages.worked(f"renew {name}")
         if name in self._adding or self._leased.get(name) is not entry:  # this owner has replaced or deleted it itself
@@ -432,7 +431,7 @@ class NameResolver(ABC):
                     subtree.away()
                 with contextlib.suppress(NameResolveUnavailable):  # no limit: no call waits for this thread
                     self._outages.failed("follow", error, 1)
-                self._closing.wait(AGAIN_S)
+                self._closing.wait(LOOK_S)
             except NameResolveError as error:
                 self._refuse(error)
             except Exception as error:  # a defect: the readers must not take old entries for the present ones

@@ -6,7 +6,7 @@ or stays silent loses no change: everything is read again after CHECK_S at the l
 
 Each part is needed for one guarantee that the client `etcd3` does not give:
 
-- One etcd lease for all entries of the same length (in whole seconds, at least MIN_TTL_S, etcd's own floor): a process
+- One etcd lease for all entries of the same length (in whole seconds, at least MIN_TTL, etcd's own floor): a process
   renews once for all its entries, so etcd's load does not grow with their number.
 - A renewal reads the keys on the lease (`_is_alive`): this detects an entry that was deleted, or taken by another
   owner.
@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 from asyncrl.comm.name_resolve.base import (
     HURRY_S,
-    PATIENCE_S,
+    OUTAGE_S,
     NameEntryExists,
     NameResolver,
     OwnerFenced,
@@ -40,9 +40,10 @@ from asyncrl.comm.name_resolve.etcd_access import EtcdAccess
 from asyncrl.comm.name_resolve.etcd_link import EtcdLink, LeaseGone, etcdrpc
 from asyncrl.comm.name_resolve.outages import NameResolveUnavailable
 
-MIN_TTL_S = 2
+MIN_TTL = 2
+"""Shortest lease in whole seconds: etcd's own floor."""
 CHECK_S = 60.0
-"""Longest time in seconds between two reads of a followed subtree. A hundred keys are about 10 kB."""
+"""Between two reads of a followed subtree, whatever its watch says. A hundred keys are about 10 kB."""
 _LOOKS_PER_LEASE = 6  # twice as many as renewals: a look does for all entries that are renewed at about the same time
 _STOOD_STILL = 2 / 3
 """Share of a lease after which, without a renewal, it may lapse."""
@@ -67,7 +68,7 @@ class EtcdResolver(NameResolver):
         NameResolveUnavailable: etcd does not answer within `patience_s`.
     """
 
-    def __init__(self, root: str, access: EtcdAccess, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, root: str, access: EtcdAccess, patience_s: float = OUTAGE_S) -> None:
         super().__init__(root, patience_s)
         access.check()
         self._prefix = root.rstrip("/") + "/"
@@ -95,7 +96,7 @@ class EtcdResolver(NameResolver):
 
     def _create(self, name: str, value: str, lease_s: float | None, replace: bool) -> None:
         unfenced = self._unfenced(name)
-        lease = None if lease_s is None else self._lease(max(MIN_TTL_S, math.ceil(lease_s)))
+        lease = None if lease_s is None else self._lease(max(MIN_TTL, math.ceil(lease_s)))
         try:
             self._put(name, value, lease, replace, unfenced)
         except LeaseGone:

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Self
 
 from asyncrl.comm.name_resolve.outages import NameResolveError
+from asyncrl.comm.waits.limits import ANSWER_S
 
 ADDRESS = "system.name_resolve_root"
 SETTINGS = "system.etcd"
 """The settings that messages name."""
 _OTHERS = 0o077
 _PORTS = range(1, 1 << 16)
-_LIMIT_S = 2.0
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """First bytes of an HTTP/2 client: the preface and empty settings. A server answers with its own settings."""
 _FRAME_HEADER_BYTES = 9
@@ -131,7 +131,7 @@ def tls_fault(member: str, access: EtcdAccess) -> str | None:
             return None
         if _speaks_plain(address):
             return f"{SETTINGS}.ca_file={access.ca_file!r}: etcd at {member} speaks no TLS ({ADDRESS}); leave it empty"
-        with socket.create_connection(address, _LIMIT_S) as plain:
+        with socket.create_connection(address, ANSWER_S) as plain:
             return _encrypted_fault(plain, address[0], member, access)
     except OSError:  # nothing listens, or the connection broke: a retry may work
         return None
@@ -140,7 +140,7 @@ def tls_fault(member: str, access: EtcdAccess) -> str | None:
 def _speaks_tls(address: tuple[str, int]) -> bool:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # a probe: nothing is sent, no answer trusted
-    with socket.create_connection(address, _LIMIT_S) as plain:
+    with socket.create_connection(address, ANSWER_S) as plain:
         try:
             context.wrap_socket(plain).close()
         except ssl.SSLError:
@@ -149,7 +149,7 @@ def _speaks_tls(address: tuple[str, int]) -> bool:
 
 
 def _speaks_plain(address: tuple[str, int]) -> bool:
-    with socket.create_connection(address, _LIMIT_S) as plain:
+    with socket.create_connection(address, ANSWER_S) as plain:
         try:
             plain.sendall(_PREFACE)
             answer = plain.recv(_FRAME_HEADER_BYTES, socket.MSG_WAITALL)

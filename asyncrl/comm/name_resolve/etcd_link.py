@@ -7,7 +7,7 @@ etcd's JSON gateway, with authentication, refuses every client whose certificate
 
 - A call that fails closes the channel. The next call opens a new one to the next member, and logs in there. So an old
   token, a member that hangs and gRPC's own waits between attempts (up to two minutes) cost one call.
-- Keep-alives of HTTP/2 detect a peer that goes silent during an open watch within KEEPALIVE_S + KEEPALIVE_LIMIT_S.
+- Keep-alives of HTTP/2 detect a peer that goes silent during an open watch within KEEPALIVE_S + ANSWER_S.
 
 etcd3 was generated for protobuf 3. Later versions (4 to 7) load it only in their pure Python implementation, which is
 chosen when protobuf is first imported: here, before etcd3 imports it. The launcher imports this module before it starts
@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from asyncrl.comm.name_resolve.base import LEAST_LIMIT_S
 from asyncrl.comm.name_resolve.etcd_access import ADDRESS, SETTINGS, EtcdAccess, tls_fault
 from asyncrl.comm.name_resolve.outages import NameResolveError, NameResolveUnavailable, Outages
+from asyncrl.comm.waits.limits import ANSWER_S, CLOSE_S
 
 __all__ = ["EtcdLink", "LeaseGone", "Stubs", "etcdrpc"]
 
@@ -46,18 +46,20 @@ finally:
         del os.environ[_IMPLEMENTATION]
 
 CALL_LIMIT_S = 4.0
-"""Time limit of one call in seconds. If the first member hangs, a second one can still save a lease of 10 s, which is
+"""For one call. If the first member hangs, a second one can still save a lease of 10 s, which is
 renewed three times per lease.
 """
 KEEPALIVE_S = 10.0
-"""etcd ends connections that ask more often than every 5 s (`--grpc-keepalive-min-time`)."""
-KEEPALIVE_LIMIT_S = 5.0
-_EARLY_S = 0.1  # gRPC's deadline may end a watch so much early
+"""Between two questions on an idle connection: etcd ends those that ask more often than every 5 s
+(`--grpc-keepalive-min-time`).
+"""
+_EARLY_S = 0.1
+"""By which gRPC's deadline may end a watch early."""
 _NEEDS_LEADER = (("hasleader", "true"),)
 """Makes a member that is cut off from the others end a watch instead of staying silent."""
 _OPTIONS = (
     ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1000)),
-    ("grpc.keepalive_timeout_ms", int(KEEPALIVE_LIMIT_S * 1000)),
+    ("grpc.keepalive_timeout_ms", int(ANSWER_S * 1000)),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.enable_http_proxy", 0),  # addresses of the run's processes are no proxy's business
     ("grpc.use_local_subchannel_pool", 1),  # else a new channel to the member gets the old one's broken connection
@@ -224,8 +226,8 @@ class EtcdLink:
         return NameResolveUnavailable(f"etcd at {member} failed: {said}; check {ADDRESS}")
 
     def hurry(self, limit_s: float) -> None:
-        """Limit later calls to `limit_s` seconds, or to LEAST_LIMIT_S if that is longer."""
-        self._limit_s = min(max(limit_s, LEAST_LIMIT_S), self._limit_s)
+        """Limit later calls to `limit_s` seconds, or to CLOSE_S if that is longer."""
+        self._limit_s = min(max(limit_s, CLOSE_S), self._limit_s)
         if (stubs := self._stubs) is not None:
             stubs.limit_s = self._limit_s
 

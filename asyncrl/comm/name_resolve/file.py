@@ -36,20 +36,21 @@ import msgspec
 
 from asyncrl.comm.files.file_lock import take_lock
 from asyncrl.comm.files.private_files import NotPrivate, make_private_folder, open_private_file
-from asyncrl.comm.name_resolve.base import PATIENCE_S, NameEntryExists, NameResolver, OwnerFenced, is_below
+from asyncrl.comm.name_resolve.base import OUTAGE_S, NameEntryExists, NameResolver, OwnerFenced, is_below
 from asyncrl.comm.name_resolve.outages import NameResolveError, NameResolveUnavailable
 from asyncrl.comm.typed import decode_json
+from asyncrl.comm.waits.limits import CALL_S, LOOK_S
+from asyncrl.comm.waits.running_time import SLICE_S
 
 _SUFFIX = ".json"
-_CLOCK_PROBE_S = 30.0  # clocks drift by microseconds per second: a half-minute-old offset is good to a millisecond
-_LOCK_TIMEOUT_S = 30.0
-WAIT_LOOK_S, IDLE_LOOK_S = 0.1, 0.25
-"""Time in s between two looks at the directory: while someone waits for a name, and otherwise."""
-_STOOD_STILL_S = 1.0
-_AGAIN_S = 1.0
-"""Time in s between two looks at a file whose lease has run out. Its owner may have renewed it late."""
+_CLOCK_PROBE_S = 30.0
+"""After which the file system's clock is compared again: clocks drift by microseconds per second."""
+WAIT_LOOK_S = 0.1
+"""Between two looks at the directory while someone waits for a name."""
+IDLE_LOOK_S = 0.25
+"""Between two looks at the directory while no one waits: a death is noticed within this time after its lease."""
 _RACY_S = 2.0
-"""Time in s within which a second change may have the same modification time, since file systems' clocks are coarse."""
+"""Within which a second change may have the same modification time, since file systems' clocks are coarse."""
 _REFUSALS = (PermissionError, FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """Errors that a retry cannot fix. They raise NameResolveError at once; other OSErrors are retried."""
 
@@ -78,7 +79,7 @@ class FileResolver(NameResolver):
         NameResolveError: the directory cannot be created, belongs to another user, or others could have written to it.
     """
 
-    def __init__(self, root: str | os.PathLike[str], patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, root: str | os.PathLike[str], patience_s: float = OUTAGE_S) -> None:
         super().__init__(os.fspath(root), patience_s)
         self._dir = Path(root)
         try:
@@ -136,7 +137,7 @@ class FileResolver(NameResolver):
             with self._translated():
                 found = scan.look(roots)
             before, looked = looked, time.monotonic()
-            if looked > before + pause_s + _STOOD_STILL_S:  # the file system or the machine did, for owners too
+            if looked > before + pause_s + SLICE_S:  # the file system or the machine did, for owners too
                 self._outages.trouble()
             if (roots, found) == known:
                 yield {}
@@ -166,9 +167,9 @@ class FileResolver(NameResolver):
         It is held for microseconds, so a long wait means that a suspended process holds it.
         """
         with self._translated(), open(open_private_file(self._dir / ".lock"), "ab") as file:
-            if not take_lock(file.fileno(), _LOCK_TIMEOUT_S):
+            if not take_lock(file.fileno(), CALL_S):
                 raise NameResolveUnavailable(
-                    f"lock {self.root!r}/.lock was not free for {_LOCK_TIMEOUT_S:g} s: a stopped process holds "
+                    f"lock {self.root!r}/.lock was not free for {CALL_S:g} s: a stopped process holds "
                     "it (find it with 'fuser'), or the file system does not support flock"
                 )
             yield  # closing the file releases the lock
@@ -229,7 +230,7 @@ class _Scan:
                 self._seen[name] = self._look_at(name) or self._seen[name]
         now = time.monotonic()
         self._living = {name: seen.record.value for name, seen in self._seen.items() if now < seen.expires}
-        expiries = (seen.expires if now < seen.expires else now + _AGAIN_S for seen in self._seen.values())
+        expiries = (seen.expires if now < seen.expires else now + LOOK_S for seen in self._seen.values())
         self._until = min(expiries, default=math.inf)
         return self._living
 

@@ -28,12 +28,13 @@ from asyncrl.comm.waits.backoff import Backoff
 _log = logging.getLogger(__name__)
 
 GRACE_S = 8.0
-"""Delay of removals, in s; longer than an owner takes to put its entry back: a call that hangs until its limit (4 s), a
-retried renewal (0.5 s), a new connection (1 s).
+"""By which removals are delayed in an outage: longer than an owner takes to put its entry back. That is a call that
+hangs until its limit (4 s), a retried renewal (0.5 s), a new connection (1 s).
 """
 RECENT_S = 30.0
-"""Time after which a failure that no call followed says nothing about the present."""
+"""After which a failure that no call followed says nothing about the present."""
 SLOW_CALL_S = 0.5
+"""After which a call is a sign of trouble."""
 BACKOFF = Backoff(0.05, 1.0)
 """Delays between a failed call and its retry."""
 

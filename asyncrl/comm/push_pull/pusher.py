@@ -25,12 +25,12 @@ from asyncrl.comm.security.peer_gate import SourceLog
 from asyncrl.comm.security.run_secret import SocketSecurity
 from asyncrl.comm.sockets import Context, Frame, PeerLink, PeerRouter
 from asyncrl.comm.trajectory_codec import CodecError, Prepared, encode_prepared, prepare
+from asyncrl.comm.waits.limits import PATIENCE_S
 
 _log = logging.getLogger(__name__)
 
 DEFAULT_RESEND_AFTER_S = 10.0
 """Longer than any pause of a healthy puller. A broken connection is noticed at once, so this does not delay it."""
-DEFAULT_PUSH_TIMEOUT_S = 600.0
 
 
 _SOCKET_HIGH_WATER = 16  # batches in libzmq's own buffer per puller; the outbox holds the rest
@@ -190,7 +190,7 @@ class TrajectoryPusher:
         self._outbox.set_peers(addresses)
         self._pump()
 
-    async def push(self, trajectory: Trajectory, timeout_s: float = DEFAULT_PUSH_TIMEOUT_S) -> None:
+    async def push(self, trajectory: Trajectory, timeout_s: float = PATIENCE_S) -> None:
         """Send `trajectory` and return once a puller has accepted it.
 
         Once there is room for it, cancelling the call does not cancel the delivery.

@@ -28,6 +28,12 @@ process takes longer: when one dies, its connections break.
 """
 HOLD_S = 5.0
 """For which a call is held until there is something to answer. Then the caller repeats it, which renews its lease."""
+CLOSE_S = 0.4
+"""For one connection to close. A RolloutWorker closes five, one after the other: trajectories, servers, tools,
+endpoint, manager. So it stops in time if no other end responds.
+"""
+STOP_S = 3.0
+"""For a process to end after it was asked to; then it is killed."""
 PAUSE_S = 120.0
 """For which a call is repeated until the peer counts as dead. A pause of a minute, of either process, is no death."""
 PATIENCE_S = 600.0

@@ -24,13 +24,13 @@ from aiohttp import web
 from asyncrl.api.generation import SamplingParams
 from asyncrl.comm.http.server import Refused, careful_runner, read_body, refusal
 from asyncrl.comm.names import url_host
+from asyncrl.comm.waits.limits import CLOSE_S
 from asyncrl.inference.openai import anthropic, sse, token_calls
 from asyncrl.inference.openai.api_call import Api
 from asyncrl.inference.openai.api_errors import HEADERS, ApiError
 from asyncrl.inference.openai.chat_completions import ChatCompletions
 from asyncrl.inference.openai.session import RecordingClient, Session, session_is_over
 from asyncrl.inference.openai.token_calls import PromptIds
-from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S
 
 MODEL: Final = "policy"
 """The only model's name. Some frameworks choose an API by the name; this one means nothing to them."""
@@ -90,7 +90,7 @@ class Endpoint:
             session.close()
         if self._runner is not None:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CLOSE_LIMIT_S):
+                async with asyncio.timeout(CLOSE_S):
                     await self._runner.cleanup()
             self._runner = None
 

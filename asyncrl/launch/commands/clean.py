@@ -14,8 +14,9 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from asyncrl.comm.files.file_lock import LOOK_LIMIT_S, take_lock
+from asyncrl.comm.files.file_lock import take_lock
 from asyncrl.comm.files.private_files import NotPrivate, open_private_file
+from asyncrl.comm.waits.limits import LOOK_S
 from asyncrl.config.run_dir import (
     ANNOUNCED_DIR,
     CHECKPOINTS_DIR,
@@ -51,7 +52,7 @@ def main(argv: Sequence[str], program: str) -> int:
     except (OSError, NotPrivate) as error:
         return refuse(error)
     try:
-        if not take_lock(lock, LOOK_LIMIT_S):
+        if not take_lock(lock, LOOK_S):
             return refuse(f"{history.folder} is running; end it first")
         return _clean(history.folder, args)
     finally:

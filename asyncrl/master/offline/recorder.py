@@ -34,7 +34,7 @@ from asyncrl.runtime.process.worker import AsyncWorker
 
 ROLLOUTS_PER_FILE = 64
 LONGEST_WAIT_S = 2.0
-"""Longest time, in s, between two files, and so the most work that is lost with the process."""
+"""Between two files, and so the most work that is lost with the process."""
 
 
 class Recorder(AsyncWorker):

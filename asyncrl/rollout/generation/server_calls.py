@@ -20,10 +20,9 @@ from weakref import WeakValueDictionary
 
 from asyncrl.comm.http.calls import HttpError, HttpTimeout
 from asyncrl.comm.waits.backoff import Backoff
-from asyncrl.comm.waits.limits import ANSWER_S, HOLD_S
+from asyncrl.comm.waits.limits import ANSWER_S, CLOSE_S, HOLD_S
 from asyncrl.inference.client import GenerationServerClient
 from asyncrl.manager.client import ManagerClient, ManagerGone
-from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S
 
 _BACKOFF = Backoff(0.1, 5.0)
 _ABORTS = 4
@@ -73,7 +72,7 @@ class ServerCalls:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
         if self._background:
-            await asyncio.wait(self._background, timeout=CLOSE_LIMIT_S)
+            await asyncio.wait(self._background, timeout=CLOSE_S)
 
     async def run(self, server: GenerationServerClient, rids: Sequence[str], answers: Coroutine[Any, Any, _T]) -> _T:
         """Await `answers` of `server`. Its requests `rids` are aborted if the server is silent or this is cancelled.

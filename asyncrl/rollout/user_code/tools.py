@@ -12,6 +12,7 @@ from asyncrl.api import RunIn, Tool, ToolResult
 from asyncrl.api.reward import marked_run_in
 from asyncrl.api.tool import FunctionTool, as_result, as_tool
 from asyncrl.api.tool_schema import ToolSchemaError
+from asyncrl.comm.waits.limits import CLOSE_S
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.import_paths import PluginError, load_plugin
 from asyncrl.config.setting import ConfigError
@@ -25,7 +26,6 @@ from asyncrl.rollout.user_code_pool.child import CodeTarget
 from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner, is_async, is_built_in
 from asyncrl.rollout.user_code_pool.timing import Activity, current_meter, timed
 from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError
-from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S
 
 
 class RunTools:
@@ -88,7 +88,7 @@ class RunTools:
             raise ConfigError(f"mcp[{number}].prefix={config.prefix!r}: {error}") from error
 
     async def _close(self) -> None:
-        await asyncio.gather(*(server.close(CLOSE_LIMIT_S) for server in self._servers))
+        await asyncio.gather(*(server.close(CLOSE_S) for server in self._servers))
 
 
 def check_format(config: ExperimentConfig, chat: ChatTemplate | None) -> None:

@@ -28,6 +28,7 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.comm.waits.limits import LOOK_S
 from asyncrl.comm.waits.running_time import RunningTimeout
 from asyncrl.rollout.user_code_pool.child import (
     LENGTH,
@@ -55,10 +56,6 @@ _CHILD = (
 """Program of a process: it imports from where this one does. As PYTHONPATH that would be inherited by what user code
 starts, also where it runs another Python, to which the packages of this one are of no use.
 """
-WATCH_FROM_S = 0.25
-"""Seconds after which a call is monitored; most calls are over by then and cost no read of /proc."""
-WATCH_EVERY_S = 0.25
-"""Seconds between two checks; a fork bomb starts about a thousand processes in that time."""
 _ROUNDS = 50
 """Number of searches for process groups to kill. A program that starts groups faster than they are found keeps them."""
 _CHILDREN = "/proc/thread-self/children"
@@ -352,10 +349,8 @@ class ProcessPool:
         limit = RunningTimeout(timeout_s, paused=lambda: answering > 0)
         try:
             async with limit:
-                wait_s = WATCH_FROM_S
-                while not (await asyncio.wait({asking}, timeout=wait_s))[0]:
+                while not (await asyncio.wait({asking}, timeout=LOOK_S))[0]:  # most calls are over by then
                     await self._check(process, label)
-                    wait_s = WATCH_EVERY_S
                 return asking.result()
         except TimeoutError as error:
             if not limit.expired():

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from asyncrl.api.reward import RunIn
+from asyncrl.comm.waits.limits import LOOK_S, REPEAT_S
 from asyncrl.comm.waits.running_time import RunningTimeout
 from asyncrl.config.machine_limits import usable_cores
 from asyncrl.config.plugin_code.daemon_threads import DaemonThreads, UnusualExit
@@ -35,11 +36,8 @@ from asyncrl.rollout.user_code_pool.user_code_errors import TOO_SLOW, UserCodeEr
 MAX_ABANDONED = 64
 """Limit on abandoned calls of one piece of code that still run in threads; it is not called until one of them ends."""
 
-WATCH_EVERY_S = 0.5
 HELD_S = 1.0
 """Seconds without a turn after which an event loop counts as blocked, and the blocking code is named."""
-QUIET_S = 10.0
-"""Least seconds between two log lines about the same code: slow code is mostly slow a thousand times."""
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -270,8 +268,8 @@ class RunningCalls:
         while True:
             begun, answered = time.monotonic(), threading.Event()
             self._users.ping(answered)
-            await asyncio.sleep(WATCH_EVERY_S)
-            held_s = time.monotonic() - begun - WATCH_EVERY_S
+            await asyncio.sleep(LOOK_S)
+            held_s = time.monotonic() - begun - LOOK_S
             if held_s > HELD_S and (running := sorted(set(list(self._labels.values())))):
                 _log.warning(
                     "the worker did not get a turn for %.2g s while these ran: %s; what computes in Python for long "
@@ -284,7 +282,7 @@ class RunningCalls:
                     _log.warning(
                         "asynchronous code of the user's has held its event loop for %.2g s; write what blocks as "
                         "plain `def`, which runs in a thread; it is at\n%s",
-                        WATCH_EVERY_S,
+                        LOOK_S,
                         self._users.stack(),
                     )
                 users_told = True
@@ -293,11 +291,11 @@ class RunningCalls:
 
     def slow_line(self, label: str, seconds: float, now: float) -> str | None:
         """Return the log line about a call that took `seconds` and ended at `now`; None if it was not slow, or code of
-        this label was named less than `QUIET_S` ago.
+        this label was named less than `REPEAT_S` ago.
         """
         if seconds < self._slow_s:
             return None
-        if now - self._said_at.get(label, -QUIET_S) < QUIET_S:
+        if now - self._said_at.get(label, -REPEAT_S) < REPEAT_S:
             self._unsaid[label] += 1
             return None
         self._said_at[label] = now

@@ -8,7 +8,7 @@ certificate and this program with the run's token. It runs every process below a
 (`asyncrl.runtime.supervisor`), as the launcher does on its own host, with the environment that the launcher sends, and
 sends back what the process prints and its exit code.
 
-A connection that is cut is opened again, and the processes go on. They end if the launcher is silent for `SILENCE_S`,
+A connection that is cut is opened again, and the processes go on. They end if the launcher is silent for `PAUSE_S`,
 if nothing listens at its address any more, if it says so, or with this program, however it ends: it holds the standard
 input of their supervisors.
 
@@ -39,11 +39,10 @@ import msgspec
 from asyncrl.comm.http.calls import HttpError, HttpRefused, JsonHttp
 from asyncrl.comm.security.run_secret import HttpSecurity, RunSecret, SecretError
 from asyncrl.comm.typed import decode_json
+from asyncrl.comm.waits.limits import ANSWER_S, CALL_S, HOLD_S, LOOK_S, PAUSE_S, STOP_S
 from asyncrl.config.run_dir import AGENTS_FILE, SECRET_FILE
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_LOST
 from asyncrl.runtime.hosts.agent_link import (
-    SILENCE_S,
-    WAIT_S,
     Call,
     End,
     Ended,
@@ -58,16 +57,11 @@ from asyncrl.runtime.hosts.agent_link import (
     Stop,
 )
 from asyncrl.runtime.process.process_tree import kill_descendants, supervised, with_variable
-from asyncrl.runtime.supervisor import GONE_LIMIT_S, STOP_SIGNAL, Identity, adopt_orphans, kill
+from asyncrl.runtime.supervisor import GONE_LIMIT_S, POLL_S, STOP_SIGNAL, Identity, adopt_orphans, kill
 
 PLACE_VARIABLE = "ASYNCRL_PLACE"
 """Environment variable of a process on another host: a number that grows from start to start, a space, and the place:
 the name of the process and the folder of its run."""
-_AGAIN_S = 0.5
-_ANSWER_LIMIT_S = 10.0
-_END_LIMIT_S = GONE_LIMIT_S + 5.0
-_LEFT_LIMIT_S = 2.0
-_POLL_S = 0.02
 _CHUNK = 1 << 16
 
 
@@ -98,7 +92,7 @@ class Agent:
             read: returns the order as it is now; another one ends this agent.
         """
         http = JsonHttp(HttpSecurity(self._order.token, Path(), self._order.certificate))
-        talks = (self._talk(http, 0.0, read), self._talk(http, WAIT_S, read), self._await_silence())
+        talks = (self._talk(http, 0.0, read), self._talk(http, HOLD_S, read), self._await_silence())
         tasks = [asyncio.create_task(talk) for talk in talks]
         for task in tasks:
             task.add_done_callback(lambda done: None if done.cancelled() else self.end(done.result()))
@@ -109,11 +103,11 @@ class Agent:
         for number, commands in self._commands.items():  # the supervisors end them
             commands.put_nowait(Kill(number))
         if self._running:
-            await asyncio.wait(self._running, timeout=_END_LIMIT_S)
-        kill_descendants(os.getpid(), wait_s=_LEFT_LIMIT_S)
+            await asyncio.wait(self._running, timeout=GONE_LIMIT_S + ANSWER_S)
+        kill_descendants(os.getpid(), wait_s=STOP_S)
         self._link.send(Left(why))
         delivery = asyncio.create_task(self._link.delivered())
-        await asyncio.wait({tasks[0], delivery}, timeout=_LEFT_LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({tasks[0], delivery}, timeout=STOP_S, return_when=asyncio.FIRST_COMPLETED)
         delivery.cancel()
         for task in tasks:
             task.cancel()
@@ -122,8 +116,8 @@ class Agent:
         return why
 
     async def _await_silence(self) -> str:
-        await self._link.silent(SILENCE_S, SILENCE_S)
-        return f"the launcher was silent for {SILENCE_S:g} s"
+        await self._link.silent(PAUSE_S, PAUSE_S)
+        return f"the launcher was silent for {PAUSE_S:g} s"
 
     async def _talk(self, http: JsonHttp, wait_s: float, read: Callable[[], Order | None] | None) -> str:
         """Ask what to do, or with `wait_s=0` tell what happens, again and again. Return why the launcher is gone."""
@@ -133,16 +127,14 @@ class Agent:
                 await self._link.waiting()
             call = Call(order.host, order.incarnation, wait_s, self._link.parcel())
             try:
-                answer = await http.call(
-                    "POST", f"{order.url}/agent", call, timeout_s=wait_s + _ANSWER_LIMIT_S, reply=Parcel
-                )
+                answer = await http.call("POST", f"{order.url}/agent", call, timeout_s=wait_s + CALL_S, reply=Parcel)
             except HttpError as error:
                 if why := _end_of_launcher(error):
                     return why
                 if str(error) != said:
                     said = str(error)
                     _say(said)
-                await asyncio.sleep(_AGAIN_S)
+                await asyncio.sleep(LOOK_S)
                 continue
             for message in self._link.take(answer):
                 self._handle(message)
@@ -261,7 +253,7 @@ def _take_place(mark: str, start: Start, tell: Callable[[str], None]) -> None:
                 tell(f"pid {process.pid} was given up, and still ran: killed")
             told.add(process)
             kill(process)
-        time.sleep(_POLL_S)
+        time.sleep(POLL_S)
     if start.files:  # last: a start that comes late writes no files either
         put_files(start.folder, start.files)
 
@@ -274,7 +266,7 @@ def _end_marked(mark: str) -> None:
             kill(process)
         if time.monotonic() > deadline:
             return
-        time.sleep(_POLL_S)
+        time.sleep(POLL_S)
 
 
 def _in_place(place: str) -> dict[Identity, int]:
@@ -355,7 +347,7 @@ async def _serve_pod(run_dir: Path, host: str) -> None:
             if why != before:  # until the next launch it finds the last one's address again and again
                 _say(why)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), _AGAIN_S)
+            await asyncio.wait_for(stop.wait(), LOOK_S)
 
 
 def order_in(run_dir: Path, host: str, incarnation: int) -> Order | None:

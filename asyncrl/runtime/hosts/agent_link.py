@@ -1,7 +1,7 @@
 """What a host's agent and the launcher tell each other, and the bookkeeping that brings it over cut connections.
 
 The agent calls the launcher, `POST /agent` over the run's HTTP: one call asks and is held until there is something, or
-for `WAIT_S`, another one tells what has happened. Call and answer each have a `Parcel`. Each message has a number and
+for `HOLD_S`, another one tells what has happened. Call and answer each have a `Parcel`. Each message has a number and
 is repeated until the other end has confirmed it, so it takes effect once and in order: no process is started twice, no
 output is missing, and no exit code is lost.
 """
@@ -15,16 +15,12 @@ from contextlib import suppress
 
 import msgspec
 
+from asyncrl.comm.waits.limits import HOLD_S
 from asyncrl.comm.waits.running_time import RunningTimeout
 
-WAIT_S = 5.0
-"""Longest time, in s, for which the launcher holds a call: the agent is heard at least this often."""
-SILENCE_S = 120.0
-"""Silence of the launcher after which an agent ends its processes. Longer than a launcher may be paused, a virtual
-machine moved, or a network down."""
 GONE_S = 60.0
 """Silence of an agent after which its processes count as lost: before their peers give up (a minute and a half)."""
-BACK_S = 2 * WAIT_S
+BACK_S = 2 * HOLD_S
 """The same once what carried the agent has ended: `ssh` may have ended alone."""
 LONGEST_MESSAGE = 2 << 20
 _PARCEL_BYTES = 1 << 20

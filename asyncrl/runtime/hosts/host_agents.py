@@ -12,7 +12,7 @@ silent for `GONE_S`, if it leaves, if what carried it here ends, or if another o
 processes count as dead (`EXIT_LOST`), with the reason in their logs, and the next start on that host starts another
 agent. What carried it may have ended alone: `ssh` exits with 255 if its own connection is cut. An agent that is
 heard again within `BACK_S` goes on then.
-The lost agent is told to end if it dials again; otherwise it ends its processes after `SILENCE_S`. Until then they are
+The lost agent is told to end if it dials again; otherwise it ends its processes after `PAUSE_S`. Until then they are
 kept apart from their successors by their place (`asyncrl.runtime.hosts.agent`) and by their incarnation
 (`asyncrl.runtime.process.worker`).
 """
@@ -39,6 +39,7 @@ import asyncrl
 from asyncrl.comm.http.server import Body, HttpRoute, HttpServer, Refused, json_response
 from asyncrl.comm.security.run_secret import RunSecret
 from asyncrl.comm.typed import decode_json
+from asyncrl.comm.waits.limits import CALL_S
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import CONFIG_FILE, LOGS_DIR, SECRET_FILE, read_run_config, read_settings
 from asyncrl.config.values import to_yaml
@@ -68,8 +69,6 @@ from asyncrl.runtime.trials.resume import TrialError
 
 CANNOT_START = 101
 """Exit code of a command that found that no agent can be started, now or later."""
-_END_LIMIT_S = 20.0
-"""Longest time, in s, for the agents to end their processes, the supervisors' own limits included."""
 _SHOWN_LINES = 5
 _OF_THE_LOGIN = frozenset(
     {
@@ -291,7 +290,7 @@ class AgentBackend(LauncherBackend):
             if agent.carrier is not None and agent.carrier.returncode is None and not agent.link.was_heard:
                 agent.carrier.terminate()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_END_LIMIT_S):
+            async with asyncio.timeout(CALL_S):
                 for agent in agents:
                     await agent.ended()
         for agent in agents:

@@ -35,10 +35,8 @@ CONTAINER = "asyncrl"
 _REPLACED = 1000
 """Limit on replacements of a host's pod."""
 _LAUNCHER_REPLACED = 20
-_GRACE_S = int(SAVE_LIMIT_S) + 60
-"""Longest time, in s, for a launcher to end, its last checkpoint included."""
 _HOST_GRACE_S = 60
-"""Longest time, in s, for a host's processes to end and free its GPUs: the supervisors' own limits and some."""
+"""For a host's processes to end and free its GPUs: the supervisors' own limits and some."""
 
 
 def manifests(config: ExperimentConfig, plans: Sequence[WorkerPlan], command: Sequence[str]) -> list[dict[str, Any]]:
@@ -134,7 +132,7 @@ def _pod(
     pod: dict[str, Any] = {
         "restartPolicy": "Never" if leads else "OnFailure",
         "automountServiceAccountToken": False,
-        "terminationGracePeriodSeconds": _GRACE_S if leads else _HOST_GRACE_S,
+        "terminationGracePeriodSeconds": _HOST_GRACE_S + (int(SAVE_LIMIT_S) if leads else 0),
         "shareProcessNamespace": True,  # its process 1 reaps orphans; signals keep their effect
         "containers": [container],
         "volumes": volumes,

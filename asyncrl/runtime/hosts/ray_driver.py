@@ -36,13 +36,13 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl.comm.typed import decode_json
+from asyncrl.comm.waits.limits import CALL_S
 from asyncrl.runtime.hosts.agent import read_line
 from asyncrl.runtime.hosts.host_agents import CANNOT_START
 from asyncrl.runtime.launchers.ray import AgentRequest, HostRequest, Task, ambiguous_gpus
 from asyncrl.runtime.planning.worker_plan import HOST_VARIABLE
 
 _LONGEST_REQUEST = 1 << 20
-_CONNECT_LIMIT_S = 10.0
 _SHOWN = 2000
 
 
@@ -143,7 +143,7 @@ def _check_reachable(address: str) -> None:
     """Raise an OSError if nothing listens at HOST:PORT; Ray itself takes minutes to report that."""
     host, separator, port = address.rpartition(":")
     if separator and port.isdecimal():
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_LIMIT_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), CALL_S).close()
 
 
 def _bundle(host: HostRequest, here: str) -> dict[str, float]:

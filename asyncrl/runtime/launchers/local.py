@@ -6,14 +6,12 @@ import asyncio
 import os
 from pathlib import Path
 
+from asyncrl.comm.waits.limits import STOP_S
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle
 from asyncrl.runtime.planning.worker_plan import WorkerPlan
 from asyncrl.runtime.process.process_tree import kill_descendants, supervised
 from asyncrl.runtime.supervisor import STOP_SIGNAL, adopt_orphans
 from asyncrl.runtime.trials.claim import SAVE_LIMIT_S
-
-_GONE_LIMIT_S = 3.0
-"""Longest time, in s, for killed processes to vanish; the kernel has to free their memory."""
 
 
 class Backend(LauncherBackend):
@@ -39,7 +37,7 @@ class Backend(LauncherBackend):
         return _Child(plan, process, Path(log.name))
 
     async def close(self) -> None:
-        kill_descendants(os.getpid(), wait_s=_GONE_LIMIT_S)
+        kill_descendants(os.getpid(), wait_s=STOP_S)
         os.close(self._launched)
         os.close(self._launches)
 

@@ -15,8 +15,6 @@ from asyncrl.runtime import supervisor
 
 LAUNCH_VARIABLE = "ASYNCRL_LAUNCH"
 """Environment variable with which every process of a launch, and all that they start, are marked."""
-_LEFTOVERS_LIMIT_S = 10.0
-_POLL_S = 0.05
 
 
 def supervised(command: list[str], grace_s: float = 0.0, held: Sequence[int] = ()) -> list[str]:
@@ -48,26 +46,26 @@ def kill_descendants(pid: int, *, wait_s: float = 0.0) -> None:
     for process in (killed := supervisor.descendants(pid, spare_cleaners=True)):
         supervisor.kill(process)
     while time.monotonic() < deadline and not set(killed).isdisjoint(supervisor.descendants(pid)):
-        time.sleep(_POLL_S)
+        time.sleep(supervisor.POLL_S)
 
 
 def end_launch(launch: str) -> list[int]:
     """Kill the processes on this machine that are left of the launch with this mark; return their ids.
 
-    Gives up after `_LEFTOVERS_LIMIT_S`; the ids include those that were still there then.
+    Gives up after `supervisor.GONE_LIMIT_S`; the ids include those that were still there then.
 
     A process is recognised by the mark in its environment, 128 random bits. Its id and start time are checked again
     through the kernel's handle on it, so that no other process with a reused id is killed.
     """
     killed: set[supervisor.Identity] = set()
-    deadline = time.monotonic() + _LEFTOVERS_LIMIT_S
+    deadline = time.monotonic() + supervisor.GONE_LIMIT_S
     while found := marked(launch):  # again: one may have forked meanwhile
         for process in found:
             supervisor.kill(process)
         killed.update(found)
         if time.monotonic() > deadline:
             break
-        time.sleep(_POLL_S)
+        time.sleep(supervisor.POLL_S)
     return sorted(process.pid for process in killed)
 
 

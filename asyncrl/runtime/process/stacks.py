@@ -22,8 +22,6 @@ from asyncrl.runtime.process.remarks import remark
 from asyncrl.runtime.process.waiting import cancel
 
 _log = logging.getLogger(__name__)
-ALL_LIMIT_S = 60.0
-"""Time limit, in s, for all processes; those that are not dumped by then are left out."""
 _TITLE = "asyncrl "
 """Beginning of the titles of a run's processes; those that user code starts have others."""
 
@@ -55,10 +53,10 @@ async def dump_stacks(file: Path) -> None:
     """Write the stacks of all threads of the launch's processes, one process after the other, to `file`."""
     program, launch = py_spy(), os.environ.get(LAUNCH_VARIABLE, "")
     pids = {os.getpid(), *(process.pid for process in marked(launch))} if launch else {os.getpid()}
-    parts, ends_at = [], time.monotonic() + ALL_LIMIT_S
+    parts, ends_at = [], time.monotonic() + 3 * TOOL_S
     for pid in sorted(pids):
         if time.monotonic() > ends_at:
-            parts.append(f"the others are left out: {ALL_LIMIT_S:g} s are over\n")
+            parts.append(f"the others are left out: {3 * TOOL_S:g} s are over\n")
             break
         title = _title(pid)
         if pid == os.getpid() or title.startswith(_TITLE):

@@ -21,14 +21,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from asyncrl.comm.waits.limits import LOOK_S, STOP_S
 from asyncrl.runtime.exit_codes import EXIT_OK
 from asyncrl.runtime.supervisor import STOP_SIGNAL
 
-LEAVE_LIMIT_S = 2.5
+LEAVE_LIMIT_S = STOP_S - LOOK_S
 """Just below the time after which the launcher kills a process, which then could not log its position any more."""
-CLOSE_LIMIT_S = 0.4
-"""Longest time, in s, for one connection to close. A RolloutWorker closes five, one after the other: trajectories,
-servers, tools, endpoint, manager. Their sum is below `LEAVE_LIMIT_S`, so it stops in time if no other end responds."""
 _MOST_COROUTINES = 20
 _log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Self
 
 from asyncrl.comm import names
-from asyncrl.comm.files.file_lock import LOOK_LIMIT_S, is_held, take_lock
+from asyncrl.comm.files.file_lock import is_held, take_lock
 from asyncrl.comm.files.private_files import (
     NotPrivate,
     check_tree,
@@ -37,7 +37,7 @@ from asyncrl.comm.files.private_files import (
     read_own_file,
 )
 from asyncrl.comm.name_resolve import NameBackend, NameEntryExists, NameEntryNotFound, NameResolveError, NameResolver
-from asyncrl.comm.waits.limits import ANSWER_S
+from asyncrl.comm.waits.limits import ANSWER_S, LOOK_S
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import LAUNCHER_LOCK_FILE, LOCK_FILE, run_dir_of
 from asyncrl.runtime.supervisor import GONE_LIMIT_S, identity_of
@@ -45,7 +45,7 @@ from asyncrl.runtime.trials.open_resolver import open_resolver
 from asyncrl.runtime.trials.resume import TrialError, TrialHeld
 
 SAVE_LIMIT_S = 120.0
-"""Longest time, in s, for the leading process to finish its step, save and end after it was asked to."""
+"""For the leading process to finish its step, save and end after it was asked to."""
 _ATTEMPTS = 3
 _HOLDER_BYTES = 1 << 16
 
@@ -180,9 +180,9 @@ class TrialClaim:
 
 def _locked(own: int, lock: int, run_dir: Path, note: Callable[[str], None]) -> bool:
     """Take both locks, after waiting for a killed launch to save; return True if this process has them."""
-    if not take_lock(own, LOOK_LIMIT_S):
+    if not take_lock(own, LOOK_S):
         return False
-    if take_lock(lock, LOOK_LIMIT_S):
+    if take_lock(lock, LOOK_S):
         return True
     who = _who(read_holder(run_dir))
     limit_s = SAVE_LIMIT_S + GONE_LIMIT_S + ANSWER_S

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameResolveError, Subtree
-from asyncrl.comm.waits.limits import LOOK_S, PATIENCE_S
+from asyncrl.comm.waits.limits import LOOK_S, PATIENCE_S, STOP_S
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle
 from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS
 from asyncrl.runtime.planning.worker_plan import WorkerPlan
@@ -22,13 +22,6 @@ from asyncrl.runtime.trials.open_resolver import open_resolver
 from asyncrl.runtime.trials.process_exit import cannot_continue, is_of_brain, leads, wait_for, was_killed
 from asyncrl.runtime.trials.restart_log import BRAIN, note_restart, note_went_on
 from asyncrl.runtime.trials.trial import Trial
-
-FAILED_SAVE_LIMIT_S = 6.0
-"""Longest time, in s, for the MasterWorker to save after a failure; with the stop below it ends within 15 s."""
-STOP_LIMIT_S = 3.0
-"""Longest time, in s, for a process to end after it was asked to; then it is killed."""
-CAUSE_LIMIT_S = 2.0
-"""Longest time, in s, from the exit of a process of the brain to the report of the death that caused it."""
 
 
 class RunProcesses:
@@ -78,7 +71,7 @@ class RunProcesses:
 
     async def await_cause(self, ends: list[WorkerHandle | None]) -> None:
         """Add to `ends` the processes that end soon after: the death of a rank makes its peers and the master exit."""
-        deadline = time.monotonic() + CAUSE_LIMIT_S
+        deadline = time.monotonic() + STOP_S
         while not any(worker is not None and is_of_brain(worker) and not cannot_continue(worker) for worker in ends):
             try:
                 ends.append(await asyncio.wait_for(self._ends.get(), max(0.0, deadline - time.monotonic())))
@@ -96,9 +89,9 @@ class RunProcesses:
         note_restart(self._trial.run_dir, what, reason)
         for worker in workers:
             worker.kill_process()
-        for worker in await wait_for(workers, STOP_LIMIT_S):
+        for worker in await wait_for(workers, STOP_S):
             worker.kill()
-        await wait_for(workers, STOP_LIMIT_S)
+        await wait_for(workers, STOP_S)
         for worker in workers:
             self.running.remove(worker)
         plans = [worker.plan for worker in workers]
@@ -155,7 +148,7 @@ class RunProcesses:
     async def save_and_stop(self) -> None:
         """Have the leading process save, if it still runs, and stop everything."""
         self.terminate_leader()
-        await wait_for([worker for worker in self.running if leads(worker)], FAILED_SAVE_LIMIT_S)
+        await wait_for([worker for worker in self.running if leads(worker)], 2 * STOP_S)
         await self.stop()
 
     async def stop(self) -> None:
@@ -164,11 +157,11 @@ class RunProcesses:
             workers = [worker for worker in self.running if PROCESS_KINDS[worker.plan.kind].serves == serves]
             for worker in workers:
                 worker.terminate()
-            for worker in await wait_for(workers, STOP_LIMIT_S):
-                limit = f"{STOP_LIMIT_S:.0f} s"
+            for worker in await wait_for(workers, STOP_S):
+                limit = f"{STOP_S:.0f} s"
                 self._note(f"{worker.plan.name} did not stop within {limit}; killed; see {worker.log}")
                 worker.kill()
-        await wait_for(self.running, STOP_LIMIT_S)
+        await wait_for(self.running, STOP_S)
 
     def kill(self) -> None:
         """Kill all processes."""

@@ -157,7 +157,7 @@ class Renewing(NameResolver):
 def test_a_lease_is_renewed_again_after_an_outage_of_any_length_with_one_line_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(base, "AGAIN_S", 0.001)
+    monkeypatch.setattr(base, "LOOK_S", 0.001)
     renewed = threading.Event()
     attempts = 0
 

@@ -21,7 +21,7 @@ from asyncrl.api import RunIn
 from asyncrl.rollout.settings import UserCodeConfig
 from asyncrl.rollout.user_code_pool.child import MAX_BYTES, ChildCall, CodeTarget, packed
 from asyncrl.rollout.user_code_pool.process_pool import ProcessLimits, Usage, _Process, excess, usage
-from asyncrl.rollout.user_code_pool.runner import MAX_ABANDONED, QUIET_S, Code, RunningCalls, UserCodeRunner, UserLoop
+from asyncrl.rollout.user_code_pool.runner import MAX_ABANDONED, REPEAT_S, Code, RunningCalls, UserCodeRunner, UserLoop
 from asyncrl.rollout.user_code_pool.timing import Activity, Meter, current_meter, metered, timed
 from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError, failed_label
 
@@ -491,7 +491,7 @@ async def test_a_call_runs_from_when_a_process_is_free(
 async def test_what_holds_the_loops_is_named(
     runner: UserCodeRunner, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.rollout.user_code_pool.runner.WATCH_EVERY_S", 0.05)
+    monkeypatch.setattr("asyncrl.rollout.user_code_pool.runner.LOOK_S", 0.05)
 
     async def sleeps_synchronously() -> None:
         """It comes round now and then: what held the loop before this, a thread that begins late, was told then."""
@@ -531,7 +531,7 @@ def test_a_slow_code_is_named_once_in_a_while_with_how_often_it_was() -> None:
     assert slow.slow_line("reward a", 31.0, 1.0) == "reward a took 31 s"
     assert slow.slow_line("reward a", 31.0, 2.0) is None
     assert slow.slow_line("reward b", 6.0, 2.0) == "reward b took 6 s"
-    assert slow.slow_line("reward a", 7.25, 1.0 + QUIET_S) == (
+    assert slow.slow_line("reward a", 7.25, 1.0 + REPEAT_S) == (
         "reward a took 7.25 s, and 1 more of its calls were slow since the last such line"
     )
 

@@ -295,7 +295,7 @@ async def test_a_silent_agent_is_lost_and_told_to_end_when_it_is_back(
 ) -> None:
     monkeypatch.setattr(host_agents, "GONE_S", 3.0)
     backend = Backend(run_dir)
-    backend.before = "from asyncrl.runtime.hosts import agent_link; agent_link.WAIT_S = 0.2; "
+    backend.before = "from asyncrl.runtime.hosts import agent; agent.HOLD_S = 0.2; "
     worker, beside = await backend.start(plan_of(WAITS)), await backend.start(plan_of(WAITS, "box3"))
     process, other = await process_of(worker), await process_of(beside)
     there = psutil.Process(backend._agents["box2"].carrier.pid)  # type: ignore[union-attr]
@@ -339,7 +339,7 @@ asyncio.run(main())
 async def test_processes_end_with_a_killed_launcher_at_once_and_with_a_silent_one_in_time(
     run_dir: Path, sign: signal.Signals
 ) -> None:
-    short = "from asyncrl.runtime.hosts import agent_link; agent_link.SILENCE_S = 2.0; "
+    short = "from asyncrl.runtime.hosts import agent; agent.PAUSE_S = 2.0; "
     before = short if sign == signal.SIGSTOP else ""
     with subprocess.Popen(  # noqa: ASYNC220 - a fork
         [sys.executable, "-c", SCRIPT, str(run_dir), before], stdout=subprocess.PIPE, text=True

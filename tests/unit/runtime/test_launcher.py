@@ -525,7 +525,7 @@ def test_where_the_last_step_is_lost_the_whole_run_goes_back_to_its_checkpoint(
 
 @pytest.mark.usefixtures("brain")
 def test_a_rank_that_gives_up_by_itself_ends_the_run(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_processes, "CAUSE_LIMIT_S", 0.05)
+    monkeypatch.setattr(run_processes, "STOP_S", 0.05)
     code, stage, notes = play(rank=ends(1))
     assert (code, stage.started) == (EXIT_FAILED, ONCE)
     assert "FAILED: rank/0 (played) exited with 1" in notes
@@ -579,7 +579,7 @@ def test_a_process_is_not_replaced_once_the_run_is_to_stop(
 def _deaf(monkeypatch: pytest.MonkeyPatch) -> None:
     """No process ends because it was asked to."""
     monkeypatch.setattr(Played, "terminate", lambda worker: None)
-    monkeypatch.setattr(run_processes, "STOP_LIMIT_S", 0.0)
+    monkeypatch.setattr(run_processes, "STOP_S", 0.0)
 
 
 @pytest.mark.usefixtures("_deaf")

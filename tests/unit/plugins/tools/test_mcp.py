@@ -12,13 +12,13 @@ import psutil
 import pytest
 
 from asyncrl.api import ToolCall
+from asyncrl.comm.waits.limits import CLOSE_S, STOP_S
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.tools.settings import McpServerConfig
 from asyncrl.rollout.settings import UserCodeConfig
 from asyncrl.rollout.user_code.tools import RunTools
 from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
-from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S, LEAVE_LIMIT_S
-from asyncrl.runtime.trials.run_processes import STOP_LIMIT_S
+from asyncrl.runtime.process.stopping import LEAVE_LIMIT_S
 
 pytest.importorskip("mcp")
 
@@ -92,7 +92,7 @@ else:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine may take longer to end a server than a worker that stops may wait."""
-    monkeypatch.setattr("asyncrl.rollout.user_code.tools.CLOSE_LIMIT_S", LIMIT_S)
+    monkeypatch.setattr("asyncrl.rollout.user_code.tools.CLOSE_S", LIMIT_S)
 
 
 @pytest.fixture
@@ -242,12 +242,12 @@ threading.Thread(target=threading.Event().wait).start()  # stdin's end is no end
 async def test_a_server_that_does_not_end_delays_the_worker_no_longer_than_a_connection_may(
     runner, server, caplog, monkeypatch
 ):
-    monkeypatch.setattr("asyncrl.rollout.user_code.tools.CLOSE_LIMIT_S", CLOSE_LIMIT_S)
+    monkeypatch.setattr("asyncrl.rollout.user_code.tools.CLOSE_S", CLOSE_S)
     stubborn = Path(server).with_name("stubborn.py")
     stubborn.write_text(STUBBORN + SERVER)
     async with RunTools((), [_over_stdio(str(stubborn), tools=["talks"])], runner) as tools:
         program = psutil.Process(int(await _call(tools, "talks", {})))
-    assert f"did not close within {CLOSE_LIMIT_S / 2:g} s" in caplog.text
+    assert f"did not close within {CLOSE_S / 2:g} s" in caplog.text
     assert program.is_running()
     program.kill()
     del tools
@@ -256,7 +256,7 @@ async def test_a_server_that_does_not_end_delays_the_worker_no_longer_than_a_con
 
 
 def test_all_that_a_rollout_worker_closes_fits_into_the_time_that_a_process_has_to_stop():
-    assert 5 * CLOSE_LIMIT_S < LEAVE_LIMIT_S < STOP_LIMIT_S
+    assert 5 * CLOSE_S < LEAVE_LIMIT_S < STOP_S
 
 
 CONTENT = """
