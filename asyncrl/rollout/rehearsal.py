@@ -64,7 +64,7 @@ ROWS_TRIED = 1000
 ROWS_CHECKED = 20_000
 """Number of first rows that the rewards check."""
 CHECK_S = 3.0
-"""Time in seconds after which no further row is checked."""
+"""After which no further row is checked."""
 NO_ANSWERS = ("", "I do not know.")
 _MOST_TOKENS = 8
 _PACKAGE = str(Path(__file__).parents[1])

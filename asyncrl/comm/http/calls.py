@@ -26,7 +26,7 @@ T = TypeVar("T")
 _JSON = {"Content-Type": "application/json"}
 
 KEEP_ALIVE_S = 4.0
-"""Time in seconds after which idle connections are closed, before the server closes them and breaks the next call;
+"""After which idle connections are closed, before the server closes them and breaks the next call;
 uvicorn does so after 5 s.
 """
 

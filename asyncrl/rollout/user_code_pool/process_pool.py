@@ -46,7 +46,7 @@ from asyncrl.rollout.user_code_pool.timing import Activity, timed
 from asyncrl.rollout.user_code_pool.user_code_errors import TOO_SLOW, UserCodeError
 
 START_LIMIT_S = 120.0
-"""Time limit, in s, for a process to start, and for it to import the user's module."""
+"""For a process to start, and for it to import the user's module."""
 PRINTED_LIMIT = 64 << 10
 """Bytes that one process may print into the worker's log; the rest is read and thrown away."""
 _CHILD = (

@@ -37,7 +37,7 @@ MAX_ABANDONED = 64
 """Limit on abandoned calls of one piece of code that still run in threads; it is not called until one of them ends."""
 
 HELD_S = 1.0
-"""Seconds without a turn after which an event loop counts as blocked, and the blocking code is named."""
+"""Without a turn after which an event loop counts as blocked, and the blocking code is named."""
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)

@@ -30,14 +30,14 @@ from asyncrl.runtime.settings import SSH, HostConfig
 from asyncrl.runtime.trials.resume import TrialError
 
 _LIMIT_S = 90.0
-"""Longest time, in s, for the answer of a host: ssh tries for 20 s, and a login may start slowly."""
+"""For the answer of a host: ssh tries for 20 s, and a login may start slowly."""
 _AT_ONCE = 32
 """Logins at the same time."""
 _NO_PROGRAM = (126, 127)
 """Exit codes of a shell that cannot run a command."""
 _OLDEST_PYTHON = (3, 11)
 CLOCK_S = 1.0
-"""Difference between two hosts' clocks, in s, from which times of one run cannot be compared any more."""
+"""Difference between two hosts' clocks from which times of one run cannot be compared any more."""
 _REFUSALS = {
     "Name or service not known": "ssh knows no host of this name; correct it, or add an entry to ~/.ssh/config",
     "Permission denied": "the host refuses the login; add your public key to the host's authorized_keys, or name "
