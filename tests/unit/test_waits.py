@@ -36,7 +36,8 @@ def waits(file: Path) -> Iterator[Wait]:
 
 def reason(node: ast.stmt | None) -> str:
     string = node.value if isinstance(node, ast.Expr) else None
-    return " ".join(string.value.split()) if isinstance(string, ast.Constant) and isinstance(string.value, str) else ""
+    text = string.value if isinstance(string, ast.Constant) and isinstance(string.value, str) else ""
+    return " ".join(text.partition("\n\n")[0].split())
 
 
 def test_every_time_constant_has_its_reason_in_one_table_and_there_are_few() -> None:
