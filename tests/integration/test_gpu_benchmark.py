@@ -20,7 +20,8 @@ import torch
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
-from asyncrl.inference.sglang import gpu_checks
+from asyncrl.inference import checks
+from asyncrl.inference.sglang import checks as sglang_checks
 from asyncrl.models.weights.transports import TRANSPORTS, nccl
 from asyncrl.models.weights.transports.base import weight_transport
 from asyncrl.runtime.process import hardware
@@ -121,7 +122,7 @@ def test_a_server_is_on_the_gpu_that_a_run_would_give_it_and_one_gpu_has_no_nccl
     for dtype in (Dtype.bfloat16, Dtype.float32):
         config = sglang_server.settings(bench, dtype)
         assert config.generation.sglang.env == {"CUDA_VISIBLE_DEVICES": gpus[-1]}
-        assert list(gpu_checks.problems(config)) == []
+        assert [*checks.gpu_problems(config), *sglang_checks._float32(config)] == []
     for transport in TRANSPORTS:
         config.manager.weight_transport = transport
         problems = list(weight_transport(transport).check(config))

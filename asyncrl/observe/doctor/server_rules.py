@@ -82,7 +82,7 @@ def _limit(m: Measured, fleet: Fleet) -> Finding | None:
     retracted = fleet.total("retracted_s") or 0.0
     seen = f"{waits(m)}; {queued:.0f} samples wait in {fleet.name} while {running:.0f}"
     if kv > 0.7 or retracted > 0 or (most and running < 0.6 * most and kv > 0.3):
-        backend = GenerationBackend(str(m.settings.get("generation.backend", GenerationBackend.embedded)))
+        backend = GenerationBackend(m.settings.get("generation.backend") or GenerationBackend.embedded)
         cache = GenerationConfig(backend).engine.memory_setting
         return bottleneck(
             m,

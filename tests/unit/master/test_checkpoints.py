@@ -10,7 +10,6 @@ from unittest.mock import AsyncMock, MagicMock
 import pytest
 
 from asyncrl.master.recovery.checkpoints import Checkpoints, CheckpointSchedule
-from asyncrl.master.recovery.run_state import Progress
 from asyncrl.models.weights.versions.manifest import FileEntry
 from asyncrl.trainer.messages import WrittenShare
 from asyncrl.trainer.settings import CheckpointConfig
@@ -65,7 +64,7 @@ def test_a_checkpoint_that_is_whole_tells_its_seconds_and_bytes_once(tmp_path: P
         now[0] += 4.0
 
     ranks = MagicMock(all=AsyncMock(return_value=shares), publisher=AsyncMock(side_effect=commit), master="m")
-    run = MagicMock(progress=Progress(1, 0), checkpoint=AsyncMock(return_value={}))
+    run = MagicMock(version=1, state=MagicMock(return_value={}))
     checkpoints = Checkpoints(CheckpointConfig(), tmp_path, ranks, run, MagicMock(), lambda: None, clock=lambda: now[0])
 
     async def save() -> None:
