@@ -128,7 +128,9 @@ async def test_the_processes_of_a_host_share_one_agent_and_each_has_its_log_and_
     assert workers[0].last_lines() == ["1"]
     assert "No such file" in workers[3].last_lines()[-1]
     assert {worker.description for worker in workers} == {"on box2"}
-    agents = [child for child in psutil.Process().children() if "hosts.agent" in " ".join(child.cmdline())]
+    agents = [
+        child for child in psutil.Process().children() if runs(child) and "hosts.agent" in " ".join(child.cmdline())
+    ]
     assert len(agents) == 1
     told = " ".join(agents[0].cmdline()) + " ".join(agents[0].environ().values())
     assert (await asyncio.to_thread(RunSecret.load, backend.run_dir / "secret")).token not in told
@@ -215,7 +217,7 @@ class Proxied(Backend):
 
     shell = ("sh", "-c", '"$@" | true', "sh")
 
-    before = "from asyncrl.runtime.hosts import agent; agent._AGAIN_S = 0.05; "
+    before = "from asyncrl.runtime.hosts import agent; agent.LOOK_S = 0.05; "
 
     async def listen(self) -> None:
         """Listen behind the proxy."""
