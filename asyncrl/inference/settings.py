@@ -1,19 +1,23 @@
-"""Settings of the GenerationServers."""
+"""Settings of the GenerationServers, and the back ends: what each engine can do, in one table.
+
+All others ask `generation.engine` and know no engine by its name. To add one, write its folder (`host`, `checks`), its
+class here, and its name in `GenerationBackend` and `BACKENDS`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
-from typing import Any
+from typing import Any, Final
 
 from asyncrl.config.setting import Device, Dtype, setting
-from asyncrl.inference.backends import BACKENDS, Backend
 
 NO_GUESTS, ALL_GUESTS = "none", "all"
 
 
 class GenerationBackend(StrEnum):
-    """The engine behind the HTTP contract; `asyncrl.inference.backends` has what each can do."""
+    """The engine behind the HTTP contract."""
 
     embedded = auto()
     """The torch engine in the GenerationServer's own process."""
@@ -121,3 +125,207 @@ def guests_of(generation: GenerationConfig) -> range:
     else:
         count = int(said)
     return range(servers - count, servers)
+
+
+SGLANG_PICTURES: Final = frozenset({"glm4v", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
+"""`model_type` of the models whose pictures SGLang servers take (`asyncrl/inference/sglang/plugin`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerShape:
+    """Ranks of one server along each axis.
+
+    With `shared_attention` (`enable_dp_attention`) the data axis lies within the tensor axis and adds no ranks.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    shared_attention: bool = False
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs of the server: one per rank."""
+        return self.tensor * self.pipeline * (1 if self.shared_attention else self.data)
+
+    def __str__(self) -> str:
+        axes = {"tensor_parallel": self.tensor, "args.pp_size": self.pipeline, "args.dp_size": self.data}
+        named = [f"generation.sglang.{name}={value}" for name, value in axes.items() if value > 1]
+        return ", ".join(named) or "generation.sglang.tensor_parallel=1"
+
+
+class Backend:
+    """What the servers of these settings can do. The defaults are those of an engine that can only generate text.
+
+    Attributes:
+        label: name in messages.
+        host: import path of a function (worker, *, scratch, guest) that returns the `EngineHost` of a GenerationServer.
+        checks: module of `check(config)` and `warnings(config)` for settings that concern this engine alone.
+        server_check: import path of a function (url, config, security) that checks a server before it gets requests;
+            empty: the engine itself refuses what it cannot do.
+        memory_flag: its flag for the share of a GPU's free memory that a server takes; empty: `fixed_cache`.
+        own_api: its servers have what this project added to SGLang's API: pictures are sent once and then named, and a
+            pause ends requests at once.
+        same_arithmetic: it rounds as training ranks of the same type do.
+        tells_experts: answers tell which experts each token was sent to.
+        loads_adapters: a version may be LoRA adapters alone.
+        loads_quantised: it serves folders of quantised weights as they are.
+        takes_sent_weights: weights may be sent from the trainer's memory, besides being read from disk.
+        verifies_files: it verifies the checksums of the weights that it reads.
+    """
+
+    label: str
+    host: str
+    checks: str
+    server_check = memory_flag = ""
+    own_api = same_arithmetic = tells_experts = loads_adapters = False
+    loads_quantised = takes_sent_weights = verifies_files = False
+
+    def __init__(self, generation: GenerationConfig) -> None:
+        self.generation = generation
+
+    @property
+    def program(self) -> SGLangConfig | None:
+        """Its part of the settings if it is a program of its own; None: torch in the GenerationServer's process."""
+        return None
+
+    @property
+    def urls(self) -> Sequence[str]:
+        """Servers that others started and the run adopts; empty if the run starts its own."""
+        return () if self.program is None else self.program.urls
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """`args` of `program` by the engine's own names, whichever way they are spelled."""
+        args = {} if self.program is None else self.program.args
+        return {key.lstrip("-").replace("-", "_"): value for key, value in args.items()}
+
+    @property
+    def fixed_cache(self) -> bool:
+        """True if `generation.max_total_tokens` and `max_running_requests` bound what a server holds."""
+        return not self.memory_flag
+
+    @property
+    def memory_setting(self) -> str:
+        """The setting that bounds the memory of a server."""
+        if self.fixed_cache:
+            return "generation.max_total_tokens"
+        return f"generation.{self.generation.backend}.args.{self.memory_flag}"
+
+    @property
+    def memory_share(self) -> float | None:
+        """The share of a GPU's free memory that a server is told to take; None: it is told none."""
+        share: float | None = self.flags.get(self.memory_flag)
+        return share
+
+    @property
+    def shape(self) -> ServerShape:
+        """The ranks of each server that is started.
+
+        Raises:
+            ValueError: a flag does not fit; the message names it.
+        """
+        return ServerShape()
+
+    @property
+    def quantised(self) -> str:
+        """The setting by which the servers quantise their weights; empty if they do not, or were adopted."""
+        return ""
+
+    @property
+    def finds_stop_strings(self) -> bool:
+        """True if the servers have tokenizers to find stop strings with."""
+        return False
+
+    @property
+    def wants_prefix_first(self) -> bool:
+        """True if the servers share the common prefix of one batch's requests only after an earlier request had it."""
+        return False
+
+    def takes_pictures(self, weight_transport: str, model_type: str) -> bool:
+        """Return whether the servers take the pictures of models of transformers' type `model_type`."""
+        return False
+
+
+class Embedded(Backend):
+    """The torch engine of this package, in the GenerationServer's own process."""
+
+    label = "the embedded engine"
+    host = "asyncrl.inference.embedded.host:make_host"
+    checks = "asyncrl.inference.embedded.checks"
+    own_api = same_arithmetic = tells_experts = loads_adapters = verifies_files = finds_stop_strings = True
+
+    @property
+    def quantised(self) -> str:
+        chosen = self.generation.quantization
+        return "" if chosen == "none" else f"generation.quantization={chosen}"
+
+    def takes_pictures(self, weight_transport: str, model_type: str) -> bool:
+        return True
+
+
+class SGLang(Backend):
+    """An SGLang server, started as a child or adopted."""
+
+    label = "SGLang"
+    host = "asyncrl.inference.sglang.host:make_host"
+    checks = "asyncrl.inference.sglang.checks"
+    server_check = "asyncrl.inference.sglang.server_checks:check_server"
+    memory_flag = "mem_fraction_static"
+    loads_quantised = takes_sent_weights = True
+
+    @property
+    def program(self) -> SGLangConfig:
+        return self.generation.sglang
+
+    @property
+    def shape(self) -> ServerShape:
+        flags, tensor = self.flags, self.generation.sglang.tensor_parallel
+
+        def size(*names: str) -> int:
+            value = next((flags[name] for name in names if flags.get(name) is not None), 1)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"generation.sglang.args.{names[0]}={value!r}: it is a number of ranks; use 1 or more")
+            return value
+
+        if (nodes := size("nnodes")) > 1:
+            raise ValueError(
+                f"generation.sglang.args.nnodes={nodes}: a server is started on one host; start one over several "
+                "yourself and name it in generation.sglang.urls"
+            )
+        pipeline, data = size("pp_size", "pipeline_parallel_size"), size("dp_size", "data_parallel_size")
+        shape = ServerShape(tensor, pipeline, data, bool(flags.get("enable_dp_attention")))
+        if shape.shared_attention and size("attn_dp_size") > 1:
+            raise ValueError(
+                "generation.sglang.args.enable_dp_attention=true: attn_dp_size says the same in SGLang's newer words; "
+                "leave enable_dp_attention out"
+            )
+        if shape.shared_attention and tensor % data:
+            raise ValueError(
+                f"generation.sglang.args.dp_size={data}: with enable_dp_attention it divides "
+                f"generation.sglang.tensor_parallel={tensor}"
+            )
+        return shape
+
+    @property
+    def quantised(self) -> str:
+        method = self.flags.get("quantization")
+        return f"generation.sglang.args.quantization={method!r}" if method and method != "unquant" else ""
+
+    @property
+    def finds_stop_strings(self) -> bool:
+        """Only if they are started with one."""
+        return not self.urls and self.flags.get("skip_tokenizer_init") is False
+
+    @property
+    def wants_prefix_first(self) -> bool:
+        """The radix cache has a prefix once a request is done."""
+        return not self.flags.get("disable_radix_cache")
+
+    def takes_pictures(self, weight_transport: str, model_type: str) -> bool:
+        """Those of the run's own servers, which get their weights from disk: others were not compared."""
+        return model_type in SGLANG_PICTURES and not self.urls and weight_transport == "disk"
+
+
+BACKENDS: Final[dict[str, type[Backend]]] = {"embedded": Embedded, "sglang": SGLang}
+"""By the value of `generation.backend`."""

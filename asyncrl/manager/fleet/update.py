@@ -27,7 +27,7 @@ class ServerUpdater:
         timeout_s: limit of silence. The caller ends an update or a rest without a sign of life, so their calls have no
             limit.
         checks: checks that a server must pass after each update.
-        own_api: see `asyncrl.inference.backends.Backend`.
+        own_api: see `asyncrl.inference.settings.Backend`.
     """
 
     def __init__(

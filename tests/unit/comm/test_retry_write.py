@@ -66,6 +66,6 @@ def test_what_has_another_place_to_go_is_not_waited_for() -> None:
 
 
 def test_a_disk_that_stays_full_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "LIMIT_S", 0.01)
+    monkeypatch.setattr(writing, "PATIENCE_S", 0.01)
     with pytest.raises(OSError, match="No space"):
         write_blocking(failing(10_000, errno.ENOSPC))

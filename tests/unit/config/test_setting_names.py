@@ -24,6 +24,7 @@ NO_SETTINGS = {
     "agent.runtime.type": "a setting of verifiers",
     "buffer.expire": "a method",
     "env.reset": "a method",
+    "generation.engine": "an attribute",
     "env.step": "a method",
     "model.generate": "a method",
     "rollout.age": "an attribute",

@@ -13,14 +13,13 @@ import pytest
 
 import asyncrl
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.inference.backends import BACKENDS, Backend
-from asyncrl.inference.settings import GenerationBackend
+from asyncrl.inference.settings import BACKENDS, Backend, GenerationBackend
 from asyncrl.launch.before_start import checks
 from asyncrl.launch.before_start.devices import device_lines
 from asyncrl.runtime.planning.plan_workers import plan_workers, with_types
 
 ROOT = Path(asyncrl.__file__).parent
-TABLE = ROOT / "inference" / "backends.py"
+TABLE = ROOT / "inference" / "settings.py"
 
 
 def comparisons(code: str) -> Iterator[int]:
@@ -48,7 +47,7 @@ def comparisons(code: str) -> Iterator[int]:
         "ok = generation.backend == GenerationBackend.embedded",
         "ok = 'sglang' != generation.backend",
         "ok = generation.backend in (GenerationBackend.sglang,)",
-        "from asyncrl.inference.backends import SGLang",
+        "from asyncrl.inference.settings import SGLang",
         "match backend:\n    case GenerationBackend.sglang:\n        pass",
     ],
 )

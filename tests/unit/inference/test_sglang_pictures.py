@@ -17,11 +17,10 @@ from transformers import AutoModelForImageTextToText
 from asyncrl.api.picture import PlacedPicture
 from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.inference.backends import SGLANG_PICTURES
 from asyncrl.inference.checks import check
 from asyncrl.inference.client import GenerationServerClient, MalformedReply, PictureSender
 from asyncrl.inference.messages import GenerateRequest, inline_picture
-from asyncrl.inference.settings import GenerationBackend
+from asyncrl.inference.settings import SGLANG_PICTURES, GenerationBackend
 from asyncrl.inference.sglang import command as sglang_command
 from asyncrl.inference.sglang.command import build_command
 from asyncrl.inference.sglang.ports import PortBlock, reserve_ports
