@@ -21,7 +21,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observe.display import Display
 from asyncrl.runtime import supervisor
 from asyncrl.runtime.launcher import Launcher
-from asyncrl.runtime.process.process_tree import end_launch, mark_of, supervised
+from asyncrl.runtime.process.process_tree import end_marked, mark_of, supervised
 from asyncrl.runtime.supervisor import Identity, identity_of, kill
 from asyncrl.runtime.trials.claim import TrialClaim
 
@@ -187,9 +187,9 @@ def test_a_killed_supervisor_takes_its_worker_along_and_the_next_start_finds_the
         assert not runs(worker.worker)
         orphans = {child.pid for child in worker.children if runs(child)}
         assert orphans, "the kernel ended them all: nothing to find"
-        assert orphans <= set(end_launch(launch))
+        assert orphans <= set(end_marked(launch))
         worker.assert_nothing_is_left()
-        assert end_launch(launch) == []
+        assert end_marked(launch) == []
         assert bystander.poll() is None
     finally:
         worker.end()

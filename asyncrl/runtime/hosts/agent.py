@@ -56,7 +56,7 @@ from asyncrl.runtime.hosts.agent_link import (
     Start,
     Stop,
 )
-from asyncrl.runtime.process.process_tree import kill_descendants, supervised, with_variable
+from asyncrl.runtime.process.process_tree import end_marked, kill_descendants, supervised, with_variable
 from asyncrl.runtime.supervisor import GONE_LIMIT_S, POLL_S, STOP_SIGNAL, Identity, adopt_orphans, kill
 
 PLACE_VARIABLE = "ASYNCRL_PLACE"
@@ -184,8 +184,8 @@ class Agent:
         printing = asyncio.create_task(self._send_output(start.process, printed))
         obeying = asyncio.create_task(self._obey(process, self._commands[start.process]))
         code = await process.wait()
-        if code == -signal.SIGKILL:  # a killed supervisor leaves orphans, which could print for ever
-            await asyncio.to_thread(_end_marked, mark)
+        if code == -signal.SIGKILL and mark:  # a killed supervisor leaves orphans, which could print for ever
+            await asyncio.to_thread(end_marked, mark, PLACE_VARIABLE)
         await printing
         obeying.cancel()
         del self._commands[start.process]
@@ -256,17 +256,6 @@ def _take_place(mark: str, start: Start, tell: Callable[[str], None]) -> None:
         time.sleep(POLL_S)
     if start.files:  # last: a start that comes late writes no files either
         put_files(start.folder, start.files)
-
-
-def _end_marked(mark: str) -> None:
-    """Kill the processes on this host that belong to the process with this mark."""
-    deadline = time.monotonic() + GONE_LIMIT_S
-    while found := [process for process, value in with_variable(PLACE_VARIABLE) if mark and value == mark]:
-        for process in found:
-            kill(process)
-        if time.monotonic() > deadline:
-            return
-        time.sleep(POLL_S)
 
 
 def _in_place(place: str) -> dict[Identity, int]:

@@ -1,4 +1,4 @@
-"""What a host's agent and the launcher tell each other, and the bookkeeping that brings it over cut connections.
+"""The messages between a host's agent and the launcher, and their delivery over cut connections.
 
 The agent calls the launcher, `POST /agent` over the run's HTTP: one call asks and is held until there is something, or
 for `HOLD_S`, another one tells what has happened. Call and answer each have a `Parcel`. Each message has a number and
@@ -28,7 +28,7 @@ _HELD_BYTES = 16 << 20
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What an agent has to know to reach the launcher.
+    """The launcher's address, and the proofs with which an agent calls it.
 
     Attributes:
         url: of the launcher.
@@ -81,7 +81,7 @@ class End(msgspec.Struct, frozen=True, tag=True):
 
 
 class Output(msgspec.Struct, frozen=True, tag=True):
-    """What the process, or one that it started, has printed."""
+    """Output of the process, or of one that it started."""
 
     process: int
     text: bytes

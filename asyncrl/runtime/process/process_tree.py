@@ -29,7 +29,7 @@ def supervised(command: list[str], grace_s: float = 0.0, held: Sequence[int] = (
 
 
 def mark_of(launch: str) -> dict[str, str]:
-    """Return the environment variables by which `end_launch` finds the processes of this launch."""
+    """Return the environment variables by which `end_marked` finds the processes of this launch."""
     return {
         LAUNCH_VARIABLE: launch,
         "SPT_NOENV": "1",  # else setproctitle writes a process's title over its environment
@@ -49,17 +49,17 @@ def kill_descendants(pid: int, *, wait_s: float = 0.0) -> None:
         time.sleep(supervisor.POLL_S)
 
 
-def end_launch(launch: str) -> list[int]:
-    """Kill the processes on this machine that are left of the launch with this mark; return their ids.
+def end_marked(mark: str, variable: str = LAUNCH_VARIABLE) -> list[int]:
+    """Kill the processes on this machine that have this mark, by default what is left of a launch; return their ids.
 
     Gives up after `supervisor.GONE_LIMIT_S`; the ids include those that were still there then.
 
-    A process is recognised by the mark in its environment, 128 random bits. Its id and start time are checked again
-    through the kernel's handle on it, so that no other process with a reused id is killed.
+    A process is recognised by the mark in its environment. Its id and start time are checked again through the kernel's
+    handle on it, so that no other process with a reused id is killed.
     """
     killed: set[supervisor.Identity] = set()
     deadline = time.monotonic() + supervisor.GONE_LIMIT_S
-    while found := marked(launch):  # again: one may have forked meanwhile
+    while found := marked(mark, variable):  # again: one may have forked meanwhile
         for process in found:
             supervisor.kill(process)
         killed.update(found)
@@ -69,9 +69,11 @@ def end_launch(launch: str) -> list[int]:
     return sorted(process.pid for process in killed)
 
 
-def marked(launch: str) -> list[supervisor.Identity]:
-    """Return this user's living processes on this machine that belong to the launch, without this one."""
-    return [process for process, mark in with_variable(LAUNCH_VARIABLE) if mark == launch]
+def marked(mark: str, variable: str = LAUNCH_VARIABLE) -> list[supervisor.Identity]:
+    """Return this user's living processes on this machine that have this mark, by default that of a launch, without
+    this one.
+    """
+    return [process for process, value in with_variable(variable) if value == mark]
 
 
 def with_variable(variable: str) -> list[tuple[supervisor.Identity, str]]:

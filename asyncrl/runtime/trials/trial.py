@@ -36,7 +36,7 @@ from asyncrl.config.run_dir import (
 )
 from asyncrl.inference.settings import guests_of
 from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS
-from asyncrl.runtime.process.process_tree import end_launch
+from asyncrl.runtime.process.process_tree import end_marked
 from asyncrl.runtime.settings import Resume
 from asyncrl.runtime.trials.claim import TrialClaim, is_here
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint, trains_elsewhere, uses_memory_checkpoint
@@ -105,7 +105,7 @@ class Trial:
 
     def _end_leftovers(self, claim: TrialClaim) -> None:
         """End the processes that a launch left when it was killed with all supervisors: they hold ports and memory."""
-        if claim.former is not None and is_here(claim.former) and (pids := end_launch(claim.former.launch)):
+        if claim.former is not None and is_here(claim.former) and (pids := end_marked(claim.former.launch)):
             self._note(f"ended what an earlier launch left running: {', '.join(f'pid {pid}' for pid in pids)}")
 
     def _apply_resume(self, used: Sequence[Path]) -> None:
