@@ -35,9 +35,10 @@ lint: setup
 types: setup
 	$(PYTHON_IN) -m mypy
 
-# The documentation as a site, in site/: every page is in its order, and no link is dead.
-docs:
+# The documentation as a site, in site/: every page is in its order, and no link is dead. Four pages are made from the code.
+docs: setup
 	@test -x .venv-docs/bin/zensical || (python3 -m venv .venv-docs && .venv-docs/bin/pip install -q zensical==0.0.73)
+	$(PYTHON_IN) docs/made_pages.py
 	.venv-docs/bin/zensical build --strict
 	@echo "open site/index.html, or: python3 -m http.server -d site"
 

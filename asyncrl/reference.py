@@ -46,8 +46,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from asyncrl.algorithms import critic_objective as value_functions
-from asyncrl.algorithms.arithmetic.sums import Stats, merge_stats, values
+from asyncrl.algorithms.arithmetic import Stats, merge_stats, stat_values
+from asyncrl.algorithms.critic import ValueObjective, align_values
 from asyncrl.algorithms.inputs import (
     AdvantageInputs,
     AdvantageOutput,
@@ -56,8 +56,8 @@ from asyncrl.algorithms.inputs import (
     SelectionOutput,
     ValueLossInputs,
 )
-from asyncrl.algorithms.objective.objective import Objective
-from asyncrl.algorithms.spec import Choice, ObjectiveSpec
+from asyncrl.algorithms.objective import Objective
+from asyncrl.algorithms.registry import Choice, ObjectiveSpec
 from asyncrl.api import (
     Agent,
     Completion,
@@ -75,7 +75,7 @@ from asyncrl.config.load import load_supervised
 from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, Job, SamplingSpec
-from asyncrl.inference.embedded.random_streams import derive_seed
+from asyncrl.inference.random_streams import derive_seed
 from asyncrl.models.weights.model_files.whole_folder import check_whole
 from asyncrl.plugins.agents.single_turn import SingleTurnAgent
 from asyncrl.plugins.chat.client import ChatPolicy, EpisodeClient
@@ -83,7 +83,7 @@ from asyncrl.plugins.datasets import Dataset
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
 from asyncrl.plugins.datasets.prompt_format import PromptFormat, make_prompt
 from asyncrl.plugins.datasets.queue.order import DataOrder
-from asyncrl.plugins.datasets.tokenizers import ChatTokenizer, load_tokenizer
+from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.plugins.envs.single_turn import SingleTurnEnv
 from asyncrl.plugins.rewards.arithmetic import arithmetic_reward
 from asyncrl.rollout.episode import run_group
@@ -176,13 +176,13 @@ class Critic:
         hidden_BLH = self.model.trunk(input_ids=tokens_BL, use_cache=False).last_hidden_state
         return self.model.values(hidden_BLH[real_BL])
 
-    def optimizer_step(self, minibatch: Sequence[ValuedSample], objective: value_functions.ValueObjective) -> float:
+    def optimizer_step(self, minibatch: Sequence[ValuedSample], objective: ValueObjective) -> float:
         """Take one step on the minibatch's mean loss; return the loss."""
         samples = [item.sample for item in minibatch]
         mask_T = torch.cat([item.mask_T for item in minibatch])
         ids_T = mask_and_ids(samples)[1]
         inputs = ValueLossInputs(
-            value_functions.align_values(self.outputs(samples), ids_T, len(samples))[0],
+            align_values(self.outputs(samples), ids_T, len(samples))[0],
             torch.cat([item.old_values_T for item in minibatch]),
             torch.cat([item.returns_T for item in minibatch]),
             mask_T,
@@ -205,7 +205,7 @@ class Actor:
         self.baselines: dict[str, float] = {}
         """Baselines of the advantage estimator by role, if it has any."""
         self.objective = Objective(config.objective, resolve)
-        self.value_objective = value_functions.ValueObjective(Choice("clipped"), config.objective.aggregation, resolve)
+        self.value_objective = ValueObjective(Choice("clipped"), config.objective.aggregation, resolve)
         self.optimizer = adamw(config, model, config.lr)
         # The engine disables gradients and training mode of its model, so it needs a separate one.
         self.behaviour = copy.deepcopy(model)
@@ -250,7 +250,7 @@ class Actor:
         steps = [self.optimizer_step(minibatch, version) for minibatch in self.minibatches(by_group, version)]
         losses, grad_norms, stats = zip(*steps, strict=True)
         reward_mean = float(np.mean([sample.reward for sample in samples]))
-        merged = values(merge_stats(stats))
+        merged = stat_values(merge_stats(stats))
         return StepReport(version + 1, reward_mean, losses, grad_norms, merged, critic_losses=critic_losses)
 
     def train_critic(
@@ -261,7 +261,7 @@ class Actor:
         assert learnt.returns_T is not None
         samples = [sample for group in groups for sample in group]
         mask_T, seq_ids_T = mask_and_ids(samples)
-        old_T, _ = value_functions.align_values(critic_T, seq_ids_T, len(samples))
+        old_T, _ = align_values(critic_T, seq_ids_T, len(samples))
         trained_T = mask_T if learnt.value_mask_T is None else learnt.value_mask_T
         columns = (split_by_sample(each_T, samples) for each_T in (old_T, learnt.returns_T, trained_T))
         items = (ValuedSample(*part) for part in zip(samples, *columns, strict=True))
@@ -279,7 +279,7 @@ class Actor:
         mask_T, seq_ids_T = mask_and_ids(samples)
         expected: tuple[Tensor | None, Tensor | None] = (None, None)
         if critic_T is not None:
-            expected = value_functions.align_values(critic_T, seq_ids_T, len(samples))
+            expected = align_values(critic_T, seq_ids_T, len(samples))
         estimate = resolve("advantage", self.config.advantage.name, self.config.advantage.params)
         output: AdvantageOutput = estimate(
             AdvantageInputs(
@@ -359,6 +359,7 @@ class ReferenceTrainer:
     """The loop's state: the policies, the prompts, and the version that all policies are at.
 
     Args:
+        prompt_format: renders prompts, with the model's tokenizer and its chat template.
         policies: further trained policies, by the name that agents use, with their own training settings; settings of
             prompts and batches are those of `config`.
         critic: critic of the run's own policy, and of further policies that share it.
@@ -368,7 +369,7 @@ class ReferenceTrainer:
         self,
         config: ReferenceConfig,
         model: PreTrainedModel,
-        tokenizer: ChatTokenizer,
+        prompt_format: PromptFormat,
         dataset: Dataset,
         reward: RewardFunction,
         agent: Agent | None = None,
@@ -377,8 +378,8 @@ class ReferenceTrainer:
     ) -> None:
         if config.sampling.allowed_token_ids:
             raise ValueError("sampling.allowed_token_ids: this loop draws from all tokens; leave it empty")
-        self.config, self.tokenizer, self.dataset, self.reward = config, tokenizer, dataset, reward
-        self.agent = agent or SingleTurnAgent(tokenizer=tokenizer)
+        self.config, self.prompt_format, self.dataset, self.reward = config, prompt_format, dataset, reward
+        self.agent = agent or SingleTurnAgent(tokenizer=prompt_format.tokenizer)
         self.version = 0
         self.actor = Actor(config, model, critic)
         self.others = dict(policies or {})
@@ -406,10 +407,9 @@ class ReferenceTrainer:
     def generate(self) -> list[Sequence[Sample]]:
         """Return the scored groups of this version's batch, in the data order."""
         config = self.config
-        prompt_format = PromptFormat(self.tokenizer)
         first = self.version * config.train_batch_size
         prompts = [
-            make_prompt(ref, self.dataset, prompt_format, config.group_size, config.sampling, config.seed)
+            make_prompt(ref, self.dataset, self.prompt_format, config.group_size, config.sampling, config.seed)
             for ref in map(self.order.ref, range(first, first + config.train_batch_size))
         ]
         others = {name: actor.behaviour_policy(self.version) for name, actor in self.others.items()}
@@ -418,8 +418,7 @@ class ReferenceTrainer:
     def greedy_accuracy(self, dataset: Dataset) -> float:
         """Return the mean reward of one greedy answer to each row, under the current weights."""
         greedy, order = replace(self.config.sampling, temperature=0.0), DataOrder(len(dataset), seed=0)
-        prompt_format = PromptFormat(self.tokenizer)
-        prompts = [make_prompt(order.ref(i), dataset, prompt_format, 1, greedy, 0) for i in range(len(dataset))]
+        prompts = [make_prompt(order.ref(i), dataset, self.prompt_format, 1, greedy, 0) for i in range(len(dataset))]
         others = {name: actor.newest_policy(self.version) for name, actor in self.others.items()}
         answered = self.answer(prompts, Policies(self.actor.newest_policy(self.version), others))
         return float(np.mean([group[0].reward for group in answered]))
@@ -595,7 +594,8 @@ def main() -> None:
     check_whole(folder)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), load_tokenizer(folder)
     config = ReferenceConfig(seed=args.seed, staleness=args.staleness)
-    trainer = ReferenceTrainer(config, model, tokenizer, ArithmeticDataset(seed=args.seed), arithmetic_reward)
+    prompts = PromptFormat(tokenizer, chat=None)
+    trainer = ReferenceTrainer(config, model, prompts, ArithmeticDataset(seed=args.seed), arithmetic_reward)
     held_out = ArithmeticDataset(split="held_out", num_rows=256)
     print(f"greedy accuracy of the base model on held-out problems: {trainer.greedy_accuracy(held_out):.3f}")
     for _ in range(args.steps):

@@ -32,16 +32,18 @@ from asyncrl.config.load import load_supervised
 from asyncrl.config.run_dir import METRICS_FILE
 from asyncrl.observe.history.tail import read_rows
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
+from asyncrl.plugins.datasets.prompt_format import PromptFormat
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer, model_files
 from asyncrl.plugins.rewards.arithmetic import arithmetic_reward
 from asyncrl.reference import ReferenceConfig, ReferenceTrainer
+from asyncrl.trainer.settings import OptimizerName
 from asyncrl.trainer.supervised.base_model import SHIPPED_FILE, shipped_dir
 from asyncrl.trainer.supervised.make_model import make_base_model
-from asyncrl.trainer.supervised.settings import SFTConfig, SupervisedOptimizer
+from asyncrl.trainer.supervised.settings import SFTConfig
 from asyncrl.trainer.supervised.supervised_loop import SFTPhase, phases_of
 
 MUON = load_supervised("arithmetic_base")
-ADAMW = replace(MUON, optimizer=SupervisedOptimizer.adamw, adamw_lr=3e-3)
+ADAMW = replace(MUON, optimizer=OptimizerName.adamw, adamw_lr=3e-3)
 """The best rate found for AdamW alone."""
 SHIPPED = ("arithmetic_base", "tool_calculator_base")
 """Built-in experiments that make a base model."""
@@ -84,7 +86,8 @@ def greedy_accuracy(path: Path, problems: int) -> float:
     """Greedy accuracy of the model in `path` on held-out problems."""
     dataset = ArithmeticDataset(split="held_out", num_rows=problems)
     model = AutoModelForCausalLM.from_pretrained(path)
-    trainer = ReferenceTrainer(ReferenceConfig(), model, load_tokenizer(path), dataset, arithmetic_reward)
+    prompts = PromptFormat(load_tokenizer(path), None)
+    trainer = ReferenceTrainer(ReferenceConfig(), model, prompts, dataset, arithmetic_reward)
     return trainer.greedy_accuracy(dataset)
 
 

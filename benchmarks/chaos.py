@@ -9,8 +9,8 @@ older versions; the kills are shared out among the runs. A run passes if it fini
 the audit of its files finds nothing: no rollout trained twice or too old, no token by the wrong policy. A kill is
 survived if its run passed, or at least made another step after it.
 
-Per kind of death: the median and the worst time from the kill until the replacement did what it is there for (docs/
-faults.md has what that is for each kind), and until the next train step. Target: all survived.
+Per kind of death: the median and the worst time from the kill until the replacement did its job (a process of the
+brain: until the next train step), and until the next train step. Target: all survived.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _figures(values: Iterator[float | None]) -> tuple[float, float] | None:
 
 
 def table(kinds: Sequence[Kind]) -> str:
-    """The figures for a person, and for docs/fault_measurements.md."""
+    """The figures for a person, and for docs/results.md."""
     columns = ("killed", "survived", "at work again", "next step", "rollouts lost", "steps again")
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     lines += [

@@ -27,11 +27,11 @@ from pathlib import Path
 import psutil
 
 from asyncrl.comm.http.calls import JsonHttp
-from asyncrl.comm.security.run_secret import HttpSecurity, RunSecret
-from asyncrl.models.weights.staging.client import StagingClient
-from asyncrl.models.weights.staging.messages import StageRequest
-from asyncrl.models.weights.staging.service import StagingService
+from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.models.weights.versions.manifest import Manifest, TensorEntry, file_entry, write_manifest
+from asyncrl.staging.client import StagingClient
+from asyncrl.staging.messages import StageRequest
+from asyncrl.staging.service import StagingService
 
 LEARNING_RATES = (1e-4, 1e-5, 1e-6)
 TENSORS = 20

@@ -5,7 +5,7 @@
     python benchmarks/distillation.py --teacher
 
 The first runs `async_distill` and `async_ppo` one after the other, and asks the policies that they kept on the same
-held-out problems after the runs (`kept_policies`). It prints the table of docs/distillation.md and draws its figure.
+held-out problems after the runs (`kept_policies`). It prints the table of docs/results.md and draws its figure.
 The second does so with `self_distill`, whose base is another. Curves are kept in DIR/curves: runs that are there are
 not repeated, and calls with one run or seed each may run at the same time.
 

@@ -1,4 +1,4 @@
-"""The demo `embodied_srpo` in three arms that differ in the reward of failures; table and figure of docs/embodied.md.
+"""The demo `embodied_srpo` in three arms that differ in the reward of failures; table and figure of docs/results.md.
 
     python benchmarks/embodied.py [--fileroot DIR] [--seeds 1 2 3] [--arms srpo success progress]
                                   [--plot docs/embodied_srpo.png] [--set SETTING=VALUE ...]

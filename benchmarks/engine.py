@@ -48,11 +48,12 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
+from asyncrl.inference.child.ports import reserve_ports
+from asyncrl.inference.child.process_tree import ForwardedOutput, ProcessTree
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.engine_io import GenerationInput, Job, SamplingSpec
-from asyncrl.inference.sglang.host import SGLangHost, wait_ready
-from asyncrl.inference.sglang.ports import reserve_ports
-from asyncrl.inference.sglang.process import ForwardedOutput, ProcessTree
+from asyncrl.inference.engine_host import wait_ready
+from asyncrl.inference.sglang.host import SGLangHost
 
 Contender = Callable[["Load"], int]
 HOST = "127.0.0.1"

@@ -21,9 +21,9 @@ from pathlib import Path
 from asyncrl.api import GenerationRequest, GenerationResult
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
+from asyncrl.launch.before_start.rehearsal import MadeUpPolicy
 from asyncrl.plugins.datasets.queue.order import PromptRef
 from asyncrl.rollout.episode import RetryLimits
-from asyncrl.rollout.rehearsal import MadeUpPolicy
 from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.runtime.supervisor import descendants
 

@@ -22,6 +22,8 @@ from asyncrl.launch.commands.export.policy import export
 from asyncrl.observe.history.tail import read_rows
 from asyncrl.plugins.datasets import Dataset
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
+from asyncrl.plugins.datasets.prompt_format import PromptFormat, load_chat_template
+from asyncrl.plugins.datasets.settings import DatasetConfig
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.plugins.rewards.arithmetic import arithmetic_reward
 from asyncrl.reference import ReferenceConfig, ReferenceTrainer
@@ -48,11 +50,12 @@ DEMO = HeldOut(ArithmeticDataset(split="held_out", num_rows=HELD_OUT), arithmeti
 
 
 def accuracy(policy: Path, base: Path, held_out: HeldOut = DEMO) -> float:
-    """Greedy, of the policy in the folder `policy`, with the tokenizer of `base`."""
+    """Greedy, of the policy in the folder `policy`, with the tokenizer and the chat template of `base`."""
     torch.set_num_threads(1)  # several wait for each other where cores are busy
     model, tokenizer = AutoModelForCausalLM.from_pretrained(policy), load_tokenizer(base)
     config = ReferenceConfig(sampling=SamplingParams(max_new_tokens=held_out.max_new_tokens))
-    asked = ReferenceTrainer(config, model, tokenizer, held_out.dataset, held_out.reward)
+    prompts = PromptFormat(tokenizer, load_chat_template(base, DatasetConfig()))
+    asked = ReferenceTrainer(config, model, prompts, held_out.dataset, held_out.reward)
     return asked.greedy_accuracy(held_out.dataset)
 
 

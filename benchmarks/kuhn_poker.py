@@ -1,4 +1,4 @@
-"""NashConv over steps of runs of `kuhn_poker`: a table, and the figure in docs/policies.md.
+"""NashConv over steps of runs of `kuhn_poker`: a table, and the figure in docs/results.md.
 
     python benchmarks/kuhn_poker.py "newest self=RUN" "pool of older selves=RUN" --plot docs/kuhn_poker.png
 

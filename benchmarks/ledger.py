@@ -23,7 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 import overlap
 
-from asyncrl.comm.ended_rollouts.ledger_lines import Admitted, Finished, RolloutCounts, RolloutLine, RunSettings
+from asyncrl.comm.ended_rollouts import Admitted, Finished, RolloutCounts, RolloutLine, RunSettings
 from asyncrl.config.load import load_supervised
 from asyncrl.manager.messages import GateCheckpoint, TrainedRollout
 from asyncrl.manager.rollouts.ledger import Ledger

@@ -5,8 +5,8 @@
 For S servers on devices of their own, a run without guests and one with a guest on the training rank's device. Servers
 and ranks are paced as for `plan.py`: a decode step and a trained token take a fixed time, most of which their process
 sleeps, so that two cores stand for several devices. All else is real: turns, weight updates, checks, the rule that
-lends (`asyncrl/master/peers/lending.py`). A server decodes 16 samples at a time, so that a second one halves the time
-of a batch.
+lends (`asyncrl/colocated/master.py`). A server decodes 16 samples at a time, so that a second one halves the
+time of a batch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Memory of one long sequence's train step over its length: the table of docs/long_context.md.
+"""Memory of one long sequence's train step over its length: a table of docs/sizing.md.
 
     python benchmarks/long_context.py             rewrite the table from docs/long_context.json
     python benchmarks/long_context.py --measure   run the steps first, each in fresh processes (minutes on a CPU)
@@ -33,8 +33,8 @@ from asyncrl.trainer.settings import AttentionImplementation, KeptOn
 from asyncrl.trainer.sizing.memory_estimate import MemoryNeed, Workload, need
 from asyncrl.trainer.sizing.sized_model import count
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "long_context.md"
-MEASURED = PAGE.with_suffix(".json")
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "sizing.md"
+MEASURED = PAGE.with_name("long_context.json")
 BEGIN, END = "<!-- by benchmarks/long_context.py -->\n", "<!-- end -->"
 LIMIT_S = 1800.0
 MIB = 1 << 20
@@ -127,7 +127,7 @@ def _be_rank(way: Way, tokens: int, rank: int, folder: str, results: Queue[tuple
     from asyncrl.trainer.model import gradient_checkpointing
     from asyncrl.trainer.parallel.placement import placement
     from asyncrl.trainer.parallel.world import training_world
-    from asyncrl.trainer.rank.roles import build_rank
+    from asyncrl.trainer.rank.training_rank import build_rank
 
     torch.set_num_threads(1)
     on_host: list[int] = []
@@ -194,7 +194,7 @@ def _batch(tokens: int) -> Any:
 
 
 def page(text: str, measured: Sequence[Mapping[str, Any]]) -> str:
-    """`text`, that of docs/long_context.md, with its table made anew; `measured` are the rows of its JSON."""
+    """`text`, that of docs/sizing.md, with its table made anew; `measured` are the rows of docs/long_context.json."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}{_table(measured)}{END}{after}"
@@ -202,23 +202,20 @@ def page(text: str, measured: Sequence[Mapping[str, Any]]) -> str:
 
 def _table(measured: Sequence[Mapping[str, Any]]) -> str:
     found = {(Way(**row["way"]), row["tokens"]): row for row in measured}
-    ways = [way for way in WAYS if any((way, length) in found for length in LENGTHS)]
-    lines = [f"| | {' | '.join(f'{length:,} tokens' for length in LENGTHS)} |", f"|---|{'--:|' * len(LENGTHS)}"]
-    for way in ways:
-        cells = [_cell(way, length, found.get((way, length))) for length in LENGTHS]
-        lines.append(f"| {way} | {' | '.join(cells)} |")
+    lines = ["| | measured | computed | on the host |", "|---|--:|--:|--:|"]
+    lines += [f"| {way} | {' | '.join(_cells(way, LENGTHS[-1], found.get((way, LENGTHS[-1]))))} |" for way in WAYS]
     return "\n".join(lines) + "\n"
 
 
-def _cell(way: Way, tokens: int, row: Mapping[str, Any] | None) -> str:
-    computed = way.computed(tokens)
-    peak = "–" if row is None else str(round(row["peak"] / MIB))
-    on_host = f" + {round(row['on_host'] / MIB)} on the host" if row is not None and row["on_host"] else ""
-    return f"{peak} ({round(way.passing(computed) / MIB)}){on_host}"
+def _cells(way: Way, tokens: int, row: Mapping[str, Any] | None) -> tuple[str, str, str]:
+    computed = f"{round(way.passing(way.computed(tokens)) / MIB)} MiB"
+    if row is None:
+        return "–", computed, "–"
+    return f"{round(row['peak'] / MIB)} MiB", computed, f"{round(row['on_host'] / MIB)} MiB" if row["on_host"] else ""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Rewrite docs/long_context.md; see the module's docstring.")
+    parser = argparse.ArgumentParser(description="Rewrite a table of docs/sizing.md; see the module's docstring.")
     parser.add_argument("--measure", action="store_true", help="measure anew")
     parser.add_argument("--missing", action="store_true", help="measure what the JSON lacks")
     parser.add_argument("--longest", type=int, default=LENGTHS[-1], help="measure lengths up to this one")
@@ -230,7 +227,7 @@ def main() -> None:
         if (way, tokens) not in there:
             peak, on_host = measure(way, tokens)
             measured.append({"way": asdict(way), "tokens": tokens, "peak": peak, "on_host": on_host})
-            print(way, tokens, _cell(way, tokens, measured[-1]), flush=True)
+            print(way, tokens, *_cells(way, tokens, measured[-1]), flush=True)
             MEASURED.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), measured), encoding="utf-8")
 

@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from asyncrl.algorithms.inputs import AdvantageInputs, CorrectionInputs, KLInputs, PolicyLossInputs, ValueLossInputs
-from asyncrl.algorithms.objective.objective import Objective
-from asyncrl.algorithms.spec import WHOLE_DISTRIBUTIONS, Choice, ObjectiveSpec
+from asyncrl.algorithms.objective import Objective
+from asyncrl.algorithms.registry import WHOLE_DISTRIBUTIONS, Choice, ObjectiveSpec
 from asyncrl.config.plugin_code.catalog import known, resolve
 
 LIMIT = 3.0

@@ -18,10 +18,9 @@ from typing import Any
 import uvloop
 from router import Load, trained_as
 
-from asyncrl.comm.security.run_secret import HttpSecurity, RunSecret
+from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.fleet.decisions import FleetDecisions
-from asyncrl.manager.http_server import ManagerHttp, manager_registry
 from asyncrl.manager.messages import (
     AllocateRequest,
     FinishedRollout,
@@ -30,7 +29,8 @@ from asyncrl.manager.messages import (
     RequestSize,
     RunBegin,
 )
-from asyncrl.manager.service import ManagerService
+from asyncrl.manager.process import manager_registry
+from asyncrl.manager.service import ManagerHttp, ManagerService
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.plugins.datasets.queue.order import DataOrder
 

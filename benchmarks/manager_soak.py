@@ -32,14 +32,12 @@ from typing import Any
 import psutil
 import uvloop
 
-from asyncrl.comm.ended_rollouts.ledger_lines import RunSettings
-from asyncrl.comm.ended_rollouts.recent_ids import GENERATIONS, ids_remembered
+from asyncrl.comm.ended_rollouts import GENERATIONS, RunSettings, ids_remembered
 from asyncrl.comm.http.calls import JsonHttp
-from asyncrl.comm.security.run_secret import HttpSecurity, RunSecret
-from asyncrl.comm.waits.limits import LOOK_S
+from asyncrl.comm.security import HttpSecurity, RunSecret
+from asyncrl.comm.waits import LOOK_S
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.fleet.decisions import FleetDecisions
-from asyncrl.manager.http_server import ManagerHttp, manager_registry
 from asyncrl.manager.messages import (
     AllocateReply,
     AllocateRequest,
@@ -49,11 +47,12 @@ from asyncrl.manager.messages import (
     RunBegin,
     TrainedRollout,
 )
+from asyncrl.manager.process import manager_registry
 from asyncrl.manager.rollouts.ledger import Ledger
-from asyncrl.manager.service import ManagerService
+from asyncrl.manager.service import ManagerHttp, ManagerService
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.plugins.datasets.queue.order import DataOrder
-from asyncrl.runtime.planning.worker_plan import MALLOC
+from asyncrl.runtime.planning.plan_workers import MALLOC
 from asyncrl.runtime.process.waiting import cancel
 
 ETA, SERVERS = 7, 512

@@ -1,7 +1,7 @@
 """Every causal language model of transformers, tiny and random: is it trained and served as transformers computes it?
 
     python benchmarks/models.py --out FOUND.jsonl [--part 1/4] [--only llama mistral] [--length 24]
-    python benchmarks/models.py --write FOUND.jsonl ...       writes the table in docs/all_models.md from what was found
+    python benchmarks/models.py --write FOUND.jsonl ...       writes docs/tables/models.md from what was found
 
 Each entry of transformers' mapping of causal language models is made with 4 layers, random weights and dropout in its
 config, with `--length` in place of every window, chunk and number of indexed keys, and saved. Then, in fp32 on one
@@ -34,7 +34,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -59,7 +59,7 @@ from asyncrl.trainer.engines.flat.loader import FlatLoader
 from asyncrl.trainer.parallel.rank_position import RankPosition
 from asyncrl.trainer.settings import OptimizerConfig, VisionMode
 
-PAGE = Path(__file__).parents[1] / "docs" / "all_models.md"
+PAGE = Path(__file__).parents[1] / "docs" / "tables" / "models.md"
 BEGIN, END = "<!-- every model: made by benchmarks/models.py -->", "<!-- end of every model -->"
 NAMES: tuple[str, ...] = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 VOCABULARY, CONTEXT, LONGEST, LAYERS = 64, 128, 90, 4
@@ -70,6 +70,16 @@ DECODE_FACTOR = 2
 MOST_PARAMETERS, MEMORY_BYTES, LIMIT_S = 30_000_000, 12 << 30, 180
 
 Found = dict[str, Any]
+
+
+class Row(NamedTuple):
+    """A model on the page: `trained` is its layout or what became of it, `served` is `yes` or what became of it."""
+
+    name: str
+    trained: str
+    served: str
+    why: str
+
 
 ALWAYS: Found = {
     "vocab_size": VOCABULARY,
@@ -382,7 +392,7 @@ def examine_apart(model_type: str, length: int) -> Found:
 # The page.
 
 LAYOUTS = {"tree": "packed, shared prefixes", "packed": "packed", "flash": "packed", "padded": "padded rows"}
-HEADER = ["| model type | trained | served by the embedded engine | why not |", "|---|---|---|---|"]
+HEADER = ["| trained | served by the embedded engine | why not | model types |", "|---|---|---|---|"]
 
 
 def cell(found: Found, right: str) -> str:
@@ -402,35 +412,39 @@ def reason(found: Found) -> str:
     text = str(found.get("refused") or found.get("fails") or "")
     text = re.sub(r"^.*?(embedded engine: |on padded rows \(sdpa\): )", "", text, flags=re.DOTALL)
     text = re.sub(r"\d+ sequences computed together differ.*", "it differs from transformers' own forward", text)
-    return re.split(r"; on padded|\. Use |\.?; packed", text)[0].replace("|", "/").replace("\n", " ")[:150]
+    return re.split(r"; on padded|\. Use |\.?; packed", text)[0].replace("|", "/").replace("\n", " ")[:150].strip()
 
 
-def row(found: Found) -> str:
-    """A line of the table."""
-    name = f"`{found['name']}`"
+def row(found: Found) -> Row:
+    """Return the model's outcome as it is on the page."""
+    name = str(found["name"])
     if "not_made" in found:
-        return f"| {name} | not tried | not tried | |"
+        return Row(name, "not tried", "not tried", "")
     train, serve = found["train"], found["serve"]
     cells = {"trained": cell(train, LAYOUTS.get(train.get("layout", ""), "")), "served": cell(serve, "yes")}
     if cells["trained"] == LAYOUTS["tree"]:
         cells["trained"] = cell(found["packed"], cells["trained"])
     why = [f"{part}: {reason(each)}" for part, each in zip(cells, (train, serve), strict=True) if reason(each)]
-    return f"| {name} | {' | '.join(cells.values())} | {'; '.join(why)} |"
+    return Row(name, cells["trained"], cells["served"], "; ".join(why))
 
 
-def table(rows: Iterable[Found]) -> list[str]:
-    """The block of the page: a line of counts, and the table by model type."""
-    lines = [row(found) for found in sorted(rows, key=lambda found: str(found["name"]))]
-    cells = [[each.strip() for each in line.strip("| ").split("|")] for line in lines]
-    right = [sum(each[1] in LAYOUTS.values() for each in cells), sum(each[2] == "yes" for each in cells)]
-    tried = sum(each[1] != "not tried" for each in cells)
-    counts = f"{len(lines)} entries: {tried} made and tried, {right[0]} trained right, {right[1]} served right."
-    return [counts, "", *HEADER, *lines]
+def table(rows: Sequence[Row]) -> list[str]:
+    """The block of the page: a line of counts, and a line for all models with the same outcome; most models first."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for each in sorted(rows):
+        alike.setdefault(each[1:], []).append(f"`{each.name}`")
+    right = [sum(each.trained in LAYOUTS.values() for each in rows), sum(each.served == "yes" for each in rows)]
+    tried = sum(each.trained != "not tried" for each in rows)
+    counts = f"{len(rows)} entries: {tried} made and tried, {right[0]} trained right, {right[1]} served right."
+    lines = sorted(alike.items(), key=lambda line: (-len(line[1]), line))
+    return [counts, "", *HEADER, *(f"| {' | '.join(said)} | {', '.join(names)} |" for said, names in lines)]
 
 
-def block(page: str) -> list[str]:
-    """The lines of the page between the marks."""
-    return page.partition(BEGIN)[2].partition(END)[0].strip().splitlines()
+def rows_of(page: str) -> list[Row]:
+    """Return the rows that `table` wrote on the page, by model type."""
+    lines = page.partition(BEGIN)[2].partition(END)[0].strip().splitlines()[4:]
+    cells = [[each.strip() for each in line[1:-1].split("|")] for line in lines]
+    return sorted(Row(name.strip(" `"), *said) for *said, names in cells for name in names.split(","))
 
 
 def write_page(rows: Iterable[Found]) -> None:
@@ -438,7 +452,7 @@ def write_page(rows: Iterable[Found]) -> None:
     page = PAGE.read_text(encoding="utf-8")
     before, _, rest = page.partition(BEGIN)
     after = rest.partition(END)[2]
-    PAGE.write_text("\n".join([before + BEGIN, "", *table(rows), "", END + after]), encoding="utf-8")
+    PAGE.write_text("\n".join([before + BEGIN, "", *table([*map(row, rows)]), "", END + after]), encoding="utf-8")
 
 
 def main() -> None:
@@ -449,7 +463,7 @@ def main() -> None:
     parser.add_argument("--part", default="1/1", help="of M parts the K-th, as K/M")
     parser.add_argument("--length", type=int, default=24, help="tokens of every window, chunk and index")
     parser.add_argument(
-        "--write", nargs="+", type=Path, metavar="FILE", help="write docs/all_models.md from these files"
+        "--write", nargs="+", type=Path, metavar="FILE", help="write docs/tables/models.md from these files"
     )
     options = parser.parse_args()
     if options.write:

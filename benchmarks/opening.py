@@ -18,11 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from asyncrl.observe.dashboard.page import html
-from asyncrl.observe.dashboard.page_data import page_data
+from asyncrl.observe.dashboard.page import html, page_data
 from asyncrl.observe.doctor import examine
 from asyncrl.observe.history import History
-from asyncrl.observe.metrics.glossary import METRICS
+from asyncrl.observe.metrics.glossary import glossary
 from asyncrl.observe.timeline import timeline
 from asyncrl.observe.timeline.chrome import chrome_trace
 
@@ -38,7 +37,7 @@ def played(folder: Path, rollouts: int) -> Path:
     """A run of about so many rollouts."""
     knobs = Knobs(steps=math.ceil(rollouts / Knobs.batch))
     VirtualRun(knobs, folder).play()
-    names = [metric.name for metric in METRICS if "<" not in metric.name]
+    names = [metric.name for metric in glossary().metrics if "<" not in metric.name]
     metrics = folder / "metrics.jsonl"
     rows = read_rows(metrics)
     full = [dict.fromkeys(names, 0.123456789 * row["step"]) | row for row in rows]

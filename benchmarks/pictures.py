@@ -30,7 +30,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.engine_io import GenerationInput, Job, SamplingSpec
-from asyncrl.inference.embedded.serving.pictures import PictureCache
+from asyncrl.inference.embedded.http_requests import PictureCache
 from asyncrl.models.pictures import picture_ids
 from asyncrl.models.pictures.picture_rows import Pictures
 from asyncrl.trainer.batches.step_batch import build_step_batch

@@ -42,11 +42,12 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.config.load import load_supervised
 from asyncrl.config.setting import Dtype
-from asyncrl.inference.embedded.decoding.sequence import Sequence as Running
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, Job, SamplingSpec
+from asyncrl.inference.embedded.engine_io import Sequence as Running
 from asyncrl.inference.messages import PauseMode
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
+from asyncrl.plugins.datasets.prompt_format import PromptFormat
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.plugins.rewards.arithmetic import arithmetic_reward
 from asyncrl.reference import ReferenceConfig, ReferenceTrainer
@@ -55,8 +56,8 @@ from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.base import PolicyOutputs
 from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine
-from asyncrl.trainer.engines.flat.flat_adamw import FlatAdamW
-from asyncrl.trainer.model.attention.packed_attention import PACKED
+from asyncrl.trainer.engines.flat.flat_optimizer import FlatOptimizer
+from asyncrl.trainer.model.attention import PACKED
 from asyncrl.trainer.model.load_models import load_causal_lm
 from asyncrl.trainer.settings import AttentionImplementation, OptimizerConfig
 from asyncrl.trainer.supervised.base_model import ensure_base_model
@@ -107,7 +108,9 @@ def demo(base: Path, steps: int) -> ReferenceTrainer:
     """The demo after `steps` steps."""
     model = AutoModelForCausalLM.from_pretrained(str(base))
     config = ReferenceConfig(seed=7)
-    trainer = ReferenceTrainer(config, model, load_tokenizer(base), ArithmeticDataset(seed=7), arithmetic_reward)
+    trainer = ReferenceTrainer(
+        config, model, PromptFormat(load_tokenizer(base), None), ArithmeticDataset(seed=7), arithmetic_reward
+    )
     for _ in range(steps):
         trainer.train_step()
     return trainer
@@ -124,7 +127,7 @@ def engine_of(folder: str, kind: AttentionKind) -> FlatPolicyEngine:
     """A trained engine that lays out micro-batches as `kind`."""
     model = load_causal_lm(folder, Dtype.float32, AttentionImplementation.sdpa, torch.device("cpu"))
     model.set_attn_implementation(PACKED)
-    optimizer = FlatAdamW(model.named_parameters(), OptimizerConfig())
+    optimizer = FlatOptimizer(model.named_parameters(), OptimizerConfig())
     return FlatPolicyEngine(model, temperature=1.0, attention=kind, tokens_per_micro_batch=BUDGET, optimizer=optimizer)
 
 
@@ -211,7 +214,7 @@ def generate(model: Any, inputs: list[GenerationInput], interrupt: bool, sharing
     engine = GenerationEngine(model, max_running_requests=len(inputs))
     batch = engine._batch
     if sharing != Sharing.all:
-        batch.prefills.forward.pairs_per_token = batch.prefills.kept = None
+        batch.prefills.kept = None
     with rows_of_their_own() if sharing == Sharing.nothing else contextlib.nullcontext():
         before, begun = batch.prefills.forward.computed_tokens, time.process_time()
         answers = engine.submit(Job(tuple(inputs)))
@@ -337,7 +340,7 @@ def main() -> None:
                     groups = [list(group) for group in batch if len({sample.reward for sample in group}) > 1]
                     made[part].append(compare(label, str(base), groups, rounds))
                 else:
-                    stop = (trainer.tokenizer.eos_token_id,)
+                    stop = (trainer.prompt_format.tokenizer.eos_token_id,)
                     inputs = asked_of(batch, SamplingSpec(max_new_tokens=112, stop_token_ids=stop))
                     made[part].append(compare_generation(label, trainer.actor.behaviour, inputs, rounds))
                 print(line(made[part][-1]), flush=True)

@@ -1,10 +1,10 @@
-"""docs/questions.md: questions that users of such systems asked, each answered by one command on a recorded run.
+"""Questions that users of such systems asked, each answered by one command on a recorded run.
 
-    python benchmarks/questions.py [--only RUN ...] [--out docs/questions.md]
+    python benchmarks/questions.py [--only RUN ...] [--out questions.md]
 
 Each run is the demo, real and short, with what the questions are about: a setting, user code, or something that is done
 to it from outside while it goes on. The commands read the files that it left, or leaves meanwhile. What they print
-goes into the page, shortened to the lines that answer.
+goes into a page, shortened to the lines that answer. `docs/troubleshooting.md` lists the symptoms.
 """
 
 from __future__ import annotations
@@ -363,7 +363,7 @@ def page(found: dict[str, dict[str, object]]) -> str:
         kinds = question.findings
         if told is not None:
             kinds = tuple(each["kind"] for each in told["findings"] if each["kind"] in question.findings)  # type: ignore[attr-defined]
-        links = ", ".join(f"[{kind}](troubleshooting.md#{kind})" for kind in kinds)
+        links = ", ".join(f"[{kind}](docs/troubleshooting.md#{kind})" for kind in kinds)
         project, number_there = question.where.split("/")[1], question.where.rsplit("/", 1)[1]
         asked = f"Asked in [{project}#{number_there}](https://github.com/{question.where})."
         finding = f" Finding: {links}." if links else ""
@@ -385,8 +385,8 @@ HEAD = """# Questions
 
 For users whose run is slow, hangs or learns badly: 24 questions from public issues of systems like this one, and the
 answer of one command here. Sentences are as the command prints them; lines that do not answer the question are left
-out. Each finding has its section in [troubleshooting](troubleshooting.md); more is on the [dashboard](dashboard.md)
-and in the [trace](trace.md).
+out. Each finding has its section in [troubleshooting](docs/troubleshooting.md); more is on the
+[dashboard](docs/dashboard.md).
 
 `python benchmarks/questions.py` made this page from real runs of the demo on two busy cores.
 
@@ -397,7 +397,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(RUNS), metavar="RUN", help="runs to do again")
-    parser.add_argument("--out", type=Path, default=Path("docs/questions.md"))
+    parser.add_argument("--out", type=Path, default=Path("questions.md"))
     parser.add_argument("--kept", type=Path, help="what the doctor said, by run: is read and completed")
     args = parser.parse_args()
     found = json.loads(args.kept.read_text()) if args.kept and args.kept.exists() else {}

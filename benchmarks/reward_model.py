@@ -7,7 +7,7 @@
 problems eight times each, right answers are paired with wrong ones of the same problem, and `sft` trains a reward model
 on the pairs (`loss.name=bradley_terry`). It takes a minute and a half of CPU time.
 
-Without it the experiment runs. The policies that it kept are asked after the run, and the table of docs/preferences.md
+Without it the experiment runs. The policies that it kept are asked after the run, and the table of docs/results.md
 and its figure are made: the mean score of the reward model beside the true accuracy, held-out and of the same answers.
 Points are kept in DIR/points: seeds that are there are not run again, and calls with one seed each may run at the same
 time.

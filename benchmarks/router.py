@@ -30,9 +30,8 @@ import msgspec
 import uvloop
 from aiohttp import web
 
-from asyncrl.comm.security.run_secret import HttpSecurity, RunSecret
+from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.manager.fleet.decisions import FleetDecisions
-from asyncrl.manager.http_server import ManagerHttp, manager_registry
 from asyncrl.manager.messages import (
     AllocateRequest,
     ConsumedReport,
@@ -46,7 +45,8 @@ from asyncrl.manager.messages import (
     ScheduleRequest,
     TrainedRollout,
 )
-from asyncrl.manager.service import ManagerService
+from asyncrl.manager.process import manager_registry
+from asyncrl.manager.service import ManagerHttp, ManagerService
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.plugins.datasets.queue.order import DataOrder
 

@@ -266,14 +266,14 @@ def _requests(cuts: Any, placed: Any) -> list[Any]:
 
 def step_told(quick: bool) -> float:
     """Kilobytes that the busiest of `RANKS` ranks is sent as a step of `MOVED` rollouts begins."""
-    from asyncrl.comm.request_reply.messages import encode
+    from asyncrl.comm.request_reply import encode
 
     return max(len(encode(request)) for request in _requests(*_step())) / 1e3
 
 
 def step_of_master(quick: bool) -> float:
     """Milliseconds of the master to tell all ranks what they get, which assignment to which being known."""
-    from asyncrl.comm.request_reply.messages import pack
+    from asyncrl.comm.request_reply import pack
 
     cuts, placed = _step()
     took = []
@@ -287,9 +287,9 @@ def step_of_master(quick: bool) -> float:
 
 def step_of_rank(quick: bool) -> float:
     """Milliseconds of one rank to read what it is told, and to see what it sends and gets of both grids."""
-    from asyncrl.comm.request_reply.messages import DEFAULT_MAX_BYTES, decode, encode
-    from asyncrl.runtime.ranks import Ranks
-    from asyncrl.trainer.batches.exchange_trajectories import exchange_trajectories
+    from asyncrl.comm.request_reply import DEFAULT_MAX_BYTES, decode, encode
+    from asyncrl.models.ranks import Ranks
+    from asyncrl.trainer.batches.exchange import exchange_trajectories
     from asyncrl.trainer.messages import BeginStep
 
     cuts, placed = _step()
@@ -317,8 +317,7 @@ def step_of_rank(quick: bool) -> float:
 
 def ended_known(quick: bool) -> float:
     """Return how many of `LIVE` rollouts, all dropped at the same moment, the gate still knows as ended."""
-    from asyncrl.manager.rollouts.live_rollouts import RolloutTicket
-    from asyncrl.manager.rollouts.staleness_gate import StalenessGate
+    from asyncrl.manager.rollouts.staleness_gate import RolloutTicket, StalenessGate
 
     gate = StalenessGate(BATCH, ETA)
     gate.resume(0, {})
@@ -430,10 +429,6 @@ def update(quick: bool) -> float:
     return most
 
 
-async def _published(target: Any, win_rates: Any) -> None:
-    """There are no other policies."""
-
-
 async def _manager_reads() -> float:
     from asyncrl.config.experiment import ExperimentConfig
     from asyncrl.inference.settings import GenerationBackend
@@ -453,11 +448,15 @@ async def _manager_reads() -> float:
         write_manifest(version, Manifest(**fields))
         taken: list[Target] = []
         manager: Any = GserverManager.__new__(GserverManager)  # no more of it than what takes a version in
-        manager.config, manager._first_manifest, manager._staging = ExperimentConfig(), None, None
+        manager.config, manager._first_manifest = ExperimentConfig(), None
         manager.config.generation.backend = GenerationBackend.embedded
-        manager._fleet_runner = SimpleNamespace(publish=taken.append, changed=SimpleNamespace(notify=lambda: None))
-        manager._decisions = SimpleNamespace(guests=SimpleNamespace(announced=0))
-        manager._policies = SimpleNamespace(check=lambda target: None, published=_published)
+        runner = SimpleNamespace(changed=SimpleNamespace(notify=lambda: None))
+        own = SimpleNamespace(decisions=SimpleNamespace(guests=SimpleNamespace(announced=0)), runner=runner)
+
+        async def published(target: Target, win_rates: object) -> None:
+            taken.append(target)
+
+        manager._fleets = SimpleNamespace(check=lambda target: None, published=published, own=own)
         before = read()
         await manager._take(Target(1, folder), {})
         assert taken, "it was refused"

@@ -28,13 +28,12 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from asyncrl.comm import names
 from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.comm.name_resolve import NameBackend, make_resolver
-from asyncrl.comm.security.run_secret import HttpSecurity, RunSecret
+from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import SECRET_FILE, write_run_config
 from asyncrl.config.setting import Device
 from asyncrl.inference.settings import GenerationBackend
-from asyncrl.runtime.process.process_tree import supervised
-from asyncrl.runtime.supervisor import STOP_SIGNAL
+from asyncrl.runtime.supervisor import STOP_SIGNAL, supervised
 
 GROUP, VOCABULARY, START_S, LIMIT_S = 8, 512, 600.0, 300.0
 SHAPES = ((1, 60, 0), (4, 60, 0), (4, 200, 0), (1, 1000, 0), (4, 60, 100), (1, 1000, 200))

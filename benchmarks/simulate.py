@@ -4,7 +4,7 @@
     python benchmarks/simulate.py --fit [--measured FILE] [--rounds 1] [--steps 32] [--record PATH]
 
 Finished rows are in the JSON file, so that what was cut off goes on where it stopped; a row of another setup is another
-row. `--docs` writes the tables and the plot there, as docs/scale_runs.md has them. `--fit` adds rounds of measurements
+row. `--docs` writes the tables and the plot of docs/results.md there. `--fit` adds rounds of measurements
 of this machine and of real runs of the demo to a file, fits the model of each round to the first of its runs, and holds
 all of them beside what the simulator says of them (`simulator.fit`); with `--rounds 0` it measures nothing, and needs
 no quiet machine. `--record` keeps the groups that the first run generated, for `Recorded.of_file`. The parts, and what
@@ -20,8 +20,7 @@ from pathlib import Path
 
 from simulator.report import Kept, plot, tables
 from simulator.scenarios import TABLES
-
-from asyncrl.verify.simulator.simulation import Stalled, simulate
+from simulator.simulation import Stalled, simulate
 
 
 def main() -> None:

@@ -86,6 +86,9 @@ LAYOUTS: Mapping[str, Sequence[str]] = {
     "Qwen3-30B-A3B": ("d8", "d4t2", "d4t4", "d16", "d32", "d8p2"),
 }
 TOKENS = 16384
+LONG = "Qwen2.5-7B"
+LONG_LAYOUTS = ("d8", "d4c2", "d2c4", "d4t2", "d2c2t2")
+LENGTHS = (16384, 32768, 65536, 131072)
 GPUS = (("24 GiB", 24), ("48 GiB", 48), ("80 GiB", 80), ("141 GiB", 141))
 CUDA_GIB = 1.5
 """Left to CUDA's context, NCCL's buffers and fragments when asking what fits."""
@@ -197,7 +200,7 @@ def _steps(case: Case, rank: int, folder: str) -> Generator[int]:
     from asyncrl.master.graph.builtin import load_graph
     from asyncrl.trainer.parallel.placement import placement
     from asyncrl.trainer.parallel.world import training_world
-    from asyncrl.trainer.rank.roles import build_rank
+    from asyncrl.trainer.rank.training_rank import build_rank
 
     config = ExperimentConfig()
     config.model.dtype, config.trainer.engine = Dtype(case.dtype), case.engine
@@ -257,7 +260,8 @@ def _batch(tokens: int, vocabulary: int) -> Any:
 def page(text: str, measured: Sequence[Mapping[str, Any]]) -> str:
     """`text`, that of docs/sizing.md, with its tables computed anew; `measured` are the cases of docs/sizing.json."""
     tables = {name: _layout_table(count(described), LAYOUTS[name]) for name, described in MODELS.items()}
-    for name, table in (tables | {"measured": _measured_table(measured)}).items():
+    tables |= {"long contexts": _length_table(count(MODELS[LONG])), "measured": _measured_table(measured)}
+    for name, table in tables.items():
         begin, end = f"<!-- {name}: by benchmarks/sizing.py -->\n", "<!-- end -->"
         before, _, rest = text.partition(begin)
         _, _, after = rest.partition(end)
@@ -282,8 +286,7 @@ def _layout_table(model: SizedModel, layouts: Sequence[str]) -> str:
     for text in layouts:
         layout = Layout.parse(text)
         engine = "flat" if layout.ranks == 1 else "sharded"
-        work = Workload(engine, Dtype.bfloat16, AttentionImplementation.flash_attention_2, TOKENS, TOKENS)
-        each = needs(model, layout, work)
+        each = needs(model, layout, _work(engine, TOKENS))
         worst, least = max(each, key=lambda of: of.total), max(of.total_checkpointed for of in each)
         kept = (f"{size / GIB:.1f}" for size in (worst.weights, worst.gradients, worst.moments, worst.gathered))
         activations = f"{worst.activations / GIB:.1f} ({(worst.checkpointed + worst.recomputed) / GIB:.1f})"
@@ -291,6 +294,29 @@ def _layout_table(model: SizedModel, layouts: Sequence[str]) -> str:
         cells = (f"`{text}`", str(layout.ranks), *kept, activations, f"{worst.logits / GIB:.1f}", peak)
         lines.append(f"| {' | '.join(cells)} | {_fits(worst.total, least)} |")
     return "\n".join(lines) + "\n"
+
+
+def _length_table(model: SizedModel) -> str:
+    lines = [f"| layout | {' | '.join(f'{tokens:,} tokens' for tokens in LENGTHS)} |", f"|---|{'--:|' * len(LENGTHS)}"]
+    for text in LONG_LAYOUTS:
+        cells = []
+        for tokens in LENGTHS:
+            on_device, on_host = (_work("sharded", tokens, activations_on_host=host) for host in (False, True))
+            each, saving = (needs(model, Layout.parse(text), work) for work in (on_device, on_host))
+            peaks = (
+                max(of.total for of in each),
+                max(of.total_checkpointed for of in each),
+                max(of.total_checkpointed for of in saving),
+            )
+            plain, *saved = (f"{peak / GIB:.0f}" for peak in peaks)
+            cells.append(f"{plain} ({', '.join(saved)})")
+        lines.append(f"| `{text}` | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _work(engine: str, tokens: int, *, activations_on_host: bool = False) -> Workload:
+    attention = AttentionImplementation.flash_attention_2
+    return Workload(engine, Dtype.bfloat16, attention, tokens, tokens, activations_on_host=activations_on_host)
 
 
 def _fits(total: int, checkpointed: int) -> str:

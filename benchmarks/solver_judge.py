@@ -1,5 +1,5 @@
 """Accuracy of the solver and of the judge over steps of runs of `solver_judge`: a table, and the figure in
-docs/policies.md.
+docs/results.md.
 
     python -m asyncrl.launch solver_judge trial_name=both
     python -m asyncrl.launch solver_judge trial_name=judge_frozen \

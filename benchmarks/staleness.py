@@ -13,7 +13,7 @@ Accuracy over time is that of policies kept every few steps and asked after the 
 are files in DIR/cells, so a run that was cut off goes on where it stopped, and several calls with fewer cells each may
 run at the same time on the same DIR (the times then mean nothing). A cell of another base model, number of steps or
 setting is another cell. At the end the table and the plot are written to DIR, as `staleness.md` and `staleness.png`
-(docs/staleness.md has those of two calls). The figures of --quick mean nothing: it shows that the benchmark runs. A
+(docs/results.md has those of several calls). The figures of --quick mean nothing: it shows that the benchmark runs. A
 cell takes about 75 s on two quiet cores, the whole, 56 cells with two seeds, a good hour.
 """
 
@@ -41,6 +41,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment, load_supervised
 from asyncrl.observe.history.tail import read_rows
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
+from asyncrl.plugins.datasets.prompt_format import PromptFormat
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.plugins.rewards.arithmetic import arithmetic_reward
 from asyncrl.reference import ReferenceConfig, ReferenceTrainer
@@ -91,7 +92,7 @@ ABOUT = """
 - *decoupled*: the ratio to the proximal policy, clipped, weighted by proximal/behaviour, that weight truncated (the
   default)
 - *decoupled + mask*: the same, but tokens whose weight is too small or too large carry no loss (`icepop`, two-sided)
-- *deadline*: *decoupled* with `rollout.pacing=deadline` ([pacing.md](pacing.md)); all others are `eager`
+- *deadline*: *decoupled* with `rollout.pacing=deadline` ([staleness.md](staleness.md)); all others are `eager`
 - *training-bound*: *decoupled* with micro-batches of 128 tokens, which makes training the bottleneck
 - *training-bound, LOSS*: the same with another loss, correction or selection, by its name in
   [algorithms.md](algorithms.md)
@@ -172,7 +173,9 @@ def measure_exact(key: Key, model: Path) -> Cell:
         objective=objective_spec(config.algorithm),
     )
     policy, tokenizer = AutoModelForCausalLM.from_pretrained(model), load_tokenizer(model)
-    loop = ReferenceTrainer(own, policy, tokenizer, ArithmeticDataset(seed=key.seed), arithmetic_reward)
+    loop = ReferenceTrainer(
+        own, policy, PromptFormat(tokenizer, None), ArithmeticDataset(seed=key.seed), arithmetic_reward
+    )
     held_out = ArithmeticDataset(split="held_out", num_rows=kept_policies.HELD_OUT)
     curve = []
     for step in range(1, key.steps + 1):

@@ -42,7 +42,7 @@ from asyncrl.trainer.engines.host_offload import local
 from asyncrl.trainer.parallel.placement import placement
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.parallel.world import training_world
-from asyncrl.trainer.rank.roles import build_rank
+from asyncrl.trainer.rank.training_rank import build_rank
 
 VOCABULARY = 512
 LIMIT_S = 600.0

@@ -55,14 +55,12 @@ import zmq
 import zmq.asyncio
 
 from asyncrl.api import Sample, Trajectory
-from asyncrl.comm import sockets
-from asyncrl.comm.push_pull import TrajectoryPuller, TrajectoryPusher, pusher
-from asyncrl.comm.push_pull.puller import BATCH_BYTES, BATCH_TRAJECTORIES
-from asyncrl.comm.security.peer_gate import PeerGate
-from asyncrl.comm.security.run_secret import RunSecret, SocketSecurity
+from asyncrl.comm import push_pull, sockets
+from asyncrl.comm.push_pull import BATCH_BYTES, BATCH_TRAJECTORIES, TrajectoryPuller, TrajectoryPusher
+from asyncrl.comm.security import PeerGate, RunSecret, SocketSecurity
 from asyncrl.comm.sockets import Context, Frame
 from asyncrl.comm.trajectory_codec import decode_each, encode_prepared, encode_trajectories, prepare
-from asyncrl.runtime.planning.worker_plan import MALLOC
+from asyncrl.runtime.planning.plan_workers import MALLOC
 
 HOST = "127.0.0.1"
 TARGET_RATIO = 0.7
@@ -239,7 +237,7 @@ class AsyncioLink:
 
 
 def asyncio_sender(case: Case, endpoint: str, results: Connection) -> None:
-    vars(pusher)["PeerRouter"] = AsyncioLink  # in this process alone
+    vars(push_pull)["PeerRouter"] = AsyncioLink  # in this process alone
     asyncrl_sender(case, endpoint, results)
 
 

@@ -44,7 +44,7 @@ from sglang_prefix import LIMIT_S, serving
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.comm.http.calls import JsonHttp
-from asyncrl.comm.security.run_secret import HttpSecurity
+from asyncrl.comm.security import HttpSecurity
 from asyncrl.inference.embedded.engine import CHUNKED_PREFILL_SIZE, GenerationEngine
 from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, Job, SamplingSpec
 

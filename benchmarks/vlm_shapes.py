@@ -1,4 +1,4 @@
-"""The demo `vlm_shapes` beside its blind control, whose pictures are swapped; table and figure of docs/vision.md.
+"""The demo `vlm_shapes` beside its blind control, whose pictures are swapped; table and figure of docs/results.md.
 
     python benchmarks/vlm_shapes.py [--fileroot DIR] [--seeds 1 2 3] [--arms pictures blind]
                                     [--plot docs/vlm_shapes.png] [--set SETTING=VALUE ...]

@@ -43,20 +43,19 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from asyncrl.comm import names
 from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.comm.name_resolve import NameBackend, make_resolver
-from asyncrl.comm.security.run_secret import HttpSecurity, RunSecret
+from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import SECRET_FILE, write_run_config
 from asyncrl.config.setting import Device, Dtype
 from asyncrl.inference.client import GenerationServerClient
+from asyncrl.models.ranks import Ranks
 from asyncrl.models.weights.atomic_dir import sync_directory, sync_file
 from asyncrl.models.weights.versions.manifest import verify
 from asyncrl.models.weights.versions.published import WholeModel
 from asyncrl.models.weights.versions.publishing import publish, tokenizer_assets
 from asyncrl.models.weights.versions.shared_files import SharedFiles
-from asyncrl.runtime.planning.worker_plan import MALLOC
-from asyncrl.runtime.process.process_tree import supervised
-from asyncrl.runtime.ranks import Ranks
-from asyncrl.runtime.supervisor import STOP_SIGNAL
+from asyncrl.runtime.planning.plan_workers import MALLOC
+from asyncrl.runtime.supervisor import STOP_SIGNAL, supervised
 
 TARGET_RATIO = 1.3
 ENVIRONMENT = MALLOC | {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}

@@ -80,7 +80,7 @@ def build_graph(
 
 def length_reward(ctx: CallContext, batch: StepBatch) -> StatValues:
     """Writes [S]: minus `weight` times the answer's share of the greatest length; 0 for wrong answers."""
-    from asyncrl.algorithms.arithmetic.sums import mean_stat
+    from asyncrl.algorithms.arithmetic import mean_stat
 
     rewards_S = batch["rewards"]
     generated_S = rewards_S.new_zeros(batch.num_seqs).index_add_(0, batch.seq_ids_T, batch["loss_mask"].double())

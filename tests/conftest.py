@@ -22,12 +22,11 @@ import hypothesis
 import psutil
 import pytest
 
-from asyncrl.comm.security.run_secret import HttpSecurity, RunSecret
+from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.config.run_dir import CHECKPOINTS_DIR, OBSERVED_DIR, versions_in
 from asyncrl.observe.history.process_history import ProcessHistory
 from asyncrl.observe.history.tail import read_rows
-from asyncrl.observe.metrics.glossary import find
-from asyncrl.observe.metrics.observed_figures import NO_FIGURES, find_figure
+from asyncrl.observe.metrics.glossary import NO_FIGURES, find, find_figure
 from asyncrl.runtime.trials.memory_checkpoint import prefix_of
 
 from .examples import examples
@@ -751,7 +750,7 @@ def start_run(tmp_path: Path, tiny_model: Path, template: Template | None) -> It
     for run in runs:
         run.kill_tree()
     for run in runs:
-        assert not run.unexplained(), "metrics that asyncrl/observe/metrics/glossary.py lacks"
+        assert not run.unexplained(), "metrics that asyncrl/observe/metrics/glossary.yaml lacks"
 
 
 @dataclass(frozen=True)

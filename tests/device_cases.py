@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from asyncrl.algorithms.spec import KLPlace, ValueNormalisation
+from asyncrl.algorithms.registry import KLPlace, ValueNormalisation
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ChoiceConfig, Dtype
@@ -34,7 +34,7 @@ from asyncrl.trainer.batches.step_batch import build_step_batch
 from asyncrl.trainer.functions.model_functions import StatValues
 from asyncrl.trainer.messages import RunCall
 from asyncrl.trainer.rank.current_step import parts_of_policies
-from asyncrl.trainer.rank.model_calls import ModelCalls
+from asyncrl.trainer.rank.requests import ModelCalls
 from asyncrl.trainer.rank.training_rank import TrainingRank
 from asyncrl.trainer.settings import AttentionImplementation, KeptOn, ReferenceMode, TeacherConfig, VisionMode
 from asyncrl.trainer.trajectories.scored import attach, detach, scores_of
@@ -151,7 +151,6 @@ class TrainCase(NamedTuple):
 TRAIN_CASES: dict[str, TrainCase] = {
     "tree": TrainCase(),
     "packed": TrainCase({"trainer__share_prefixes": False}),
-    "flex": TrainCase({"model__attn_implementation": AttentionImplementation.flex_attention}),
     "padded": TrainCase(
         {"model__attn_implementation": AttentionImplementation.eager, "trainer__share_prefixes": False}
     ),
@@ -305,7 +304,6 @@ ENGINE_CASES: dict[str, EngineCase] = {
     "streamed": EngineCase(job={"on_progress": _nothing}, waits=READS_TOO),
     "log-probabilities of prompts": EngineCase(asked={"prompt_logprobs_from": 0}),
     "prompts in parts": EngineCase(engine={"chunked_prefill_size": 12}),
-    "int8": EngineCase(engine={"int8": True}),
     "bf16": EngineCase(dtype=torch.bfloat16),
     "experts, recorded": EngineCase("Mixtral", {"record_routing": True}, asked={"routing_from": 0}),
     "sinks and windows": EngineCase("GPT-OSS"),

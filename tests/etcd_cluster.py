@@ -33,7 +33,7 @@ def needs_etcd() -> None:
     """Skip the test where there is no etcd."""
     if shutil.which("etcd") is None:
         pytest.skip("no etcd binary on PATH (Debian: etcd-server)")
-    pytest.importorskip("asyncrl.comm.name_resolve.etcd", reason="the extra 'etcd' is not installed")
+    pytest.importorskip("asyncrl.hosts.etcd", reason="the extra 'etcd' is not installed")
 
 
 class EtcdCluster:
@@ -207,7 +207,7 @@ class EtcdCluster:
 
 
 def _protocol() -> Any:
-    from asyncrl.comm.name_resolve.etcd_link import etcdrpc  # where it is installed
+    from asyncrl.hosts.etcd import etcdrpc  # where it is installed
 
     return etcdrpc
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from asyncrl.inference.embedded.decoding.batch import DecodeBatch
+from asyncrl.inference.embedded.scheduler import DecodeBatch
 
 HELD_AT = 8
 """Tokens that each answer has while the engine is held; those that others join meanwhile have a few more."""

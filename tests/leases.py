@@ -18,7 +18,7 @@ def renew_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leases of `LONG_S` are renewed three times a second, as short ones are."""
     monkeypatch.setattr(base, "RENEWALS_PER_LEASE", 3 * LONG_S)
     with contextlib.suppress(ImportError, NameResolveError):  # where etcd3 is installed
-        from asyncrl.comm.name_resolve import etcd
+        from asyncrl.hosts import etcd
 
         monkeypatch.setattr(etcd, "_LOOKS_PER_LEASE", 6 * LONG_S)
 
@@ -29,8 +29,8 @@ class Renewals:
     """
 
     def __init__(self, owner: NameResolver) -> None:
-        self._owner, self._renew = owner, owner._renew_entry
-        owner._renew_entry = self._renew_and_note  # type: ignore[method-assign]
+        self._owner, self._renew = owner, owner._renew_all
+        owner._renew_all = self._renew_and_note  # type: ignore[method-assign]
         self._lock = threading.Lock()
         self._last, self._longest_s = time.monotonic(), 0.0
 
@@ -39,10 +39,10 @@ class Renewals:
         with self._lock:
             return max(self._longest_s, time.monotonic() - self._last)
 
-    def _renew_and_note(self, name: str) -> None:
-        began, due = time.monotonic(), self._owner._leased[name].due
-        self._renew(name)
-        if self._owner._leased[name].due == due:  # else it failed, and is made again soon
+    def _renew_and_note(self) -> None:
+        began = time.monotonic()
+        self._renew()
+        if not self._owner.outage_s:  # else it is made again soon
             with self._lock:
                 self._longest_s, self._last = max(self._longest_s, time.monotonic() - self._last), began
 

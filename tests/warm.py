@@ -77,14 +77,14 @@ PRELOADED = (
     "transformers.models.qwen2.modeling_qwen2",
     "setproctitle",
     "asyncrl.algorithms.advantages",
-    "asyncrl.algorithms.objective.aggregations",
-    "asyncrl.algorithms.objective.corrections",
+    "asyncrl.algorithms.objective",
+    "asyncrl.algorithms.corrections",
+    "asyncrl.algorithms.critic",
+    "asyncrl.algorithms.gae",
     "asyncrl.algorithms.policy_losses",
-    "asyncrl.algorithms.objective.selections",
-    "asyncrl.algorithms.value_losses",
     "asyncrl.launch.train",
-    "asyncrl.launch.before_start.checks",
-    "asyncrl.launch.before_start.hub",
+    "asyncrl.launch.before_start.setting_checks",
+    "asyncrl.launch.before_start.setting_checks",
     "asyncrl.config.describe",
     "asyncrl.config.load",
     "asyncrl.inference.embedded.host",
@@ -92,7 +92,7 @@ PRELOADED = (
     "asyncrl.manager.process",
     "asyncrl.master.process",
     "asyncrl.rollout.process",
-    "asyncrl.runtime.launchers.local",
+    "asyncrl.runtime.backends",
     "asyncrl.trainer.engines.flat.loader",
     "asyncrl.trainer.engines.sharded.loader",
     "asyncrl.trainer.functions",
@@ -100,7 +100,12 @@ PRELOADED = (
     "asyncrl.trainer.process",
 )
 """Modules that the processes of a run import, one or the other."""
-MODULES = ("asyncrl.launch", "asyncrl.rollout.rehearsal", "asyncrl.runtime.main", "asyncrl.trainer.supervised")
+MODULES = (
+    "asyncrl.launch",
+    "asyncrl.launch.before_start.rehearsal",
+    "asyncrl.runtime.main",
+    "asyncrl.trainer.supervised",
+)
 """Modules that are forked, beside supervisors, where a launcher starts them."""
 BUILD_ENGINES = ("asyncrl.runtime.main", "asyncrl.trainer.supervised")
 """Those of them whose processes build engines, and take what others have proven of a model (`tests/proofs.py`)."""

@@ -13,10 +13,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from asyncrl.algorithms.arithmetic.sums import Stats
-
-AllReduce = Callable[[Tensor], Tensor]
-"""Sums a tensor over data-parallel ranks and returns the result."""
+from asyncrl.algorithms.arithmetic import AllReduce, Stats
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +146,7 @@ class AdvantageInputs:
     """A rank's whole batch for an advantage estimator.
 
     `values_T[t]` is the value of the prefix before token t, the state in which it was chosen; `bootstrap_values_S` that
-    of the whole sequence (`critic_objective.align_values` makes both from a critic's output). `token_rewards_T` adds to
+    of the whole sequence (`critic.align_values` makes both from a critic's output). `token_rewards_T` adds to
     the sequence's reward token by token (rewards of turns, a KL penalty). A reward at a token without loss, for example
     a token that is too old, is credited to the policy token before it. `group_ids_S` are any integers; members need not
     be adjacent and may stem from different policy versions. `episodes_S` is the episode of each sequence in its group;

@@ -32,11 +32,6 @@ agents around agents, and a class with `run_group` may have `run` for its subcla
 """
 
 
-def ambiguous(forms: Sequence[str]) -> bool:
-    """True if it is unclear which of these `AGENT_METHODS` of a class to call."""
-    return "collect_trajectory" in forms and len(forms) > 1 and AGENT_METHODS[0] not in forms
-
-
 class EpisodeError(RuntimeError):
     """The user's agent broke its contract. The message names the agent and the error."""
 
@@ -160,24 +155,24 @@ class Agent:
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        forms = cls._forms()
-        if not forms:
-            raise TypeError(f"agent {cls.__name__} implements none of {', '.join(AGENT_METHODS[1:])}: implement `run`")
-        if ambiguous(forms):
-            both = " and ".join(f"`{form}`" for form in forms)
-            raise TypeError(f"agent {cls.__name__} implements {both}, of which only one would be called: keep one")
+        cls.form()
         return super().__new__(cls)
 
     @classmethod
     def form(cls) -> str:
-        """Return the name in `AGENT_METHODS` that is called: from the class, or from its nearest base that has one."""
-        return cls._forms()[0]
+        """Return the name in `AGENT_METHODS` that is called: from the class, or from its nearest base that has one.
 
-    @classmethod
-    def _forms(cls) -> list[str]:
-        """Return the `AGENT_METHODS` that the class implements, or else those of its nearest base that has any."""
+        Raises:
+            TypeError: there is none, or it is unclear which.
+        """
         derived = [vars(base) for base in cls.__mro__[: cls.__mro__.index(Agent)]]
-        return next((forms for own in derived if (forms := [form for form in AGENT_METHODS if form in own])), [])
+        forms = next((forms for own in derived if (forms := [form for form in AGENT_METHODS if form in own])), [])
+        if not forms:
+            raise TypeError(f"agent {cls.__name__} implements none of {', '.join(AGENT_METHODS[1:])}: implement `run`")
+        if "collect_trajectory" in forms and len(forms) > 1 and AGENT_METHODS[0] not in forms:
+            both = " and ".join(f"`{form}`" for form in forms)
+            raise TypeError(f"agent {cls.__name__} implements {both}, of which only one would be called: keep one")
+        return forms[0]
 
     async def run(self, prompt: Prompt, env: Environment, client: ChatClient) -> Outcome:
         """Roll out one episode, number `prompt.member` of the prompt's group.

@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from asyncrl.api.picture import Picture, PlacedPicture, check_spans
 
 MAX_EPISODE = (1 << 31) - 1
+GREEDY_REWARD = "agent/greedy_reward"
+"""Reward of a greedy answer to a trajectory's prompt, which is ReMax's baseline."""
 FINISHED_AT = "rollout/finished_at"
 """Metric of a trajectory in transit: time at which its rollout finished, in seconds since 1970."""
 OPPONENTS = "opponent/"

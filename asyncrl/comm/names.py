@@ -4,7 +4,8 @@ All keys are relative to the resolver's root, which contains experiment and tria
 
     run                             the launcher that holds the trial: `TrialHolder`
     launch                          the launch whose processes own these names; processes of other launches end
-    incarnations/<kind>/<index>     number of a worker's replaced processes; a replaced process ends
+    incarnations/<kind>/<index>     number of a worker's replaced processes (none: 0); a replaced process ends
+    killed/<kind>/<index>           the same number after the last death by a kill from outside; written before it
     workers/<kind>/<index>          a worker's request-reply server: `WorkerAddress`
     status/<kind>/<index>           a worker's status and, at the end, its exit reason: `WorkerStatus`
     trajectory_pullers/<dp>         address of a data-parallel head's trajectory puller
@@ -17,7 +18,8 @@ All keys are relative to the resolver's root, which contains experiment and tria
     staged/<folder>/<host>          where the initial model, or what RolloutWorkers read, is on the host of that address
     gserver_manager                 URL of the GserverManager
     model_version/<role>            newest published policy version of a role: `PublishedVersion`
-    trainer_turn                    owner of the devices that trainer and guests share: `TrainerTurn`
+    trainer_turn                    owner of the devices that trainer and guests share, at first the trainer:
+                                    `TrainerTurn`
     loading_guests/<index>          a guest that loads its model, or is about to
     guest_memory/<index>            a guest whose memory is released, or may be: `GuestMemory`
     training_world                  the file in which the training ranks meet
@@ -55,42 +57,27 @@ ACTOR = "actor"
 WinRatesOfPools: TypeAlias = Mapping[str, Mapping[int, float]]
 """Win rate of the run's own policy, by pool of older versions and member."""
 State: TypeAlias = Literal["starting", "ready", "done", "failed"]
-STATUSES = "status"
-"""Subtree of every worker's status."""
-PULLERS = "trajectory_pullers"
-"""Subtree of all trajectory pullers."""
-PUSHERS = "trajectory_pushers"
-"""Subtree of all trajectory pushers."""
-GENERATION_SERVERS = "generation_servers"
-"""Subtree of all generation servers."""
-POLICY_SERVERS = "policy_servers"
-"""Subtree of all servers of `policies`."""
-ENCODER_SERVERS = "encoder_servers"
-"""Subtree of the URLs of all EncoderServers."""
-STAGING_SERVERS = "staging_servers"
-"""Subtree of the staging servers' URLs, if hosts share no folder."""
-TRAINER_TURN_KEY = "trainer_turn"
-"""`TrainerTurn` that was announced last; before the first one the trainer has the devices."""
-LOADING_GUESTS = "loading_guests"
-"""Subtree of the guests that load their model, or are about to if it is their turn."""
-GUEST_MEMORY = "guest_memory"
-"""Subtree of the guests whose memory is released, or may be, for a new manager."""
-MANAGER_KEY = "gserver_manager"
-"""URL of the GserverManager."""
-TRIAL_KEY = "run"
-"""`TrialHolder`: the launch that holds the trial and its names."""
-TRAINING_WORLD_KEY = "training_world"
-"""Name under which the first training rank publishes the meeting place of all ranks."""
-WORKERS = "workers"
-"""Subtree of every worker's address."""
 
+# Entries.
+TRIAL_KEY = "run"
 LAUNCH_KEY = "launch"
-"""The launch whose processes own the names of this trial; the entry stays when that launch ends."""
+MANAGER_KEY = "gserver_manager"
+TRAINER_TURN_KEY = "trainer_turn"
+TRAINING_WORLD_KEY = "training_world"
+
+# Subtrees.
+WORKERS = "workers"
+STATUSES = "status"
 INCARNATIONS = "incarnations"
-"""Subtree of the number of replaced processes of each worker. A worker without an entry still has its first process."""
 KILLED = "killed"
-"""Subtree of the workers that were killed from outside: for each, its number in `INCARNATIONS` after its last such
-death. This entry is written before the one in `INCARNATIONS`."""
+PULLERS = "trajectory_pullers"
+PUSHERS = "trajectory_pushers"
+GENERATION_SERVERS = "generation_servers"
+POLICY_SERVERS = "policy_servers"
+ENCODER_SERVERS = "encoder_servers"
+STAGING_SERVERS = "staging_servers"
+LOADING_GUESTS = "loading_guests"
+GUEST_MEMORY = "guest_memory"
 
 
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

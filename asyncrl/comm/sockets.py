@@ -29,8 +29,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from asyncrl.comm.names import url_host
-from asyncrl.comm.security.peer_gate import PeerGate
-from asyncrl.comm.security.run_secret import SocketSecurity
+from asyncrl.comm.security import PeerGate, SocketSecurity
 
 Frame: TypeAlias = bytes | bytearray | memoryview
 """One part of a message."""
@@ -70,30 +69,6 @@ class Context(zmq.Context[Socket]):
 
     def __del__(self) -> None:
         """Do nothing: a context that was not terminated is left to the end of the process."""
-
-
-def bind(
-    context: Context,
-    host: str,
-    security: SocketSecurity | None,
-    *,
-    requests_high_water: int,
-    replies_high_water: int,
-    max_frame_bytes: int,
-) -> tuple[Socket, str, PeerGate]:
-    """Return a ROUTER bound to a free port of `host`, its endpoint and its gate. `context` must be the socket's own.
-
-    The high-water marks are messages in libzmq's buffer per peer. At `requests_high_water` the peer must wait. Beyond
-    `replies_high_water` a ROUTER silently drops messages, so this must exceed the number of outstanding replies.
-    """
-    socket = context.socket(zmq.ROUTER)
-    _configure(socket, send_high_water=replies_high_water, receive_high_water=requests_high_water)
-    socket.maxmsgsize = max_frame_bytes
-    gate = PeerGate(context, socket, security)
-    socket.ipv6 = ":" in host
-    socket.bind(f"tcp://{url_host(host)}:*")
-    endpoint: Any = socket.last_endpoint
-    return socket, endpoint.rstrip(b"\0").decode(), gate
 
 
 def connecting(context: Context, kind: int, security: SocketSecurity | None, *, high_water: int) -> Socket:
@@ -229,7 +204,7 @@ class PeerLink:
 
         `writable` is True afterwards if it accepts another message. Otherwise `on_writable` is called once it does.
         """
-        return self.router.send(self, frames)
+        return self.connected and self.router.send(self, frames)
 
     def close(self) -> None:
         """Disconnect; messages that libzmq has not sent are discarded."""
@@ -297,9 +272,7 @@ class PeerRouter:
         return link
 
     def send(self, link: PeerLink, frames: Sequence[Frame]) -> bool:
-        """See `PeerLink.send`."""
-        if not link.connected:
-            return False
+        """See `PeerLink.send`; `link` is connected."""
         try:
             sent = send(self._main.socket, [link.name, *frames])
         except zmq.ZMQError as error:
@@ -416,7 +389,9 @@ class SocketThread:
         on_message: called on the loop with the frames of each message, the first of them its sender's name. It may
             block, which holds the senders back.
         name: the thread's name.
-        requests_high_water, replies_high_water: see `bind`.
+        requests_high_water: messages of a sender in libzmq's buffer, after which it must wait.
+        replies_high_water: messages to a peer in libzmq's buffer, beyond which a ROUTER silently drops them; so it must
+            exceed the number of outstanding replies.
         max_frame_bytes: larger frames end their connection.
 
     Attributes:
@@ -438,14 +413,14 @@ class SocketThread:
     ) -> None:
         self._on_message = on_message
         self._context = Context()
-        self._socket, self.endpoint, self._gate = bind(
-            self._context,
-            bind_host,
-            security,
-            requests_high_water=requests_high_water,
-            replies_high_water=replies_high_water,
-            max_frame_bytes=max_frame_bytes,
-        )
+        self._socket = self._context.socket(zmq.ROUTER)
+        _configure(self._socket, send_high_water=replies_high_water, receive_high_water=requests_high_water)
+        self._socket.maxmsgsize = max_frame_bytes
+        self._gate = PeerGate(self._context, self._socket, security)
+        self._socket.ipv6 = ":" in bind_host
+        self._socket.bind(f"tcp://{url_host(bind_host)}:*")
+        endpoint: Any = self._socket.last_endpoint
+        self.endpoint: str = endpoint.rstrip(b"\0").decode()
         self.loop = asyncio.new_event_loop()
         self.tasks: set[asyncio.Task[None]] = set()
         self._closing = False

@@ -29,7 +29,7 @@ import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, cycle, repeat
 from operator import attrgetter, mul
 from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -70,33 +70,37 @@ class CodecError(ValueError):
 
 
 class Column(NamedTuple):
-    """An array of the payload: its type on the wire and the bounds of its values. Floats are finite."""
+    """An array of the payload: its type on the wire and the bounds of its values. Floats are finite. One with a number
+    by sample is sent as numbers, and packed as `code` of `struct`.
+    """
 
     dtype: np.dtype[Any]
     least: int | None = None
     most: int | None = None
+    code: str = ""
 
 
 _I8, _F8, _I4, _F4, _U1 = map(np.dtype, ("<i8", "<f8", "<i4", "<f4", "|u1"))
 COLUMNS: dict[str, Column] = {
-    "lengths": Column(_I8, 0),  # by sample: its tokens after the prompt; at least 1 with the prompt's
-    "rewards": Column(_F8),  # by sample
+    "lengths": Column(_I8, 0, code="q"),  # by sample: its tokens after the prompt; at least 1 with the prompt's
+    "rewards": Column(_F8, code="d"),  # by sample
     "prompts": Column(_I4, 0),  # tokens of the prompt
     "tokens": Column(_I4, 0),  # of all samples after the prompt, as are the next three
     "versions": Column(_I4, -1),
     "behave_logprobs": Column(_F4),
     "token_rewards": Column(_F4),  # none, or by token after the prompt; 0 where loss_mask is 0
     "token_columns": Column(_F4),  # those that the header names, one after the other, each like token_rewards
-    "episodes": Column(_I4, 0),  # by sample
+    "episodes": Column(_I4, 0, code="i"),  # by sample
     "routing": Column(_U1),  # experts by token, layer and place, as the header says: of the prompt, then of the rest
     "loss_mask": Column(_U1, None, 1),
-    "truncated": Column(_U1, None, 1),  # by sample
-    "groups": Column(_U1),  # none, or by sample: position among the header's names
+    "truncated": Column(_U1, None, 1, "B"),  # by sample
+    "groups": Column(_U1, code="B"),  # none, or by sample: position among the header's names
     "pictures": Column(_U1),  # content of each picture, once
 }
 _ITEM_SIZES = [column.dtype.itemsize for column in COLUMNS.values()]
 _BY_TOKEN = ("tokens", "loss_mask", "behave_logprobs", "versions")
 _by_token = attrgetter(*_BY_TOKEN)
+_TOKEN_DTYPES = [COLUMNS[name].dtype for name in _BY_TOKEN]
 _BY_SAMPLE = ("lengths", "rewards", "truncated", "episodes")
 _ROUTING_DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("|u1"), 2: np.dtype("<u2")}
 
@@ -189,10 +193,12 @@ _encode = msgspec.msgpack.Encoder().encode
 
 @dataclass(slots=True, eq=False)
 class Prepared:
-    """A trajectory ready to be joined with others: its entry, and the parts and the size of each of its columns."""
+    """A trajectory ready to be joined with others: its entry, and the parts or numbers and the size of each of its
+    columns.
+    """
 
     entry: msgspec.Raw
-    parts: list[Sequence[Array | bytes]]
+    parts: list[Sequence[Any]]
     sizes: list[int]
     nbytes: int
     """Of all columns."""
@@ -213,35 +219,33 @@ def prepare(trajectory: Trajectory) -> Prepared:
     names = [*dict.fromkeys(chain.from_iterable([run.token_columns for run in runs]))]
     parts = _parts(runs, names)
     prompt_pictures: Sequence[PlacedPicture] = ()
-    by_sample: list[list[Any]]  # in the order of _BY_SAMPLE
+    prompt: Sequence[Array] = ()
     if columns is not None:
         pictures, groups = columns.pictures, columns.groups
         reward_parts, metrics = columns.reward_parts, columns.metrics
+        lengths, rewards, truncated, episodes = [
+            _convert(name, getattr(columns, name), COLUMNS[name].dtype).tolist() for name in _BY_SAMPLE
+        ]
         if whole is not None:
-            prompt, prompt_pictures = whole.prompt, whole.pictures
-            parts["prompts"] = [prompt if prompt.dtype == _I4 else _convert("prompts", prompt, _I4)]
+            prompt, prompt_pictures = [_convert("prompts", whole.prompt, _I4)], whole.pictures
             parts["routing"] = (
                 [whole.routing, *parts["routing"]] if whole.routing is not None and parts["routing"] else ()
             )
-        by_sample = [getattr(columns, name).tolist() for name in _BY_SAMPLE]
     else:
         pictures, groups = join_pictures(samples), join_groups(samples)
         reward_parts = named_columns([sample.reward_parts for sample in samples])
         metrics = named_columns([sample.metrics for sample in samples])
         if shared := _shared_prompt(parts, pictures):
-            prompt, prompt_routing = parts["tokens"][0][:shared], [each[:shared] for each in parts["routing"][:1]]
+            prompt, prompt_routing = [parts["tokens"][0][:shared]], [each[:shared] for each in parts["routing"][:1]]
             parts = {name: [part[shared:] for part in each] for name, each in parts.items()}
-            parts |= {"prompts": [prompt], "routing": [*prompt_routing, *parts["routing"]]}
+            parts["routing"] = [*prompt_routing, *parts["routing"]]
             prompt_pictures = [placed for each in pictures[:1] for placed in each if placed.position < shared]
             own = len(prompt_pictures)
             pictures = tuple(tuple(placed.shifted(-shared) for placed in each[own:]) for each in pictures)
-        by_sample = [
-            [*map(len, parts["tokens"])],
-            [float(sample.reward) for sample in samples],
-            [bool(sample.truncated) for sample in samples],
-            [sample.episode for sample in samples],
-        ]
-    lengths, rewards, truncated, episodes = by_sample
+        lengths = [*map(len, parts["tokens"])]
+        rewards = [float(sample.reward) for sample in samples]
+        truncated = [bool(sample.truncated) for sample in samples]
+        episodes = [sample.episode for sample in samples]
     if not all(map(math.isfinite, rewards)):
         raise CodecError(f"trajectory.rewards is {rewards!r:.80}: use finite numbers")
     numbers = {name: number for number, name in enumerate(dict.fromkeys(groups))}
@@ -257,7 +261,7 @@ def prepare(trajectory: Trajectory) -> Prepared:
         {name: float(value) for name, value in trajectory.metrics.items()},
         _named_lists(reward_parts),
         _named_lists(metrics),
-        bool(parts.get("token_rewards")),
+        bool(parts["token_rewards"]),
         names,
         _routing_header(parts["routing"]),
         spans,
@@ -267,16 +271,24 @@ def prepare(trajectory: Trajectory) -> Prepared:
         raw = msgspec.Raw(_encode(entry))
     except (TypeError, OverflowError) as error:
         raise CodecError(f"trajectory {entry!r:.400} cannot be sent: {error}") from error
-    by_name: dict[str, Sequence[Array | bytes]] = parts | {
-        "lengths": [struct.pack(f"<{len(lengths)}q", *lengths)],
-        "rewards": [struct.pack(f"<{len(lengths)}d", *rewards)],
-        "truncated": [bytes(truncated)],
-        "episodes": [struct.pack(f"<{len(lengths)}i", *episodes)],
-        "groups": [bytes([numbers[name] for name in groups])],
-        "pictures": contents,
-    }
-    sizes = entry.sizes(sum(map(len, parts.get("prompts", ()))), sum(lengths), len(lengths))
-    return Prepared(raw, [by_name.get(name, ()) for name in COLUMNS], sizes, sum(map(mul, sizes, _ITEM_SIZES)))
+    all_parts: list[Sequence[Any]] = [  # in the order of COLUMNS
+        lengths,
+        rewards,
+        prompt,
+        parts["tokens"],
+        parts["versions"],
+        parts["behave_logprobs"],
+        parts["token_rewards"],
+        parts["token_columns"],
+        episodes,
+        parts["routing"],
+        parts["loss_mask"],
+        truncated,
+        [numbers[name] for name in groups],
+        contents,
+    ]
+    sizes = entry.sizes(sum(map(len, prompt)), sum(lengths), len(lengths))
+    return Prepared(raw, all_parts, sizes, sum(map(mul, sizes, _ITEM_SIZES)))
 
 
 def _parts(runs: Sequence[Sample | SampleColumns], names: Sequence[str]) -> dict[str, Sequence[Array]]:
@@ -285,26 +297,29 @@ def _parts(runs: Sequence[Sample | SampleColumns], names: Sequence[str]) -> dict
     Raises:
         CodecError: the dtype of a column cannot hold a value.
     """
-    parts: dict[str, Sequence[Array]] = dict(zip(_BY_TOKEN, zip(*map(_by_token, runs), strict=True), strict=True))
+    by_token = [*chain.from_iterable(map(_by_token, runs))]
+    if [part.dtype for part in by_token] != _TOKEN_DTYPES * len(runs):
+        columns = zip(cycle(_BY_TOKEN), by_token, cycle(_TOKEN_DTYPES), strict=False)
+        by_token = [_convert(name, part, dtype) for name, part, dtype in columns]
+    parts: dict[str, Sequence[Array]] = {name: by_token[i :: len(_BY_TOKEN)] for i, name in enumerate(_BY_TOKEN)}
     rewards, routing = [run.token_rewards for run in runs], [run.routing for run in runs if run.routing is not None]
-    rewarded = any([each is not None for each in rewards])
-    if rewarded or names:
+    own: Sequence[Array] = ()
+    named: Sequence[Array] = ()
+    if names or any([each is not None for each in rewards]):
         zeros = [np.zeros(len(run.tokens), _F4) for run in runs]
-        own = [zero if each is None else each for each, zero in zip(rewards, zeros, strict=True)]
-        parts["token_rewards"] = own if rewarded else ()
-        parts["token_columns"] = [
-            run.token_columns.get(name, zero) for name in names for run, zero in zip(runs, zeros, strict=True)
-        ]
-    for name, each in parts.items():
-        dtype = COLUMNS[name].dtype
-        if [part.dtype for part in each] != [dtype] * len(each):
-            parts[name] = [_convert(name, part, dtype) for part in each]
+        if any([each is not None for each in rewards]):
+            own = [zero if each is None else each for each, zero in zip(rewards, zeros, strict=True)]
+        named = [run.token_columns.get(name, zero) for name in names for run, zero in zip(runs, zeros, strict=True)]
+    parts["token_rewards"] = [_convert("token_rewards", part, _F4) for part in own]
+    parts["token_columns"] = [_convert("token_columns", part, _F4) for part in named]
     parts["routing"] = routing if len(routing) == len(runs) else []
     return parts
 
 
 def _convert(name: str, part: Array, dtype: np.dtype[Any]) -> Array:
     """Return `part` in the dtype of its column. Floats are rounded; all other values must be kept exactly."""
+    if part.dtype == dtype:
+        return part
     converted: Array = part.astype(dtype)
     if np.can_cast(part.dtype, dtype, "same_kind") and (dtype.kind == "f" or np.array_equal(part, converted)):
         return converted
@@ -414,9 +429,10 @@ def encode_prepared(prepared: Sequence[Prepared], *, max_bytes: int = DEFAULT_MA
     nbytes = len(header) + _I8.itemsize * len(sizes) + sum(each.nbytes for each in prepared)
     if nbytes > max_bytes:
         raise CodecError(f"message of {len(prepared)} trajectories takes {nbytes} bytes, limit {max_bytes}: split it")
-    by_column = zip(*[each.parts for each in prepared], strict=True)
     parts: list[Any] = [struct.pack(f"<{len(sizes)}q", *sizes)]
-    parts += [part for of_each in by_column for own in of_each for part in own]
+    for column, of_each in zip(COLUMNS.values(), zip(*[each.parts for each in prepared], strict=True), strict=True):
+        own = [*chain.from_iterable(of_each)]
+        parts += [struct.pack(f"<{len(own)}{column.code}", *own)] if column.code else own
     try:
         return [header, b"".join(parts)]  # takes a third of the time of `np.concatenate`
     except (TypeError, BufferError):  # a part is a view with gaps
@@ -457,9 +473,13 @@ def decode_each(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) 
     entries, sizes, columns = _split(frames, max_bytes)
     sound = _fault(columns) is None  # check each trajectory only if this finds a fault
     ends = np.cumsum(sizes, axis=0)
+    bounds = zip(columns, (ends - sizes).T.tolist(), ends.T.tolist(), strict=True)
+    by_column = [
+        [column[first:last] for first, last in zip(starts, ends, strict=True)] if len(column) else repeat(column)
+        for column, starts, ends in bounds
+    ]
     decoded: list[Trajectory | CodecError] = []
-    for raw, size, start, end in zip(entries, sizes.tolist(), (ends - sizes).tolist(), ends.tolist(), strict=True):
-        own = {name: columns[name][first:last] for name, first, last in zip(COLUMNS, start, end, strict=True)}
+    for raw, size, *own in zip(entries, sizes.tolist(), *by_column, strict=False):
         try:
             if not sound and (fault := _fault(own)) is not None:
                 raise CodecError(fault)
@@ -482,8 +502,8 @@ def decode_typed(decoder: msgspec.msgpack.Decoder[M], data: Frame | msgspec.Raw,
         raise CodecError(f"{what}: {error}") from error
 
 
-def _split(frames: Sequence[Frame], max_bytes: int) -> tuple[list[msgspec.Raw], Array, dict[str, Array]]:
-    """Return the undecoded entries of the R trajectories, the sizes `[R, C]`, and the C columns by name."""
+def _split(frames: Sequence[Frame], max_bytes: int) -> tuple[list[msgspec.Raw], Array, list[Array]]:
+    """Return the undecoded entries of the R trajectories, the sizes `[R, C]`, and the C columns."""
     if len(frames) != 2:
         raise CodecError(f"a message has 2 frames, got {len(frames)}")
     header, payload = memoryview(frames[0]), memoryview(frames[1]).toreadonly()
@@ -501,17 +521,18 @@ def _split(frames: Sequence[Frame], max_bytes: int) -> tuple[list[msgspec.Raw], 
     expected = offset + sum(map(mul, totals, _ITEM_SIZES))
     if payload.nbytes != expected:
         raise CodecError(f"payload has {payload.nbytes} bytes, its columns take {expected}")
-    columns: dict[str, Array] = {}
-    for (name, column), total in zip(COLUMNS.items(), totals, strict=True):
-        columns[name] = np.frombuffer(payload, column.dtype, total, offset) if total else np.empty(0, column.dtype)
-        offset += columns[name].nbytes
+    columns: list[Array] = []
+    for column, total in zip(COLUMNS.values(), totals, strict=True):
+        columns.append(np.frombuffer(payload, column.dtype, total, offset) if total else np.empty(0, column.dtype))
+        offset += columns[-1].nbytes
     return entries, sizes, columns
 
 
-def _fault(columns: Mapping[str, Array]) -> str | None:
+def _fault(columns: Sequence[Array]) -> str | None:
     """Describe a value that is out of its column's bounds; None if all are in bounds."""
-    for name, (dtype, least, most) in COLUMNS.items():
-        values = columns[name]
+    for (name, (dtype, least, most, _)), values in zip(COLUMNS.items(), columns, strict=True):
+        if not len(values):
+            continue
         if dtype.kind == "f" and not np.isfinite(values).all():
             return f"trajectory.{name} holds a NaN or an infinity: use finite numbers"
         if least is not None and (low := np.minimum.reduce(values, initial=least)) < least:
@@ -521,13 +542,15 @@ def _fault(columns: Mapping[str, Array]) -> str | None:
     return None
 
 
-def _trajectory(entry: TrajectoryHeader, sizes: list[int], columns: Mapping[str, Array]) -> Trajectory:
+def _trajectory(entry: TrajectoryHeader, sizes: list[int], columns: Sequence[Array]) -> Trajectory:
     """Return the trajectory of `entry` from its part of the columns, whose values are in bounds.
 
     Raises:
         CodecError: the parts do not fit the entry or one another.
     """
-    prompt, lengths = columns["prompts"], columns["lengths"].tolist()
+    lengths_S, rewards, prompt, ids, versions, logprobs, token_rewards, token_columns, *others = columns
+    episodes, experts, mask, truncated, groups, contents = others
+    lengths = lengths_S.tolist()
     tokens, samples = sum(lengths), len(lengths)
     if sizes != (expected := entry.sizes(len(prompt), tokens, samples)):
         name, size, right = next(each for each in zip(COLUMNS, sizes, expected, strict=True) if each[1] != each[2])
@@ -540,27 +563,28 @@ def _trajectory(entry: TrajectoryHeader, sizes: list[int], columns: Mapping[str,
     if not all(map(math.isfinite, entry.metrics.values())):
         raise CodecError(f"trajectory.metrics is {entry.metrics!r:.80}: use finite numbers")
     rest = SampleColumns(
-        columns["tokens"],
-        columns["loss_mask"],
-        columns["behave_logprobs"],
-        columns["versions"],
-        columns["lengths"],
-        columns["rewards"],
-        columns["truncated"],
-        columns["episodes"],
-        token_rewards=columns["token_rewards"] if entry.token_rewards else None,
+        ids,
+        mask,
+        logprobs,
+        versions,
+        lengths_S,
+        rewards,
+        truncated,
+        episodes,
+        token_rewards=token_rewards if entry.token_rewards else None,
         reward_parts=_numbers("reward_parts", entry.reward_parts, samples),
         metrics=_numbers("sample_metrics", entry.sample_metrics, samples),
-        token_columns=_token_columns(entry, columns) if entry.token_rewards or entry.token_columns else {},
-        groups=_groups(entry.groups, columns["groups"]) if entry.groups else (),
+        groups=_groups(entry.groups, groups) if entry.groups else (),
     )
+    if entry.token_rewards or entry.token_columns:
+        rest = replace(rest, token_columns=_token_columns(entry.token_columns, token_columns, token_rewards, mask))
     routing: Array | None = None
     prompt_pictures: tuple[PlacedPicture, ...] = ()
     if (shape := entry.routing) is not None:
-        experts = columns["routing"].view(_ROUTING_DTYPES[shape.width]).reshape(-1, shape.layers, shape.per_token)
+        experts = experts.view(_ROUTING_DTYPES[shape.width]).reshape(-1, shape.layers, shape.per_token)
         routing, rest = experts[: len(prompt)], replace(rest, routing=experts[len(prompt) :])
     if entry.pictures is not None:
-        prompt_pictures, pictures = _pictures(columns["pictures"], entry.pictures, prompt, rest)
+        prompt_pictures, pictures = _pictures(contents, entry.pictures, prompt, rest)
         rest = replace(rest, pictures=pictures)
     whole = SharedPrompt(prompt, rest, routing, prompt_pictures) if len(prompt) else rest
     return Trajectory(entry.rollout_id, entry.prompt_id, entry.order, whole, entry.metrics)
@@ -580,19 +604,18 @@ def _numbers(what: str, columns: _Named, samples: int) -> dict[str, NDArray[np.f
     return {name: np.array(column, np.float64) for name, column in columns.items()}
 
 
-def _token_columns(entry: TrajectoryHeader, columns: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the token columns by name.
+def _token_columns(names: Sequence[str], joined: Array, token_rewards: Array, mask: Array) -> dict[str, Array]:
+    """Return the token columns by name, which are `joined` end to end.
 
     Raises:
         CodecError: one of them, or the token rewards, has a number where no policy generated a token; or the names are
             not distinct.
     """
-    names, not_generated = entry.token_columns, columns["loss_mask"] == 0
-    own = columns["token_columns"].reshape(len(names), len(not_generated))
+    own, not_generated = joined.reshape(len(names), len(mask)), mask == 0
     by_name = dict(zip(names, own, strict=True))
     if len(by_name) != len(names):
         raise CodecError(f"trajectory.token_columns has the names {names!r:.80}: use distinct ones")
-    for name, numbers in (("token_rewards", columns["token_rewards"]), *by_name.items()):
+    for name, numbers in (("token_rewards", token_rewards), *by_name.items()):
         if len(numbers) and numbers[not_generated].any():
             raise CodecError(f"trajectory: column {name!r:.80} is not 0 at a token that no policy generated")
     return by_name

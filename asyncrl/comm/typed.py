@@ -55,6 +55,16 @@ def decode_json(data: bytes | bytearray | memoryview | str, kind: type[T]) -> T:
     return json_decoder(kind).decode(data)
 
 
+def decode_yaml(data: bytes, kind: type[T]) -> T:
+    """Decode YAML into `kind`.
+
+    Raises:
+        msgspec.DecodeError: `data` is not YAML, or not of this kind.
+    """
+    msgpack_decoder(kind)  # analyses the type
+    return msgspec.yaml.decode(data, type=kind)
+
+
 def convert(value: Any, kind: type[T], *, str_keys: bool = False) -> T:
     """Convert plain data into `kind`; `str_keys`: all keys of mappings are strings, as JSON has them.
 

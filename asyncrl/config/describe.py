@@ -18,39 +18,6 @@ from asyncrl.config.secrets import without_secrets
 from asyncrl.config.setting import SettingInfo, setting_info
 from asyncrl.config.values import to_yaml
 
-USAGE = """\
-{program} <experiment> [setting=value ...] [options]
-{program} COMMAND --help
-
-commands:
-  init FOLDER                         write a small project of your own, which runs at once
-  eval MODEL                          evaluate a run's policy, a Hugging Face folder or a model on the hub
-  show RUN                            print samples that a run kept
-  install PACKAGE [VERSION] [FOLDER]  make an environment for verifiers, sglang_cpu or sglang_gpu
-  export RUN [--step N] OUT           write a run's policy as a Hugging Face folder
-  rollout EXPERIMENT                  generate and keep samples, train nothing
-  replay EXPERIMENT samples=FOLDER    train on kept samples, without servers
-  audit RUN                           check what a run left on the disk
-  attach RUN                          show a run that was started with --detach
-  join RUN --kind KIND                add generation_servers or rollout_workers to a run in progress
-  chaos EXPERIMENT                    run the experiment under kills, pauses and broken connections
-  doctor EXPERIMENT                   make every check of a start, and start nothing
-  doctor RUN                          explain why a run is slow, stands still or learns nothing
-  dashboard RUN                       show runs on a page, live or as one file
-  clean RUN                           remove what an ended run does not need
-  trace RUN                           write a run's timeline, for ui.perfetto.dev or as a picture
-  completion bash|zsh                 print a script that completes commands, experiments and settings
-(`asyncrl` and `python -m asyncrl.launch` are the same command)
-
-options:
-  --help             this page; with an experiment: its settings
-  --cfg job          print the resolved config and stop
-  --dry-run          print the processes a run would start and stop
-  --show-allocation  print where each training rank goes and what memory it will need, and stop
-  --show-graph [F]   print the training step's graph and stop, or write it to F as SVG
-  --config-dir DIR   folder of your own experiments, beside the built-in ones
-"""
-
 
 def program() -> str:
     """Return the command as the user called it."""
@@ -71,7 +38,7 @@ def fitted(text: str) -> str:
 
 
 def list_experiments(folder: Path | None) -> str:
-    """Return the usage and every experiment with its one-line description, those of the user's `folder` first.
+    """Return every experiment with its one-line description, those of the user's `folder` first.
 
     Raises:
         ConfigError: there is no such folder.
@@ -81,7 +48,7 @@ def list_experiments(folder: Path | None) -> str:
     titles[built_in] = "built-in experiments" if own else "experiments"
     known = {each: known_experiments(each) for each in titles}
     width = max((len(name) for names in known.values() for name in names), default=0)
-    text = USAGE.format(program=program())
+    text = ""
     for each, title in titles.items():
         lines = [f"  {name:<{width}}   {summary}" for name, summary in known[each].items()]
         text += "\n".join(["", f"{title}:", *(lines or ["  none"]), ""])

@@ -62,7 +62,7 @@ class ExperimentConfig:
         OnStale.wait,
         "how samples beyond η are avoided or handled; wait: the trainer waits for them in time; drop: drop them; mask: "
         "mask their old tokens; drop and mask lose a fifth to a third of long-tailed answers' tokens at small η "
-        "(docs/scale.md)",
+        "(docs/staleness.md)",
     )
     resume: Resume = setting(
         Resume.auto,

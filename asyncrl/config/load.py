@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from asyncrl.comm.typed import convert
-from asyncrl.config.aliases import RENAMED, answer, elsewhere
+from asyncrl.config.aliases import answer, elsewhere, table
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.own_settings import own_class, own_settings
 from asyncrl.config.secrets import hide, shown
@@ -412,7 +412,7 @@ def _kind_at(name: str, kinds: Mapping[str, Any]) -> Any:
 
 
 def _unknown_setting(name: str, known: Mapping[str, Any], where: str, value: Any) -> str:
-    if (now := RENAMED.get(name)) is not None:
+    if (now := table().renamed.get(name)) is not None:
         return f"unknown setting {name!r}{where}; it was renamed to {now!r}"
     if aliases := elsewhere(name):
 

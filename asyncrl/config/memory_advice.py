@@ -69,7 +69,7 @@ def trainer_settings(
         yield "trainer.offload=true"
     if shared:
         engine = generation.engine
-        bound = generation.max_total_tokens if engine.fixed_cache else engine.memory_share
+        bound = generation.cache_tokens if engine.fixed_cache else engine.memory_share
         default = f"{engine.label}'s default"
         yield f"{engine.memory_setting} below {bound or default}"
         if not guests_of(generation):
@@ -82,7 +82,7 @@ def trainer_settings(
 def server_settings(config: ExperimentConfig, *, on_gpu: bool) -> Iterator[str]:
     """Yield the settings that lower what an embedded engine needs, and are not set yet."""
     generation = config.generation
-    yield f"generation.max_total_tokens below {generation.max_total_tokens} (the KV cache)"
-    yield f"generation.max_running_requests below {generation.max_running_requests}"
+    yield f"generation.max_total_tokens below {generation.cache_tokens} (the KV cache)"
+    yield f"generation.max_running_requests below {generation.running_limit}"
     if generation.dtype.on("cuda" if on_gpu else "cpu") != Dtype.bfloat16:
         yield "generation.dtype=bfloat16"

@@ -7,11 +7,9 @@ choices are the names in the registry or folder (`choices=`). Code compares with
 from __future__ import annotations
 
 import math
-import pkgutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
 from asyncrl.config.secrets import hide
@@ -102,11 +100,6 @@ def not_a_choice(name: str, value: object, choices: Iterable[str]) -> str:
     choices = list(choices)
     hint = did_you_mean(str(value), choices) or ";"
     return f"{name}={value!r}: not a choice{hint} choose one of {', '.join(choices)}"
-
-
-def modules_in(folder: Path) -> tuple[str, ...]:
-    """Return the names of the modules in `folder`, for a choice with one file per member. Nothing is imported."""
-    return tuple(sorted(module.name for module in pkgutil.iter_modules([str(folder)])))
 
 
 class Dtype(StrEnum):

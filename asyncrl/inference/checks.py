@@ -12,12 +12,11 @@ from asyncrl.comm.names import GENERATION_SERVER, MODEL_WORKER
 from asyncrl.config.context import context_length, needed_context, single_answer
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
-from asyncrl.inference.settings import ALL_GUESTS, GenerationConfig, guests_of
+from asyncrl.inference.settings import ALL_GUESTS, BACKENDS, GenerationConfig, guests_of
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.models.model_config import read_model_config
 from asyncrl.models.pictures.picture_rules import placeholder_in
-from asyncrl.runtime.planning.plan_workers import plan_workers
-from asyncrl.runtime.planning.worker_plan import WorkerPlan
+from asyncrl.runtime.planning.plan_workers import WorkerPlan, plan_workers
 from asyncrl.runtime.process.hardware import LOOPBACK, count_gpus
 from asyncrl.runtime.settings import SystemConfig
 from asyncrl.trainer.settings import VisionMode
@@ -35,18 +34,18 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         )
     yield from _positions(config)
     yield from guest_problems(config)
-    if generation.engine.fixed_cache and generation.max_running_requests < config.group_size:
+    if (
+        generation.engine.fixed_cache or generation.max_running_requests
+    ) and generation.running_limit < config.group_size:
         yield (
-            f"generation.max_running_requests={generation.max_running_requests}: a group of "
+            f"generation.max_running_requests={generation.running_limit}: a group of "
             f"group_size={config.group_size} does not fit; use {config.group_size} or more"
         )
-    if generation.engine.fixed_cache and generation.max_total_tokens < needed:
-        yield (
-            f"generation.max_total_tokens={generation.max_total_tokens}: one sample may take {needed}; use "
-            f"{needed} or more"
-        )
+    if (limit := generation.cache_limit) is not None and limit < needed:
+        yield f"generation.max_total_tokens={limit}: one sample may take {needed}; use {needed} or more"
     yield from _frozen_servers(config)
     yield from _quantised(config)
+    yield from _unused_urls(generation)
     yield from _checks_of(generation).check(config)
     if generation.engine.urls:
         yield from _urls(config)
@@ -113,7 +112,7 @@ def gpu_problems(config: ExperimentConfig) -> Iterator[str]:
         return
     if generation.device != Device.cpu and 0 < gpus < wanted:
         ranks = f"a server takes {wanted}, and " if wanted > shape.tensor else ""
-        yield f"{shape}: {ranks}this machine has {gpus} GPUs; use {gpus} or less"
+        yield f"{shape.settings}: {ranks}this machine has {gpus} GPUs; use {gpus} or less"
         return
     try:
         plans = plan_workers(config)
@@ -124,7 +123,7 @@ def gpu_problems(config: ExperimentConfig) -> Iterator[str]:
     if least < wanted:
         ranks = f"a server has {wanted} ranks, and " if wanted > shape.tensor else ""
         yield (
-            f"{shape}: {ranks}training ranks leave a server {least} GPU{'s'[: least - 1]}; "
+            f"{shape.settings}: {ranks}training ranks leave a server {least} GPU{'s'[: least - 1]}; "
             f"use {least}, fewer training ranks (trainer.parallel), or a host with more GPUs"
         )
     if engine.fixed_cache or engine.memory_share is not None:
@@ -179,11 +178,22 @@ def _frozen_servers(config: ExperimentConfig) -> Iterator[str]:
 
 def _urls(config: ExperimentConfig) -> Iterator[str]:
     """Yield an error message for each of the adopted servers that the run cannot use."""
-    setting, urls = f"generation.{config.generation.backend}.urls", config.generation.engine.urls
+    setting, urls = config.generation.engine.named("urls"), config.generation.engine.urls
     yield from _addresses(setting, urls, config.system)
     servers = [url.rstrip("/") for url in urls]
     for url in sorted({url for url in servers if servers.count(url) > 1}):
         yield f"{setting}={url!r}: given {servers.count(url)} times; name each server once"
+
+
+def _unused_urls(generation: GenerationConfig) -> Iterator[str]:
+    """Yield an error message for servers of another engine than the chosen one."""
+    for name, kind in BACKENDS.items():
+        urls = kind(generation).urls
+        if urls and name != generation.backend:
+            yield (
+                f"generation.{name}.urls={list(urls)}: servers of {kind.label}, which generation.backend="
+                f"{str(generation.backend)!r} does not use; set generation.backend={name}, or leave them out"
+            )
 
 
 def _addresses(setting: str, urls: Sequence[str], system: SystemConfig) -> Iterator[str]:
@@ -216,7 +226,7 @@ def guest_problems(config: ExperimentConfig) -> Iterator[str]:
     setting = f"generation.guests={config.generation.guests!r}"
     if config.generation.engine.urls:
         yield (
-            f"{setting}: generation.{config.generation.backend}.urls names servers that others started, and where they "
+            f"{setting}: {config.generation.engine.named('urls')} names servers that others started, and where they "
             "run is not known; leave the urls out, or use guests=none"
         )
     if len(guests) < config.generation.servers and config.system.hosts:

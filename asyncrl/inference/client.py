@@ -30,9 +30,8 @@ import msgspec
 from asyncrl.api.generation import Completion, SamplingParams
 from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.comm.http.calls import HttpError, HttpRefused, JsonHttp
-from asyncrl.comm.security.run_secret import HttpSecurity
+from asyncrl.comm.security import HttpSecurity
 from asyncrl.comm.typed import convert
-from asyncrl.inference.embedded.random_streams import derive_seed as derive_seed
 from asyncrl.inference.messages import (
     AbortRequest,
     ContinueRequest,
@@ -47,6 +46,7 @@ from asyncrl.inference.messages import (
 )
 from asyncrl.inference.messages import MemoryTag as MemoryTag  # for the users of this client
 from asyncrl.inference.messages import PauseMode as PauseMode
+from asyncrl.inference.random_streams import derive_seed as derive_seed
 from asyncrl.inference.replies import MalformedReply as MalformedReply
 from asyncrl.inference.replies import RoutingWanted as RoutingWanted
 from asyncrl.inference.replies import (

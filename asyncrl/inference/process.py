@@ -1,8 +1,8 @@
 """GenerationServer: one inference engine behind SGLang's HTTP API, found by name resolution.
 
-    generation.backend=embedded                     the torch engine in this process
-    generation.backend=sglang                       `python -m sglang.launch_server` as a child
-    generation.backend=sglang, sglang.urls=[...]    server i of a list that already runs
+    embedded    the torch engine in this process
+    a child     a program of its own, such as `python -m sglang.launch_server`
+    adopted     server i of a list that already runs
 
 In all cases the process starts the engine with the initial model, registers its address under a lease, and waits. When
 the engine dies the registration is removed at once, so that no request is routed to it. A child is started again and
@@ -22,20 +22,18 @@ from typing import ClassVar, Never
 
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameEntryNotFound, NameResolver, NameResolveTimeout
-from asyncrl.comm.waits.limits import LOOK_S
+from asyncrl.comm.waits import LOOK_S
 from asyncrl.inference.client import connect
-from asyncrl.inference.engine_host import BASE_VERSION, EngineHost, ServedEngine
+from asyncrl.inference.engine_host import BASE_VERSION, AdoptedHost, EngineHost, ServedEngine
 from asyncrl.inference.figures import EngineFigures
 from asyncrl.inference.settings import guests_of
-from asyncrl.inference.sglang.host import AdoptedHost
-from asyncrl.models.weights.staging.messages import MODEL
 from asyncrl.observe import observer
 from asyncrl.observe.observer import Activity
-from asyncrl.runtime.process.lasting_imports import lasting_imports
+from asyncrl.runtime.planning.process_kinds import MODEL
 from asyncrl.runtime.process.remarks import remark
 from asyncrl.runtime.process.waiting import StopRequested, cancel, or_stop
-from asyncrl.runtime.process.worker import AsyncWorker, CannotContinue, WorkerSpec
-from asyncrl.runtime.trials.restart_budget import RestartBudget
+from asyncrl.runtime.process.worker import AsyncWorker, CannotContinue, WorkerSpec, lasting_imports
+from asyncrl.runtime.trials.restarts import RestartBudget
 
 
 class EngineFailed(CannotContinue):
@@ -43,7 +41,7 @@ class EngineFailed(CannotContinue):
 
 
 class Guest:
-    """The turns of a guest (`asyncrl.manager.fleet.guests.guests`) on a device that the trainer uses too.
+    """The turns of a guest (`asyncrl.colocated`) on a device that the trainer uses too.
 
     They follow entries that the trainer and the GserverManager publish.
 
@@ -96,7 +94,7 @@ class GenerationServer(AsyncWorker):
     """The process around one engine."""
 
     always_reports = True  # the GserverManager waits for its weight updates
-    _scratch: ClassVar[str] = "sglang"
+    _scratch: ClassVar[str] = "server"
     _guest: Guest | None = None
 
     @property
@@ -199,10 +197,17 @@ class GenerationServer(AsyncWorker):
             self.log.info("the registration was already gone, or is another's")
 
     def _make_host(self) -> EngineHost:
-        """Return the engine of the configured back end, whose libraries are loaded only here."""
+        """Return the adopted server, or the engine of the configured back end, whose libraries are loaded only here."""
+        generation = self.config.generation
+        if urls := generation.engine.urls:
+            return self._adopted(urls[self.index], Path(str(self.config.model.path)))
         with lasting_imports():
-            make: Callable[..., EngineHost] = pkgutil.resolve_name(self.config.generation.engine.host)
+            make: Callable[..., EngineHost] = pkgutil.resolve_name(generation.engine.host)
         return make(self, scratch=f"{self._scratch}{self.index}", guest=self._guest is not None)
+
+    def _adopted(self, url: str, model_dir: Path | None) -> AdoptedHost:
+        limit_s = self.config.generation.start_timeout_s
+        return AdoptedHost(url, model_dir=model_dir, security=self.http_security, timeout_s=limit_s)
 
 
 class PolicyServer(GenerationServer):
@@ -232,8 +237,7 @@ class PolicyServer(GenerationServer):
     def _make_host(self) -> EngineHost:
         if self._url is None:
             return super()._make_host()
-        limit_s = self.config.generation.start_timeout_s
-        return AdoptedHost(self._url, model_dir=None, security=self.http_security, timeout_s=limit_s)
+        return self._adopted(self._url, None)
 
     async def _check(self, url: str) -> None:
         """Check a trained policy only: no answer of the others spans a weight update. All of them read text."""

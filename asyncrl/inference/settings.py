@@ -1,12 +1,13 @@
 """Settings of the GenerationServers, and the back ends: what each engine can do, in one table.
 
 All others ask `generation.engine` and know no engine by its name. To add one, write its folder (`host`, `checks`), its
-class here, and its name in `GenerationBackend` and `BACKENDS`.
+class here, and its name in `GenerationBackend` and `BACKENDS`; for a program of its own also its `ProgramConfig`, as a
+field of this name in `GenerationConfig`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from typing import Any, Final
@@ -25,24 +26,23 @@ class GenerationBackend(StrEnum):
     """An SGLang server, started as a child or adopted."""
 
 
-class Quantization(StrEnum):
-    """Values of the embedded engine's weights."""
+@dataclass
+class ProgramConfig:
+    """Servers that are a program of their own."""
 
-    none = auto()
-    """As they were published."""
-    int8 = auto()
-    """Those of linear layers as in int8, by output channel."""
+    python: str = setting("", "interpreter with the program installed; empty: this one")
+    urls: list[str] = setting(help="URLs of running servers, used in place of `servers`, never stopped", factory=list)
+    args: dict[str, Any] = setting(help="flags of the program", factory=dict)
+    env: dict[str, str] = setting(help="environment variables of the servers that the run starts", factory=dict)
+    tensor_parallel: int = setting(1, "GPUs of each server, over which each layer is cut", unit="GPUs", minimum=1)
 
 
 @dataclass
-class SGLangConfig:
+class SGLangConfig(ProgramConfig):
     """SGLang servers."""
 
     python: str = setting("", "interpreter with sglang installed; empty: this one")
-    urls: list[str] = setting(help="URLs of running servers, used in place of `servers`, never stopped", factory=list)
     args: dict[str, Any] = setting(help="flags of sglang.launch_server, e.g. {mem_fraction_static: 0.8}", factory=dict)
-    env: dict[str, str] = setting(help="environment variables of the servers that the run starts", factory=dict)
-    tensor_parallel: int = setting(1, "GPUs of each server, over which each layer is cut", unit="GPUs", minimum=1)
 
 
 @dataclass
@@ -61,15 +61,17 @@ class GenerationConfig:
     )
     device: Device = setting(Device.auto, "cpu, cuda, or auto: cuda if there is a GPU")
     dtype: Dtype = setting(Dtype.auto, "type of weights and KV cache; auto: bfloat16 on GPUs, float32 on CPUs")
-    quantization: Quantization = setting(
-        Quantization.none,
-        "int8: the embedded engine computes with the values that linear layers have in int8, to see what servers that "
-        "quantise would do to a run; memory and speed stay those of generation.dtype. SGLang has its own, "
-        "generation.sglang.args={quantization: fp8}",
+    max_running_requests: int = setting(
+        0,
+        "most sequences decoded together; more wait; 0: 256, and with SGLang on a GPU as many as it finds room for",
+        minimum=0,
     )
-    max_running_requests: int = setting(256, "most sequences decoded together; more wait (embedded engine)", minimum=1)
     max_total_tokens: int = setting(
-        65536, "size of the KV cache; requests beyond it wait (embedded engine)", unit="tokens", minimum=16
+        0,
+        "size of the KV cache; requests beyond it wait; 0: 65536, and with SGLang on a GPU what is left of "
+        "mem_fraction_static",
+        unit="tokens",
+        minimum=0,
     )
     chunked_prefill_size: int = setting(
         512,
@@ -104,8 +106,23 @@ class GenerationConfig:
 
     @property
     def engine(self) -> Backend:
-        """What the servers can do."""
+        """The back end with its capabilities."""
         return BACKENDS[self.backend](self)
+
+    @property
+    def running_limit(self) -> int:
+        """`max_running_requests` where an engine does not find its own."""
+        return self.max_running_requests or 256
+
+    @property
+    def cache_tokens(self) -> int:
+        """`max_total_tokens` where an engine does not find its own."""
+        return self.max_total_tokens or 65536
+
+    @property
+    def cache_limit(self) -> int | None:
+        """Tokens that a server's KV cache holds, if the settings bound them; None if the engine finds its own size."""
+        return self.cache_tokens if self.engine.fixed_cache or self.max_total_tokens else None
 
 
 def guests_of(generation: GenerationConfig) -> range:
@@ -135,59 +152,67 @@ SGLANG_PICTURES: Final = frozenset({"glm4v", "qwen2_vl", "qwen2_5_vl", "qwen3_vl
 class ServerShape:
     """Ranks of one server along each axis.
 
-    With `shared_attention` (`enable_dp_attention`) the data axis lies within the tensor axis and adds no ranks.
+    With `shared_attention` the data axis lies within the tensor axis and adds no ranks. `settings` are those that say
+    so, for messages.
     """
 
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
     shared_attention: bool = False
+    settings: str = ""
 
     @property
     def gpus(self) -> int:
         """Number of GPUs of the server: one per rank."""
         return self.tensor * self.pipeline * (1 if self.shared_attention else self.data)
 
-    def __str__(self) -> str:
-        axes = {"tensor_parallel": self.tensor, "args.pp_size": self.pipeline, "args.dp_size": self.data}
-        named = [f"generation.sglang.{name}={value}" for name, value in axes.items() if value > 1]
-        return ", ".join(named) or "generation.sglang.tensor_parallel=1"
-
 
 class Backend:
-    """What the servers of these settings can do. The defaults are those of an engine that can only generate text.
+    """Capabilities of the servers of these settings. The defaults are those of an engine that can only generate text.
 
     Attributes:
         label: name in messages.
-        host: import path of a function (worker, *, scratch, guest) that returns the `EngineHost` of a GenerationServer.
+        host: import path of a function (worker, *, scratch, guest) that returns the `EngineHost` of a GenerationServer
+            that starts its engine; `child.host.ChildHost` is all of it for a program but its command.
         checks: module of `check(config)` and `warnings(config)` for settings that concern this engine alone.
         server_check: import path of a function (url, config, security) that checks a server before it gets requests;
             empty: the engine itself refuses what it cannot do.
+        package: the Python package that the interpreter of `program` has to have; `asyncrl install` has scripts of this
+            name. Empty: none is asked for.
         memory_flag: its flag for the share of a GPU's free memory that a server takes; empty: `fixed_cache`.
-        own_api: its servers have what this project added to SGLang's API: pictures are sent once and then named, and a
-            pause ends requests at once.
+        memory_is_counted: what a server holds is known before it starts: weights, packed copies of them, and a cache
+            that is laid out anew layer by layer (`asyncrl.launch.previews`).
+        keeps_pictures: pictures are sent once and then named; False: each is sent with the request that shows it.
+        pause_ends_requests: a pause that aborts ends running requests at once; False: in a second or so, and an abort
+            of them is faster.
         same_arithmetic: it rounds as training ranks of the same type do.
         tells_experts: answers tell which experts each token was sent to.
         loads_adapters: a version may be LoRA adapters alone.
         loads_quantised: it serves folders of quantised weights as they are.
-        takes_sent_weights: weights may be sent from the trainer's memory, besides being read from disk.
+        weight_transports: values of `manager.weight_transport` by which it takes weights.
         verifies_files: it verifies the checksums of the weights that it reads.
     """
 
     label: str
     host: str
     checks: str
-    server_check = memory_flag = ""
-    own_api = same_arithmetic = tells_experts = loads_adapters = False
-    loads_quantised = takes_sent_weights = verifies_files = False
+    server_check = package = memory_flag = ""
+    memory_is_counted = keeps_pictures = pause_ends_requests = False
+    same_arithmetic = tells_experts = loads_adapters = loads_quantised = verifies_files = False
+    weight_transports: Sequence[str] = ("disk",)
 
     def __init__(self, generation: GenerationConfig) -> None:
         self.generation = generation
 
     @property
-    def program(self) -> SGLangConfig | None:
+    def program(self) -> ProgramConfig | None:
         """Its part of the settings if it is a program of its own; None: torch in the GenerationServer's process."""
         return None
+
+    def named(self, setting: str) -> str:
+        """Return the full name of a setting of `program`, for messages: `generation.sglang.urls`."""
+        return f"generation.{self.generation.backend}.{setting}"
 
     @property
     def urls(self) -> Sequence[str]:
@@ -202,7 +227,7 @@ class Backend:
 
     @property
     def fixed_cache(self) -> bool:
-        """True if `generation.max_total_tokens` and `max_running_requests` bound what a server holds."""
+        """True if `generation.max_total_tokens` bounds what a server holds, whether it is set or not."""
         return not self.memory_flag
 
     @property
@@ -210,11 +235,11 @@ class Backend:
         """The setting that bounds the memory of a server."""
         if self.fixed_cache:
             return "generation.max_total_tokens"
-        return f"generation.{self.generation.backend}.args.{self.memory_flag}"
+        return self.named(f"args.{self.memory_flag}")
 
     @property
     def memory_share(self) -> float | None:
-        """The share of a GPU's free memory that a server is told to take; None: it is told none."""
+        """The share of a GPU's free memory that a server may take; None: the engine's default."""
         share: float | None = self.flags.get(self.memory_flag)
         return share
 
@@ -225,7 +250,8 @@ class Backend:
         Raises:
             ValueError: a flag does not fit; the message names it.
         """
-        return ServerShape()
+        tensor = 1 if self.program is None else self.program.tensor_parallel
+        return ServerShape(tensor, settings=self.named(f"tensor_parallel={tensor}"))
 
     @property
     def quantised(self) -> str:
@@ -253,12 +279,8 @@ class Embedded(Backend):
     label = "the embedded engine"
     host = "asyncrl.inference.embedded.host:make_host"
     checks = "asyncrl.inference.embedded.checks"
-    own_api = same_arithmetic = tells_experts = loads_adapters = verifies_files = finds_stop_strings = True
-
-    @property
-    def quantised(self) -> str:
-        chosen = self.generation.quantization
-        return "" if chosen == "none" else f"generation.quantization={chosen}"
+    memory_is_counted = keeps_pictures = pause_ends_requests = True
+    same_arithmetic = tells_experts = loads_adapters = verifies_files = finds_stop_strings = True
 
     def takes_pictures(self, weight_transport: str, model_type: str) -> bool:
         return True
@@ -268,11 +290,13 @@ class SGLang(Backend):
     """An SGLang server, started as a child or adopted."""
 
     label = "SGLang"
-    host = "asyncrl.inference.sglang.host:make_host"
+    host = "asyncrl.inference.sglang.host:SGLangHost.of_worker"
     checks = "asyncrl.inference.sglang.checks"
     server_check = "asyncrl.inference.sglang.server_checks:check_server"
+    package = "sglang"
     memory_flag = "mem_fraction_static"
-    loads_quantised = takes_sent_weights = True
+    loads_quantised = True
+    weight_transports = ("disk", "tensor", "distributed")
 
     @property
     def program(self) -> SGLangConfig:
@@ -294,7 +318,10 @@ class SGLang(Backend):
                 "yourself and name it in generation.sglang.urls"
             )
         pipeline, data = size("pp_size", "pipeline_parallel_size"), size("dp_size", "data_parallel_size")
-        shape = ServerShape(tensor, pipeline, data, bool(flags.get("enable_dp_attention")))
+        axes = {"tensor_parallel": tensor, "args.pp_size": pipeline, "args.dp_size": data}
+        said = [self.named(f"{name}={value}") for name, value in axes.items() if value > 1]
+        settings = ", ".join(said) or self.named("tensor_parallel=1")
+        shape = ServerShape(tensor, pipeline, data, bool(flags.get("enable_dp_attention")), settings)
         if shape.shared_attention and size("attn_dp_size") > 1:
             raise ValueError(
                 "generation.sglang.args.enable_dp_attention=true: attn_dp_size says the same in SGLang's newer words; "
@@ -329,3 +356,8 @@ class SGLang(Backend):
 
 BACKENDS: Final[dict[str, type[Backend]]] = {"embedded": Embedded, "sglang": SGLang}
 """By the value of `generation.backend`."""
+
+
+def backends_that(can: Callable[[type[Backend]], bool]) -> str:
+    """Return the values of `generation.backend` whose engines `can`, for messages: `embedded or sglang`."""
+    return " or ".join(name for name, kind in BACKENDS.items() if can(kind))

@@ -1,22 +1,5 @@
-"""`python -m asyncrl.launch <experiment> [setting=value ...]`, or `asyncrl ...`: check the experiment, then run the
-command.
-
-    attach RUN                     show a run that was started with `--detach`
-    audit RUN                      check a run's files
-    chaos EXPERIMENT               run an experiment while injecting faults
-    clean RUN                      remove files that an ended run does not need
-    completion bash                print a script for the shell
-    dashboard RUN                  show runs on a page
-    doctor RUN | EXPERIMENT        explain why a run is slow or makes no steps; make every check of a start
-    eval MODEL                     evaluate a run's policy, or a Hugging Face folder
-    export RUN [--step N] OUT      write the policy of a run as a Hugging Face folder
-    init FOLDER                    create a project of your own
-    install NAME                   make a real chat model (smollm2), or an environment for a package that conflicts
-    join RUN                       add GenerationServers or RolloutWorkers to a running run
-    replay                         train on kept samples
-    rollout                        generate and keep rollouts without training
-    show RUN                       print kept samples
-    trace RUN                      show a run over time
+"""`python -m asyncrl.launch <experiment> [setting=value ...]`, or `asyncrl ...`: check the experiment, then run it; or
+run one of the `commands`.
 
 Exit codes: 0 done, 1 failed, 2 a setting is wrong (nothing was started), 4 another run holds the trial, 130 stopped by
 Ctrl-C or SIGTERM after a checkpoint.
@@ -36,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.launch.commands import COMMANDS
+from asyncrl.launch.commands import COMMANDS, help_page
 from asyncrl.launch.refusal import refuse
 from asyncrl.runtime.exit_codes import EXIT_CONFIG
 
@@ -81,7 +64,7 @@ def _open_standard_streams() -> None:
 def _main(argv: list[str]) -> int:
     if os.getcwd() not in sys.path:  # `python -m` adds the current folder; import paths must work alike in `asyncrl`
         sys.path.insert(0, os.getcwd())
-    from asyncrl.config.describe import experiment_help, fitted, list_experiments, program, resolved_yaml
+    from asyncrl.config.describe import experiment_help, fitted, program, resolved_yaml
     from asyncrl.config.setting import ConfigError
 
     if argv and argv[0] in COMMANDS:
@@ -91,12 +74,12 @@ def _main(argv: list[str]) -> int:
     folder = Path(args.config_dir) if args.config_dir else None
     try:
         if args.experiment is None:
-            _print(fitted(list_experiments(folder)))
+            _print(fitted(help_page(folder)))
             return 0 if args.help else EXIT_CONFIG
         from asyncrl.config.experiment import ExperimentConfig
         from asyncrl.config.load import load_experiment
-        from asyncrl.launch.before_start.checks import warnings
-        from asyncrl.launch.before_start.input_checks import check_data, complete
+        from asyncrl.launch.before_start.data import check_data
+        from asyncrl.launch.before_start.setting_checks import complete, warnings
 
         values: dict[str, Any] = {}
         if args.settings_file is not None:

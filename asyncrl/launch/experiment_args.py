@@ -9,8 +9,7 @@ from pathlib import Path
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError
-from asyncrl.launch.before_start.hub import resolve_hub_names
-from asyncrl.launch.before_start.input_checks import resolve_length
+from asyncrl.launch.before_start.setting_checks import resolve_hub_names, resolve_length
 
 
 def experiment_parser(program: str, description: str) -> argparse.ArgumentParser:

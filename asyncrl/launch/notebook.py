@@ -29,7 +29,7 @@ from asyncrl.config.load import load_experiment
 from asyncrl.config.run_dir import METRICS_FILE, SAMPLES_DIR, run_dir_of
 from asyncrl.config.setting import ConfigError
 from asyncrl.config.values import plain
-from asyncrl.launch.before_start.checks import validate
+from asyncrl.launch.before_start.setting_checks import validate
 from asyncrl.launch.refusal import ERROR
 from asyncrl.observe.doctor import Diagnosis, examine
 from asyncrl.observe.history import History

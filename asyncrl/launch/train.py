@@ -10,17 +10,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from asyncrl.comm.files.private_files import PRIVATE_UMASK
+from asyncrl.comm.files import PRIVATE_UMASK
 from asyncrl.config.describe import program
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config
 from asyncrl.config.run_dir import EXIT_FILE, run_dir_of
 from asyncrl.config.setting import ConfigError
-from asyncrl.launch.before_start.devices import check_guests_fit, device_lines
-from asyncrl.launch.before_start.initial_model import with_model
-from asyncrl.launch.before_start.prompt_checks import check_prompts, show_prompts
-from asyncrl.launch.before_start.reachable import check_reachable
-from asyncrl.launch.before_start.rehearse import rehearsed
+from asyncrl.launch.before_start.data import show_prompts
+from asyncrl.launch.before_start.machine import device_lines, space_line
+from asyncrl.launch.before_start.models import base_model_config, check_models, with_model
+from asyncrl.launch.before_start.pipeline import StartChecks
+from asyncrl.launch.before_start.rehearsal import rehearsed
 from asyncrl.launch.before_start.same_data import (
     check_same_data,
     check_same_roles,
@@ -28,20 +28,19 @@ from asyncrl.launch.before_start.same_data import (
     keep_inputs,
     missing_history,
 )
-from asyncrl.launch.before_start.space import space_line
-from asyncrl.launch.before_start.whole_models import check_models, loaded_folders, whole_models
 from asyncrl.launch.commands.attach import attach_again, detach
 from asyncrl.launch.refusal import refuse
+from asyncrl.launch.summary import SUMMARY_INDENT, summary_lines
 from asyncrl.models.weights.versions.manifest import verify
 from asyncrl.observe.display import make_display, wrapped
 from asyncrl.observe.doctor import examine
 from asyncrl.observe.history import History
-from asyncrl.runtime.checks import check_place
+from asyncrl.runtime.backends import backend_class
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_HELD, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.settings import Resume
-from asyncrl.runtime.trials.resume import TrialError, TrialHeld, check_finished, check_run_files
-from asyncrl.runtime.trials.summary import SUMMARY_INDENT, summary_lines
+from asyncrl.runtime.trials.claim import TrialError, TrialHeld
+from asyncrl.runtime.trials.resume import check_finished, check_run_files
 from asyncrl.trainer.supervised.base_model import BaseModelError, ensure_base_model, existing_base_model
 from asyncrl.trainer.supervised.settings import SFTConfig
 
@@ -63,7 +62,10 @@ def train(config: Config, folder: Path | None, *, again: Sequence[str] | None = 
                 check_models(config)
             console.print(f"model: {ensure_base_model(config)}")
             return EXIT_OK
-        check_place(config)
+        backend_class(config.system.launcher).check_place()
+        if config.model.path is None and existing_base_model(base_model_config(config, folder)) is None:
+            with rehearsed(config) as rehearsal_notes:
+                rehearsal_notes()  # the code alone, as making the model takes a while
         return _run_rl(with_model(config, folder), console, again, detached)
     except (BaseModelError, TrialError, ConfigError) as error:
         refuse(error)
@@ -88,12 +90,8 @@ def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | N
             "raise total_train_steps to continue, choose another trial_name, or start over with resume=restart"
         )
         return EXIT_OK
-    found = [f"WARNING: {note}" for note in check_reachable(config)]
-    check_guests_fit(config)
-    with rehearsed(config) as rehearsal_notes, whole_models(loaded_folders(config)) as models_are_whole:
-        statistics = check_prompts(config)
-        models_are_whole()
-        notes = [*found, *rehearsal_notes()]
+    with StartChecks(config) as checks:
+        notes = checks.notes()
     if again is not None:
         return detach(again, run_dir)
     title = f"asyncrl {config.experiment_name}/{config.trial_name}"
@@ -110,7 +108,7 @@ def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | N
         enough, space = space_line(config)
         for line in (*device_lines(config), *([] if enough else [f"WARNING: {space}"]), *notes):
             display.note(line)
-        show_prompts(config, statistics, run_dir, display.note)
+        show_prompts(config, checks.statistics, run_dir, display.note)
         code = launcher.run()
     finally:
         display.close()

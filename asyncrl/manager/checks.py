@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.inference.settings import backends_that
 from asyncrl.manager.settings import PolicyConfig, VersionPoolConfig
 from asyncrl.models.folder_checks import hugging_face_folder
 from asyncrl.models.weights.transports.base import weight_transport
@@ -17,10 +18,11 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 def check(config: ExperimentConfig) -> Iterator[str]:
     """Yield an error message for each invalid setting: `setting=value: what is wrong; what to do`."""
     transport, generation = weight_transport(config.manager.weight_transport), config.generation
-    if not transport.needs_folders and not generation.engine.takes_sent_weights:
+    if transport.name not in (taken := generation.engine.weight_transports):
+        takers = backends_that(lambda kind: transport.name in kind.weight_transports)
         yield (
             f"manager.weight_transport={transport.name!r}: generation.backend={str(generation.backend)!r} takes "
-            "weights from disk only; use weight_transport=disk or backend=sglang"
+            f"weights from {' or '.join(taken)} only; use weight_transport={' or '.join(taken)}, or backend={takers}"
         )
     yield from transport.check(config)
     system = config.system
@@ -39,8 +41,8 @@ def _policies(config: ExperimentConfig) -> Iterator[str]:
         return
     if config.generation.engine.urls and any(policy.url is None for policy in config.policies):
         yield (
-            "policies: their servers are started, and generation.sglang.urls names servers that run already; leave the "
-            "urls out, or give each policy its url"
+            f"policies: their servers are started, and {config.generation.engine.named('urls')} names servers that run "
+            "already; leave the urls out, or give each policy its url"
         )
     if not config.system.shared_filesystem:
         yield (
@@ -118,8 +120,10 @@ def _url(config: ExperimentConfig, policy: PolicyConfig, url: str) -> Iterator[s
         yield f"{setting}: a model that is never updated has no versions; leave out url or versions"
     if policy.servers != 1:
         yield f"{setting}: servers={policy.servers}: the run starts no server beside the one at url; leave servers out"
-    if url in {own.rstrip("/") for own in config.generation.engine.urls}:
-        yield f"{setting}: the run updates that server, as generation.sglang.urls names it; leave it out of one of them"
+    engine = config.generation.engine
+    if url in {own.rstrip("/") for own in engine.urls}:
+        named = engine.named("urls")
+        yield f"{setting}: the run updates that server, as {named} names it; leave it out of one of them"
 
 
 def _folder(config: ExperimentConfig, policy: PolicyConfig, path: str) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """Call the GserverManager over HTTP, as a RolloutWorker or the master.
 
-Failed calls are repeated. Each call carries the worker's unreported ends of rollouts and requests
-(`asyncrl.manager.worker_session`). This module decides when the ends are sent.
+Every call is idempotent, since the caller chooses the ids. So a call whose reply was lost is repeated with back-off for
+up to `retry_s`, each time at the manager's latest address in name resolution. A worker first opens a session with each
+manager by reporting what it holds (`asyncrl.manager.rollouts.workers`).
 
 On busy cores, the manager's cost is proportional to the number of calls. So requests to schedule from one turn of the
 event loop share one call. Ends of rollouts and requests travel with the worker's next call, of any kind. Without a next
@@ -13,27 +14,34 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec import structs
 
-from asyncrl.comm.ended_rollouts.ledger_lines import RolloutCounts
-from asyncrl.comm.http.calls import HttpError, JsonHttp
-from asyncrl.comm.security.run_secret import HttpSecurity
-from asyncrl.comm.waits.limits import BURST_S, CLOSE_S, GATHER_S, PAUSE_S
+from asyncrl.comm.ended_rollouts import RolloutCounts
+from asyncrl.comm.http.calls import HttpError, HttpRefused, JsonHttp
+from asyncrl.comm.name_resolve import NameResolveError
+from asyncrl.comm.security import HttpSecurity
+from asyncrl.comm.waits import BURST_S, CALL_S, CLOSE_S, GATHER_S, PAUSE_S, Backoff
 from asyncrl.manager import messages as m
-from asyncrl.manager.worker_session import ManagerConnection, ManagerGone, WorkerSession
-
-__all__ = ["GateStatus", "ManagerClient", "ManagerGone"]
 
 ROUTE_LIFE_S = 0.2
 """For which the server that came with an admission may be used without a new request. An agent that
 begins at once needs less.
 """
+NOT_INTRODUCED = 409
+"""Status of a call that was meant for another manager."""
+NOT_REBUILT = 503
+"""Status of a call to a manager that waits for workers to report, `SystemConfig.silence_s` at most."""
+_BACKOFF = Backoff(0.05, 2.0)
 
 _log = logging.getLogger(__name__)
+
+
+class ManagerGone(RuntimeError):
+    """The GserverManager did not answer within the time for which a call is repeated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +99,12 @@ class ManagerClient:
         host: str = "",
     ) -> None:
         self._connection = ManagerConnection(JsonHttp(security), url, retry_s=retry_s, find=find)
-        self._session = WorkerSession(self._connection, worker, incarnation, launch, host)
-        self._manager = 0
+        self._worker, self._incarnation, self._launch, self._host = worker, incarnation, launch, host
+        self._manager: int | None = None  # number of the manager that the session is with
+        self._opening = asyncio.Lock()
+        self._held = HeldRollouts()
+        self._released: list[str] = []  # this and the following are not reported yet
+        self._finished: list[m.FinishedRollout] = []
         self._to_schedule: list[tuple[m.RouteRequest, asyncio.Future[m.Route | None]]] = []
         self._flush_timer: asyncio.Handle | None = None
         self._flush_at = 0.0
@@ -107,9 +119,9 @@ class ManagerClient:
         Raises:
             ManagerGone: the manager did not answer.
         """
-        request = m.AllocateRequest(worker=self._session.worker, rollouts=list(rollouts), timeout_s=timeout_s)
-        reply = await self._session.call("/allocate_rollout", request, m.AllocateReply, hold_s=timeout_s)
-        self._session.granted(reply.granted)
+        request = m.AllocateRequest(worker=self._worker, rollouts=list(rollouts), timeout_s=timeout_s)
+        reply = await self._call(request, hold_s=timeout_s)
+        self._held.granted(reply.granted)
         expires_at = asyncio.get_running_loop().time() + ROUTE_LIFE_S
         granted = [
             grant
@@ -121,7 +133,8 @@ class ManagerClient:
 
     def finish(self, rollouts: Sequence[m.FinishedRollout]) -> None:
         """Report the ends of `rollouts` with the next call. Call this after the trainer's acknowledgement."""
-        self._session.finish(rollouts)
+        self._finished += rollouts
+        self._held.ended(rollouts)
         self._flush_within(min(map(_waits_s, rollouts), default=GATHER_S))
 
     async def schedule(self, request: m.RouteRequest, timeout_s: float) -> m.Route | None:
@@ -134,7 +147,7 @@ class ManagerClient:
 
     def release(self, request_id: str) -> None:
         """Report the end of the request with the next call. May be repeated."""
-        self._session.release(request_id)
+        self._released.append(request_id)
         self._flush_within(GATHER_S)
 
     async def flush(self) -> None:
@@ -143,8 +156,8 @@ class ManagerClient:
         Raises:
             ManagerGone: the manager did not answer.
         """
-        if self._session.has_unreported:
-            await self._session.call("/finish_rollout", m.FinishRequest(worker=self._session.worker), m.Done)
+        if self._has_unreported:
+            await self._call(m.FinishRequest(worker=self._worker))
 
     async def lost_servers(self, after: int, timeout_s: float) -> m.LostServersReply:
         """Wait up to `timeout_s` for a server to leave service unexpectedly. The call also renews the worker's lease.
@@ -155,17 +168,16 @@ class ManagerClient:
         Returns:
             The URLs of the servers lost since, and the number of the last loss.
         """
-        request = m.LostServersRequest(worker=self._session.worker, after=after, timeout_s=timeout_s)
-        return await self._session.call("/lost_servers", request, m.LostServersReply, hold_s=timeout_s)
+        request = m.LostServersRequest(worker=self._worker, after=after, timeout_s=timeout_s)
+        return await self._call(request, hold_s=timeout_s)
 
     async def begin_run(self, begin: m.RunBegin) -> None:
         """Bring the checkpoint from which the run continues, before the calls that follow here."""
-        self._manager = (await self._connection.call("/begin_run", begin, m.Session)).manager
+        self._manager = (await self._connection.call(begin)).manager
 
     async def received(self, rollouts: Sequence[m.ReceivedRollout]) -> list[str]:
         """Report what the trainer has received; return the ids of those that do not count, and must not be trained."""
-        report = m.ReceivedReport(list(rollouts), manager=self._manager)
-        return (await self._connection.call("/received", report, m.ReceivedReply)).refused
+        return (await self._report(m.ReceivedReport(list(rollouts)))).refused
 
     async def consumed(
         self, version: int, trained: Sequence[m.TrainedRollout] = (), dropped: Sequence[m.DroppedRollout] = ()
@@ -177,8 +189,7 @@ class ManagerClient:
             trained: rollouts that the step to this version consumed.
             dropped: rollouts that were received and will not be trained.
         """
-        report = m.ConsumedReport(version, list(trained), list(dropped), manager=self._manager)
-        return await self._connection.call("/consumed", report, m.ConsumedReply)
+        return await self._report(m.ConsumedReport(version, list(trained), list(dropped)))
 
     async def wait_expiring(self, version: int, timeout_s: float) -> list[str]:
         """Wait until the step at policy version `version` can be taken without making a running rollout expire.
@@ -187,7 +198,7 @@ class ManagerClient:
             The rollouts that are still awaited after `timeout_s`; empty if the step can be taken.
         """
         request = m.WaitExpiringRequest(version, timeout_s)
-        return (await self._connection.call("/wait_expiring", request, m.WaitExpiringReply, hold_s=timeout_s)).running
+        return (await self._connection.call(request, hold_s=timeout_s)).running
 
     async def wait_resting(self, turn: int, timeout_s: float) -> m.WaitRestingReply:
         """Wait until all guests have released their memory, in the trainer's turn of this number.
@@ -196,33 +207,34 @@ class ManagerClient:
             The servers that are still awaited after `timeout_s`; empty if the trainer has the devices.
         """
         request = m.WaitRestingRequest(turn, timeout_s)
-        return await self._connection.call("/wait_resting", request, m.WaitRestingReply, hold_s=timeout_s)
+        return await self._connection.call(request, hold_s=timeout_s)
 
     async def close_gate(self) -> None:
         """Close the gate: no rollout starts from now on."""
-        await self._connection.call("/close_gate", m.TrainerRequest(manager=self._manager), m.Done)
+        await self._report(m.CloseGate())
 
     async def end_run(self, version: int) -> RolloutCounts:
         """Abandon all rollouts that run or wait to be trained; return the final counters."""
-        return await self._connection.call("/end_run", m.EndReport(version, manager=self._manager), RolloutCounts)
+        return await self._report(m.EndReport(version))
 
     async def status(self) -> GateStatus:
         """Return the manager's state."""
-        reply = await self._connection.call("/status", None, m.StatusReply)
-        servers = (*reply.servers, *reply.opponents)
-        in_use = {version for server in servers for version in (server.version, server.goal)}
+        reply = await self._connection.call(m.StatusRequest())
+        in_use = {version for server in reply.servers for version in (server.version, server.goal)}
         gate, known = reply.gate, frozenset(version for version in in_use if version is not None)
-        loading = any(server.state == m.ServerState.UPDATING and not server.failures for server in servers)
-        able = any(server.state != m.ServerState.QUARANTINED for server in reply.servers)
+        loading = any(server.state == m.ServerState.UPDATING and not server.failures for server in reply.servers)
+        able = any(server.state != m.ServerState.QUARANTINED for server in reply.servers if not server.policy)
         moves = (gate.counts.running, gate.version, loading, able, gate.used_up)
         return GateStatus(gate.idle_s, known, gate.counts.dropped, reply.rebuilt, *moves)
 
     async def describe(self) -> str:
         """Return the manager's state as one readable line."""
-        reply = await self._connection.call("/status", None, m.StatusReply)
+        reply = await self._connection.call(m.StatusRequest())
         gate, counts = reply.gate, reply.gate.counts
-        servers = (*reply.servers, *reply.opponents)
-        shown = ", ".join(f"{s.policy}{s.index} {s.state} v{s.version} ({s.sequences} running)" for s in servers)
+        shown = ", ".join(
+            f"{each.policy}{each.index} {each.state} v{each.version} ({each.sequences} running)"
+            for each in reply.servers
+        )
         if not reply.rebuilt:
             return f"the gate is shut until the MasterWorker and all RolloutWorkers report; servers: {shown or 'none'}"
         return (
@@ -245,6 +257,54 @@ class ManagerClient:
         await asyncio.gather(*self._flushes, return_exceptions=True)
         await self._connection.close()
 
+    @property
+    def _has_unreported(self) -> bool:
+        """True if the next call has ends to report."""
+        return bool(self._released or self._finished)
+
+    async def _call(self, request: m.WorkerRequest[m.R], *, hold_s: float = 0.0) -> m.R:
+        """Make the worker's call, and report its unreported ends with it.
+
+        No end is lost: it is reported again until the manager of the present session has confirmed it, or has received
+        it as held. A reply counts only in the session of its request. The manager that sent it may have died since, and
+        its successor does not know the reply.
+        """
+        while True:
+            manager = await self._open_session()
+            released, self._released = self._released, []
+            finished, self._finished = self._finished, []
+            request = structs.replace(
+                request, incarnation=self._incarnation, manager=manager, released=released, finished=finished
+            )
+            try:
+                answer = await self._connection.call(request, hold_s=hold_s)
+            except BaseException as error:  # the ends may have arrived; reporting them again is harmless
+                self._report_again(released, finished)
+                if not isinstance(error, HttpRefused) or error.status != NOT_INTRODUCED:
+                    raise
+                if self._manager == manager:
+                    self._manager = None
+                continue
+            if self._manager == manager:
+                self._held.confirmed(finished)
+                return answer
+            self._report_again(released, finished)
+
+    def _report_again(self, released: list[str], finished: list[m.FinishedRollout]) -> None:
+        self._released, self._finished = released + self._released, finished + self._finished
+
+    async def _open_session(self) -> int:
+        """Return the number of the manager that the session is with; open a session first if there is none."""
+        async with self._opening:
+            if self._manager is None:
+                report = m.HeldReport(self._worker, self._incarnation, self._held.all(), self._launch, self._host)
+                self._manager = (await self._connection.call(report)).manager
+            return self._manager
+
+    async def _report(self, request: m.TrainerRequest[m.R]) -> m.R:
+        """Make the trainer's call to the manager whose run it has begun."""
+        return await self._connection.call(structs.replace(request, manager=self._manager or 0))
+
     def _spawn(self, call: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
         """Start `call` in the event loop's next turn, so that it includes all that the current turn adds."""
         task = asyncio.get_running_loop().create_task(call)
@@ -255,16 +315,16 @@ class ManagerClient:
         batch, self._to_schedule = self._to_schedule, []
         answers = {request.request_id: answer for request, answer in batch}
         requests = [request for request, _ in batch]
-        request = m.ScheduleRequest(worker=self._session.worker, requests=requests, timeout_s=timeout_s)
+        request = m.ScheduleRequest(worker=self._worker, requests=requests, timeout_s=timeout_s)
         try:
-            reply = await self._session.call("/schedule_request", request, m.ScheduleReply, hold_s=timeout_s)
-            for placed in reply.scheduled:
-                if (answer := answers.pop(placed.request_id, None)) is None:
-                    _log.warning("the GserverManager placed request %s, which is not waiting here", placed.request_id)
+            reply = await self._call(request, hold_s=timeout_s)
+            for request_id, route in reply.scheduled.items():
+                if (answer := answers.pop(request_id, None)) is None:
+                    _log.warning("the GserverManager placed request %s, which is not waiting here", request_id)
                 elif answer.done():  # cancelled, and released before the server was placed
-                    self.release(placed.request_id)
+                    self.release(request_id)
                 else:
-                    answer.set_result(m.Route(placed.url, placed.version))
+                    answer.set_result(route)
             for answer in answers.values():
                 if not answer.done():
                     answer.set_result(None)
@@ -289,7 +349,7 @@ class ManagerClient:
     def _flush_now(self) -> None:
         """Report all unreported ends in a separate call, since no other call was made."""
         self._flush_timer = None
-        if self._session.has_unreported:
+        if self._has_unreported:
             self._spawn(self._flush_in_background(), self._flushes)
 
     async def _flush_in_background(self) -> None:
@@ -304,3 +364,96 @@ def _waits_s(ended: m.FinishedRollout) -> float:
     if ended.success is not None:  # a curriculum uses it for the next allocation
         return 0.0
     return GATHER_S if ended.accepted else BURST_S
+
+
+class HeldRollouts:
+    """Rollouts that a worker holds, for its report to a new manager. Pure state."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, m.HeldRollout] = {}
+
+    def granted(self, rollouts: Iterable[m.GrantedRollout]) -> None:
+        """Add running rollouts."""
+        for each in rollouts:
+            self._held.setdefault(each.rollout_id, m.HeldRollout(each))
+
+    def ended(self, rollouts: Iterable[m.FinishedRollout]) -> None:
+        """Add ends that no manager has confirmed yet."""
+        for each in rollouts:
+            if (held := self._held.get(each.rollout_id)) is not None:
+                self._held[each.rollout_id] = m.HeldRollout(held.granted, each)
+
+    def confirmed(self, rollouts: Iterable[m.FinishedRollout]) -> None:
+        """Remove rollouts whose ends the manager has received."""
+        for each in rollouts:
+            self._held.pop(each.rollout_id, None)
+
+    def all(self) -> list[m.HeldRollout]:
+        """Return all rollouts, with their ends."""
+        return list(self._held.values())
+
+
+class ManagerConnection:
+    """Repeats each call at the manager's current address until the manager answers it.
+
+    Args:
+        url: URL of the manager.
+        retry_s: seconds for which a call is repeated while the manager does not answer.
+        find: returns the manager's current URL. Called after a failed call, since a new process may have replaced the
+            manager.
+
+    Attributes:
+        http: the HTTP connections.
+    """
+
+    def __init__(self, http: JsonHttp, url: str, *, retry_s: float, find: Callable[[], str] | None) -> None:
+        self.http, self._url, self._retry_s, self._find = http, url.rstrip("/"), retry_s, find
+
+    async def call(self, request: m.Request[m.R], *, hold_s: float = 0.0) -> m.R:
+        """Make the call, and repeat it while the manager does not answer.
+
+        Args:
+            hold_s: time for which the manager may hold the call.
+
+        Raises:
+            HttpRefused: the manager refused the call.
+            ManagerGone: the manager did not answer.
+        """
+        deadline = asyncio.get_running_loop().time() + self._retry_s + hold_s
+        failures = 0
+        while True:
+            try:
+                url, limit_s = self._url + request.path, hold_s + CALL_S
+                answer: m.R = await self.http.call("POST", url, request, timeout_s=limit_s, reply=request.reply)
+                return answer
+            except HttpError as error:
+                if isinstance(error, HttpRefused) and error.status < 500:
+                    raise
+                last = error
+            if isinstance(last, HttpRefused) and last.status == NOT_REBUILT:  # lasts for one lease at most
+                deadline = asyncio.get_running_loop().time() + self._retry_s + hold_s
+            failures += 1
+            delay_s = _BACKOFF.delay(failures)
+            if asyncio.get_running_loop().time() + delay_s > deadline:
+                raise ManagerGone(
+                    f"GserverManager {request.path}: {last}; given up after {self._retry_s:g} s"
+                ) from last
+            await asyncio.sleep(delay_s)
+            await self._look_up()
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self.http.close()
+
+    async def _look_up(self) -> None:
+        """Look up the manager's address, which a restart changes."""
+        if self._find is None:
+            return
+        try:
+            url = (await asyncio.to_thread(self._find)).rstrip("/")
+        except NameResolveError as error:  # its lease has expired, or name resolution does not answer
+            _log.info("the GserverManager is not registered now: %s", error)
+            return
+        if url != self._url:
+            _log.warning("the GserverManager moved from %s to %s", self._url, url)
+            self._url = url

@@ -1,26 +1,14 @@
-"""The messages of the GserverManager's HTTP interface: one request and one reply type a verb, JSON on the wire.
+"""The messages of the GserverManager's HTTP interface: a type per request, JSON on the wire.
 
-    POST /begin_run          RunBegin              Session
-    POST /open_session       HeldReport            Session
-    POST /allocate_rollout   AllocateRequest       AllocateReply       held: until there is room
-    POST /schedule_request   ScheduleRequest       ScheduleReply       held: until a server takes requests
-    POST /lost_servers       LostServersRequest    LostServersReply    held: until a server leaves service
-    POST /wait_expiring      WaitExpiringRequest   WaitExpiringReply   held: until nothing would expire
-    POST /finish_rollout     FinishRequest         Done
-    POST /received           ReceivedReport        ReceivedReply
-    POST /consumed           ConsumedReport        ConsumedReply
-    POST /close_gate         TrainerRequest        Done
-    POST /end_run            EndReport             RolloutCounts
-    GET  /status             Empty                 StatusReply
+A request's type says where it is sent and what answers it (`Request`); both ends use these types. A message of another
+type is refused with 400. The reply names the field's path and the expected type, for example `$.rollouts[0].order:
+expected int, got str`. An unknown field is refused too.
 
-Both ends use these types. A message of another type is refused with 400. The reply names the field's path and the
-expected type, for example `$.rollouts[0].order: expected int, got str`. An unknown field is refused too.
-
-A request that is held takes `timeout_s` seconds at most. A `WorkerRequest` also renews the caller's lease, and reports
-which of its requests and rollouts ended.
+A request with `timeout_s` is held until there is something to answer, that many seconds at most. A `WorkerRequest` also
+renews the caller's lease, and reports which of its requests and rollouts ended.
 
 Calls about rollouts name the manager that they are meant for. Another manager refuses them with 409: it first needs
-`open_session` from a worker, `begin_run` from the master (`asyncrl.manager.rollouts.rebuild`). A manager whose gate is
+`open_session` from a worker, `begin_run` from the master (`asyncrl.manager.rollouts.workers`). A manager whose gate is
 not open yet answers `wait_expiring` and the calls of a `TrainerRequest` with 503, after a few seconds.
 """
 
@@ -29,11 +17,11 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Generic, TypeVar, get_args
 
 from msgspec import Meta, Struct
 
-from asyncrl.comm.ended_rollouts.ledger_lines import PolicyTokens, RolloutCounts
+from asyncrl.comm.ended_rollouts import PolicyTokens, RolloutCounts
 
 Count = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0)]
@@ -56,12 +44,27 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True):
     """Base of all messages."""
 
 
-Verb = tuple[type[Message], Callable[[Any], Awaitable[Struct]]]
+R = TypeVar("R", bound=Struct)
+
+
+class Request(Message, Generic[R], frozen=True):
+    """Base of the requests: `Request[<type of the reply>]`.
+
+    Attributes:
+        path: of its URL.
+        reply: type of the answer.
+    """
+
+    path: ClassVar[str]
+    reply: ClassVar[type[Any]]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        (cls.reply,) = get_args(cls.__dict__["__orig_bases__"][0])
+
+
+Verb = tuple[type[Request[Any]], Callable[[Any], Awaitable[Struct]]]
 """A request's type and its handler."""
-
-
-class Empty(Message, frozen=True):
-    """A request without arguments."""
 
 
 class Done(Message, frozen=True):
@@ -133,7 +136,7 @@ class FinishedRollout(Message, frozen=True):
     success: float | None = None
 
 
-class WorkerRequest(Message, frozen=True, kw_only=True):
+class WorkerRequest(Request[R], Generic[R], frozen=True, kw_only=True):
     """A call of a worker, which also reports ended requests and rollouts.
 
     Attributes:
@@ -150,17 +153,6 @@ class WorkerRequest(Message, frozen=True, kw_only=True):
     manager: Count = 0
     released: list[str] = []
     finished: list[FinishedRollout] = []
-
-
-class FinishRequest(WorkerRequest, frozen=True):
-    """Report of ended requests and rollouts, sent if no other call carries it."""
-
-
-class AllocateRequest(WorkerRequest, frozen=True, kw_only=True):
-    """Request prompts, one for each rollout that the worker has room for. Each rollout has a new id."""
-
-    rollouts: list[Name]
-    timeout_s: Seconds = 0.0
 
 
 class GrantedRollout(Message, frozen=True):
@@ -187,6 +179,12 @@ class GrantedRollout(Message, frozen=True):
     rests: bool = False
 
 
+class FinishRequest(WorkerRequest[Done], frozen=True):
+    """Report of ended requests and rollouts, sent if no other call carries it."""
+
+    path = "/finish_rollout"
+
+
 class AllocateReply(Message, frozen=True):
     """Admitted rollouts with their prompts, under a prefix of the request's ids, and the served version.
 
@@ -201,26 +199,20 @@ class AllocateReply(Message, frozen=True):
     gone: list[str] = []
 
 
+class AllocateRequest(WorkerRequest[AllocateReply], frozen=True, kw_only=True):
+    """Request prompts, one for each rollout that the worker has room for. Each rollout has a new id."""
+
+    path = "/allocate_rollout"
+
+    rollouts: list[Name]
+    timeout_s: Seconds = 0.0
+
+
 class HeldRollout(Message, frozen=True, omit_defaults=True):
     """A rollout that a worker holds: its grant, and its `end` if it has one that no manager has confirmed."""
 
     granted: GrantedRollout
     end: FinishedRollout | None = None
-
-
-class HeldReport(Message, frozen=True):
-    """All rollouts that the process of `worker` holds; it opens a session with the manager.
-
-    Attributes:
-        launch: the launch that the process belongs to, as in name resolution; "" if it was started by hand.
-        host: address of its host; "" if that is not known.
-    """
-
-    worker: Name
-    incarnation: Count = 0
-    held: list[HeldRollout] = []
-    launch: str = ""
-    host: str = ""
 
 
 class Session(Message, frozen=True):
@@ -229,32 +221,35 @@ class Session(Message, frozen=True):
     manager: Count
 
 
-class ScheduleRequest(WorkerRequest, frozen=True, kw_only=True):
-    """Place `requests`."""
+class HeldReport(Request[Session], frozen=True):
+    """All rollouts that the process of `worker` holds; it opens a session with the manager.
 
-    requests: list[RouteRequest]
-    timeout_s: Seconds = 0.0
+    Attributes:
+        launch: the launch that the process belongs to, as in name resolution; "" if it was started by hand.
+        host: address of its host; "" if that is not known.
+    """
 
+    path = "/open_session"
 
-class ScheduledRequest(Message, frozen=True):
-    """Server of a request: its index, URL and version."""
-
-    request_id: str
-    server: int
-    url: str
-    version: int
+    worker: Name
+    incarnation: Count = 0
+    held: list[HeldRollout] = []
+    launch: str = ""
+    host: str = ""
 
 
 class ScheduleReply(Message, frozen=True):
-    """The requests that have a server now."""
+    """The servers of the requests that have one now, by request."""
 
-    scheduled: list[ScheduledRequest]
+    scheduled: dict[str, Route]
 
 
-class LostServersRequest(WorkerRequest, frozen=True, kw_only=True):
-    """Ask for the servers that left service unexpectedly since loss number `after`; -1: only for the number."""
+class ScheduleRequest(WorkerRequest[ScheduleReply], frozen=True, kw_only=True):
+    """Place `requests`."""
 
-    after: int
+    path = "/schedule_request"
+
+    requests: list[RouteRequest]
     timeout_s: Seconds = 0.0
 
 
@@ -265,24 +260,27 @@ class LostServersReply(Message, frozen=True):
     urls: list[str]
 
 
-class WaitExpiringRequest(Message, frozen=True):
-    """Wait until the step at policy version `version` makes no running rollout expire."""
+class LostServersRequest(WorkerRequest[LostServersReply], frozen=True, kw_only=True):
+    """Ask for the servers that left service unexpectedly since loss number `after`; -1: only for the number."""
 
-    version: Count
+    path = "/lost_servers"
+
+    after: int
     timeout_s: Seconds = 0.0
 
 
 class WaitExpiringReply(Message, frozen=True):
-    """True in `clear` if the step has no rollout left to wait for."""
+    """The rollouts that the step has to wait for; none if it can be taken."""
 
-    clear: bool
     running: list[str]
 
 
-class WaitRestingRequest(Message, frozen=True):
-    """Wait until no guest has memory on the trainer's devices, in the trainer's turn of this number."""
+class WaitExpiringRequest(Request[WaitExpiringReply], frozen=True):
+    """Wait until the step at policy version `version` makes no running rollout expire."""
 
-    turn: Count
+    path = "/wait_expiring"
+
+    version: Count
     timeout_s: Seconds = 0.0
 
 
@@ -297,6 +295,15 @@ class WaitRestingReply(Message, frozen=True):
     waits_for: list[str]
     others: Count = 0
     wake_s: Seconds = 0.0
+
+
+class WaitRestingRequest(Request[WaitRestingReply], frozen=True):
+    """Wait until no guest has memory on the trainer's devices, in the trainer's turn of this number."""
+
+    path = "/wait_resting"
+
+    turn: Count
+    timeout_s: Seconds = 0.0
 
 
 class DroppedRollout(Message, frozen=True):
@@ -316,16 +323,10 @@ class ReceivedRollout(Message, frozen=True):
     tokens: Count
 
 
-class TrainerRequest(Message, frozen=True, kw_only=True):
+class TrainerRequest(Request[R], Generic[R], frozen=True, kw_only=True):
     """A call of the master or recorder. `manager`: number of the manager that it is meant for."""
 
     manager: Count = 0
-
-
-class ReceivedReport(TrainerRequest, frozen=True):
-    """The trainer has received these rollouts."""
-
-    rollouts: list[ReceivedRollout]
 
 
 class ReceivedReply(Message, frozen=True):
@@ -334,8 +335,16 @@ class ReceivedReply(Message, frozen=True):
     refused: list[str] = []
 
 
+class ReceivedReport(TrainerRequest[ReceivedReply], frozen=True):
+    """The trainer has received these rollouts."""
+
+    path = "/received"
+
+    rollouts: list[ReceivedRollout]
+
+
 class TrainedRollout(Message, frozen=True):
-    """A rollout that a step trained, with what its line in the ledger says (`ledger_lines.Trained`)."""
+    """A rollout that a step trained, with what its line in the ledger says (`ended_rollouts.Trained`)."""
 
     rollout_id: Name
     prompt_id: str
@@ -348,18 +357,43 @@ class TrainedRollout(Message, frozen=True):
     policies: dict[str, PolicyTokens] = {}
 
 
-class ConsumedReport(TrainerRequest, frozen=True):
+class ConsumedReply(Message, frozen=True):
+    """The gate's state, which includes the report.
+
+    Attributes:
+        checkpoint: as of the line of the step that was reported; None if none was.
+        idle_s: seconds so far in which no rollout ran because the gate was full.
+        versions_in_use: versions that servers serve or load.
+    """
+
+    counts: RolloutCounts
+    checkpoint: GateCheckpoint | None
+    idle_s: float = 0.0
+    versions_in_use: list[Count] = []
+
+
+class ConsumedReport(TrainerRequest[ConsumedReply], frozen=True):
     """The trainer is at `version`, whose step trained `trained` if that was not reported yet; `dropped` will never be
     trained.
     """
+
+    path = "/consumed"
 
     version: Count
     trained: list[TrainedRollout] = []
     dropped: list[DroppedRollout] = []
 
 
-class EndReport(TrainerRequest, frozen=True):
+class CloseGate(TrainerRequest[Done], frozen=True):
+    """No rollout starts from now on."""
+
+    path = "/close_gate"
+
+
+class EndReport(TrainerRequest[RolloutCounts], frozen=True):
     """The run ends at `version`: no rollout starts any more, and live ones are abandoned."""
+
+    path = "/end_run"
 
     version: Count
 
@@ -392,27 +426,14 @@ class GateCheckpoint(Message, frozen=True, kw_only=True):
         return RolloutCounts(trained + sum(dropped.values()), trained, dropped)
 
 
-class RunBegin(Message, frozen=True):
+class RunBegin(Request[Session], frozen=True):
     """The run begins or continues at `version`, from `checkpoint`; the trainer has `received` these rollouts."""
+
+    path = "/begin_run"
 
     version: Count = 0
     checkpoint: GateCheckpoint = GateCheckpoint()
     received: list[ReceivedRollout] = []
-
-
-class ConsumedReply(Message, frozen=True):
-    """The gate's state, which includes the report.
-
-    Attributes:
-        checkpoint: as of the line of the step that was reported; None if none was.
-        idle_s: seconds so far in which no rollout ran because the gate was full.
-        versions_in_use: versions that servers serve or load.
-    """
-
-    counts: RolloutCounts
-    checkpoint: GateCheckpoint | None
-    idle_s: float = 0.0
-    versions_in_use: list[Count] = []
 
 
 class GateState(Message, frozen=True, kw_only=True):
@@ -466,7 +487,7 @@ class ServerStatus(Message, frozen=True):
 
 
 class StatusReply(Message, frozen=True):
-    """The manager's state, for display and for the master."""
+    """The manager's state, for display and for the master; `servers` of all policies."""
 
     gate: GateState
     servers: list[ServerStatus]
@@ -474,4 +495,9 @@ class StatusReply(Message, frozen=True):
     workers: list[str]
     rebuilt: bool = True
     """False while the manager waits for the master and the workers to report; the counters are zeros until then."""
-    opponents: list[ServerStatus] = []
+
+
+class StatusRequest(Request[StatusReply], frozen=True):
+    """Ask for the manager's state."""
+
+    path = "/status"

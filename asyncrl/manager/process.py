@@ -1,47 +1,43 @@
 """GserverManager: staleness gate, router and weight updates of the run, as one process. No tokens pass through it.
 
-    service                   the verbs, over the pure state of gate, prompts, router and leases
-    http_server               HTTP around them, with the types in `messages`
-    rollouts/rollout_workers  RolloutWorkers that died: their rollouts are dropped
-    fleet/decisions           next action of each generation server on the way to the newest weights
-    fleet/fleet_runner        carries it out, and updates the router
-    fleet/staging             brings versions to hosts that share no folder
-    fleet/guests              turns on devices that servers share with the trainer
+    service              the verbs, over the pure state of gate, prompts, router and workers, and HTTP around them
+    fleet/policy_fleets  the generation servers, by policy
+    fleet/decisions      next action of each of them on the way to the newest weights
+    fleet/fleet_runner   carries it out, and updates the router and the gate
 
-This module watches name resolution for generation servers and published weights.
+This module watches name resolution for generation servers, RolloutWorkers and published weights, and has the metrics.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import pkgutil
+from collections import Counter as Tally
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+from prometheus_client.core import CollectorRegistry, Metric
+from prometheus_client.core import CounterMetricFamily as Counter
+from prometheus_client.core import GaugeMetricFamily as Gauge
+from prometheus_client.registry import Collector
 
 from asyncrl.comm import names
 from asyncrl.comm.http.calls import JsonHttp
-from asyncrl.comm.name_resolve import NameResolveTimeout, Subtree
-from asyncrl.comm.waits.limits import LOOK_S
-from asyncrl.comm.waits.running_time import RunningClock
+from asyncrl.comm.name_resolve import NameResolver, NameResolveTimeout, Subtree
+from asyncrl.comm.waits import LOOK_S, RunningClock
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import DATA_RECORD_FILE
-from asyncrl.inference.settings import guests_of
 from asyncrl.manager.fleet.decisions import FleetDecisions
-from asyncrl.manager.fleet.fleet_runner import FleetRunner
-from asyncrl.manager.fleet.guests.guests import Guests
-from asyncrl.manager.fleet.guests.turns import GuestTurns
-from asyncrl.manager.fleet.logprob_check import LogprobCheck, logprob_check_tolerance
+from asyncrl.manager.fleet.logprob_check import LogprobCheck
 from asyncrl.manager.fleet.policy_fleets import PolicyFleets
 from asyncrl.manager.fleet.servers import Target
-from asyncrl.manager.fleet.servers_in_use import ServersInUse
-from asyncrl.manager.fleet.staging import Staging, staging_of
-from asyncrl.manager.fleet.targets import ServerTargets
-from asyncrl.manager.fleet.update import ServerUpdater
-from asyncrl.manager.http_server import ManagerHttp, manager_registry
-from asyncrl.manager.messages import Empty, RequestSize, ServerState, StatusReply, WaitRestingRequest
+from asyncrl.manager.messages import RequestSize, ServerState, StatusReply, StatusRequest, WaitRestingRequest
 from asyncrl.manager.rollouts.ledger import Ledger
 from asyncrl.manager.rollouts.pacing import DeadlinePacing
-from asyncrl.manager.rollouts.rollout_workers import RolloutWorkers
-from asyncrl.manager.service import ManagerService
+from asyncrl.manager.service import ManagerHttp, ManagerService
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.models.weights.transports.base import weight_transport
 from asyncrl.models.weights.versions.manifest import Manifest, ManifestError, verify
@@ -50,12 +46,16 @@ from asyncrl.plugins.datasets.queue.curriculum import make_curriculum
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
 from asyncrl.rollout.settings import Pacing
-from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS
-from asyncrl.runtime.process.descriptors import allow_connections
+from asyncrl.runtime.planning.process_kinds import COLOCATED_SERVERS, MANAGER_PART, PROCESS_KINDS
+from asyncrl.runtime.process.open_files import allow_connections
 from asyncrl.runtime.process.remarks import remark
 from asyncrl.runtime.process.worker import AsyncWorker, WorkerSpec
 from asyncrl.trainer.client import PublisherClient
 from asyncrl.trainer.parallel.placement import worker_grid
+
+Values = float | Mapping[str, float]
+"""A metric's value, or its values by label."""
+_WORKER_GONE = "%s is gone or silent: its rollouts are dropped, and their prompts wait for any worker"
 
 
 class GserverManager(AsyncWorker):
@@ -65,14 +65,6 @@ class GserverManager(AsyncWorker):
         super().__init__(spec)
         config = self.config
         self._clock = RunningClock()
-        updates = config.manager
-        self._decisions = FleetDecisions(
-            updates.update_mode,
-            updates.update_timeout_s,
-            updates.update_fraction,
-            targets=ServerTargets(staged=not config.system.shared_filesystem, initial=str(config.model.path)),
-            guests=GuestTurns(guests_of(config.generation)),
-        )
         curriculum = config.dataset.curriculum
         self._ledger = None if config.samples.only else Ledger.of_run(self.run_dir, config)
         """How every rollout ended; a run that only keeps samples trains none."""
@@ -84,18 +76,16 @@ class GserverManager(AsyncWorker):
             lease_s=config.system.silence_s,
             order=self._order(),
             number=spec.incarnation,
-            first=_first_request(config) if updates.update_mode != UpdateMode.finish else None,
+            first=_first_request(config) if config.manager.update_mode != UpdateMode.finish else None,
             pacing=DeadlinePacing(*bound) if config.rollout.pacing == Pacing.deadline else None,
             clock=self._clock,
-            versions_in_use=self._versions_in_use,
+            versions_in_use=lambda: self._fleets.versions_in_use(),
             policies=[policy.name for policy in config.policies],
             trained=config.trained_policies,
             launch=self.launch,
             curriculum=partial(make_curriculum, curriculum) if curriculum.is_on else None,
             ledger=self._ledger,
         )
-        tolerance = logprob_check_tolerance(config)
-        self._logprob_check = LogprobCheck(tolerance, self.log) if tolerance else None
         self._first_manifest: Manifest | None = None
         self._workers = RolloutWorkers(self.resolver, self._service, config.rollout.workers, self.log)
 
@@ -109,28 +99,24 @@ class GserverManager(AsyncWorker):
         allow_connections(workers + servers, f"{workers} RolloutWorkers and {servers} generation servers")
         servers_http = JsonHttp(self.http_security)
         publisher = PublisherClient(self.resolver, self.security, worker_grid(self.config).publisher)
-        self._fleet_runner = self._make_fleet_runner(servers_http, publisher)
-        self._guests = Guests(self.resolver, self._decisions, self._fleet_runner, self._clock)
-        known = (self.config, self._decisions, self._service)
-        self._policies = PolicyFleets(*known, servers_http, self.log, self._clock, partial(remark, self.run_dir))
-        self._staging = (
-            None
-            if self.config.system.shared_filesystem
-            else staging_of(
-                self.config,
-                self.run_dir,
-                servers_http,
-                self._decisions,
-                self._fleet_runner.arrived,
-                log=self.log,
-                clock=self._clock,
-            )
+        self._fleets = PolicyFleets(
+            self.config,
+            self._service,
+            servers_http,
+            weight_transport(self.config.manager.weight_transport).manager_end(publisher),
+            resolver=self.resolver,
+            log=self.log,
+            clock=self._clock,
+            tell=partial(remark, self.run_dir),
         )
-        registry = manager_registry(self._service, self._decisions, self._logprob_check)
-        verbs = self._service.verbs() | {
-            "/status": (Empty, self._answer_status),
-            "/wait_resting": (WaitRestingRequest, self._guests.wait_resting),
-        }
+        own = self._fleets.own
+        registry = manager_registry(self._service, own.decisions, own.logprob_check)
+        verbs = self._service.verbs() | {StatusRequest.path: (StatusRequest, self._answer_status)}
+        colocated = None
+        if own.decisions.guests:
+            make = pkgutil.resolve_name(COLOCATED_SERVERS)
+            colocated = make(self.resolver, own.decisions, own.runner, self._clock)
+            verbs[WaitRestingRequest.path] = (WaitRestingRequest, colocated.wait_resting)
         http = ManagerHttp(verbs, security=self.http_security, registry=registry)
         try:
             url = await http.start(self.config.system.host)
@@ -140,18 +126,18 @@ class GserverManager(AsyncWorker):
             async with asyncio.TaskGroup() as loops:
                 works = [
                     self._clock.keep(),
-                    self._fleet_runner.run(),
+                    self._fleets.run(),
                     self._watch_versions(),
                     self._watch_registrations(),
-                    self._policies.run(),
                     self._say_begun(),
                     self._write_ledger(),
                 ]
-                if self._decisions.guests:
-                    await self._guests.take_up()
-                    works.append(self._guests.run())
-                if self._staging is not None:
-                    works += [self._staging.run(), self._watch_hosts(self._staging)]
+                if colocated is not None:
+                    await colocated.resume()
+                    works.append(colocated.run())
+                if not self.config.system.shared_filesystem:
+                    bring: Callable[..., Coroutine[Any, Any, None]] = pkgutil.resolve_name(MANAGER_PART)
+                    works.append(bring(self, servers_http, own.decisions, own.runner, self._clock))
                 tasks = [loops.create_task(work) for work in works]
                 await self.stop.wait()
                 for task in tasks:
@@ -163,33 +149,10 @@ class GserverManager(AsyncWorker):
             if self._ledger is not None:
                 self._ledger.close()
 
-    def _make_fleet_runner(self, http: JsonHttp, publisher: PublisherClient) -> FleetRunner:
-        updates = self.config.manager
-        updater = ServerUpdater(
-            http,
-            weight_transport(updates.weight_transport).manager_end(publisher),
-            timeout_s=updates.update_timeout_s,
-            checks=() if self._logprob_check is None else (self._logprob_check,),
-            own_api=self.config.generation.engine.own_api,
-        )
-        return FleetRunner(
-            self._decisions,
-            ServersInUse(self._decisions, self._service, served_version=lambda: self._policies.served_version()),
-            updater,
-            http,
-            health_interval_s=updates.health_interval_s,
-            log=self.log,
-            clock=self._clock,
-            tell=partial(remark, self.run_dir),
-        )
-
-    def _versions_in_use(self) -> set[int]:
-        return self._decisions.versions_in_use() | self._policies.versions_in_use()
-
     def _figures(self) -> dict[str, float]:
         """Return figures for `observed/`; another thread calls it."""
         service, gate = self._service, self._service.gate
-        counts, lives = gate.counts(), list(self._decisions.servers)
+        counts, lives = gate.counts(), list(self._fleets.own.decisions.servers)
         return {
             "rollouts_running": counts.running,
             "finished_untrained": counts.finished_untrained,
@@ -200,18 +163,17 @@ class GserverManager(AsyncWorker):
             "idle_s": round(service.admission.idle_s, 3),
             "served_version": gate.version,
             "trained_version": gate.trained_version,
-            "workers": len(service.leases.workers),
+            "workers": len(service.workers.alive),
             **{f"servers_{state.value}": sum(life.state is state for life in lives) for state in ServerState},
         }
 
     def status(self) -> StatusReply:
         """Return gate, servers, newest published version and living workers."""
-        service, target = self._service, self._decisions.targets.newest
+        service, target = self._service, self._fleets.own.decisions.targets.newest
         newest = None if target is None else target.version
-        servers, workers = self._fleet_runner.in_use.status(), service.leases.workers
-        return StatusReply(service.gate_state(), servers, newest, workers, service.begun, self._policies.status())
+        return StatusReply(service.gate_state(), self._fleets.status(), newest, service.workers.alive, service.begun)
 
-    async def _answer_status(self, request: Empty) -> StatusReply:
+    async def _answer_status(self, request: StatusRequest) -> StatusReply:
         return self.status()
 
     def _order(self) -> DataOrder:
@@ -226,18 +188,13 @@ class GserverManager(AsyncWorker):
         """Pass each published version to the servers, once it has been checked."""
         last: str | None = None
         while True:
-            last = await self._next_value(names.model_version_key(names.ACTOR), last)
+            try:
+                last = await asyncio.to_thread(self.resolver.watch, names.model_version_key(names.ACTOR), LOOK_S, last)
+            except NameResolveTimeout:
+                continue
             if last is not None:
                 published = names.PublishedVersion.decode(last)
                 await self._take(Target(published.version, published.path), published.win_rates)
-
-    async def _next_value(self, key: str, last: str | None) -> str | None:
-        """Wait until the value of `key` in name resolution differs from `last`, and return it."""
-        while True:
-            try:
-                return await asyncio.to_thread(self.resolver.watch, key, LOOK_S, last)
-            except NameResolveTimeout:
-                continue
 
     async def _take(self, target: Target, win_rates: names.WinRatesOfPools) -> None:
         """Make `target` the version that generation servers update to.
@@ -252,45 +209,36 @@ class GserverManager(AsyncWorker):
                 self._first_manifest.check_same_tensors(manifest)
             if manifest.version != target.version:
                 raise ManifestError(f"{target.path} holds v{manifest.version}, published as v{target.version}")
-            await asyncio.to_thread(self._policies.check, target)
+            await asyncio.to_thread(self._fleets.check, target)
         except ManifestError as error:
             self.log.error("weights v%d are refused, servers keep their present version: %s", target.version, error)
-            self._announced(target)
-            return
-        self._first_manifest = self._first_manifest or manifest
-        self._fleet_runner.publish(target)
-        self._announced(target)
-        if self._staging is not None:
-            self._staging.publish(target)
-        await self._policies.published(target, win_rates)
-        if self.config.samples.replay:  # no server says that it serves the version
-            self._service.routes_changed(target.version)
-
-    def _announced(self, target: Target) -> None:
-        """Record that guests that wake need not wait for this version, even if it was refused."""
-        guests = self._decisions.guests
+        else:
+            self._first_manifest = self._first_manifest or manifest
+            await self._fleets.published(target, win_rates)
+            if self.config.samples.replay:  # no server says that it serves the version
+                self._service.routes_changed(target.version)
+        guests = self._fleets.own.decisions.guests  # that wake need not wait for this version, even if it was refused
         guests.announced = max(guests.announced, target.version)
-        self._fleet_runner.changed.notify()
-
-    async def _watch_hosts(self, staging: Staging) -> None:
-        """Follow the registered staging servers."""
-        registered = await asyncio.to_thread(self.resolver.follow, names.STAGING_SERVERS)
-        while True:
-            staging.registered({names.index_of(key): url for key, url in registered.entries().items()})
-            await asyncio.sleep(LOOK_S)
+        self._fleets.own.runner.changed.notify()
 
     async def _watch_registrations(self) -> None:
         """Follow the registered generation servers, and RolloutWorkers."""
-        registered = await asyncio.to_thread(self.resolver.follow, names.GENERATION_SERVERS)
-        others = await asyncio.to_thread(self.resolver.follow, names.POLICY_SERVERS)
-        kinds = (names.GENERATION_SERVER, names.POLICY_SERVER)
-        own, of_others = [await asyncio.to_thread(self.resolver.follow, f"{names.STATUSES}/{kind}") for kind in kinds]
+        followed = [
+            (
+                kind,
+                await asyncio.to_thread(self.resolver.follow, servers),
+                await asyncio.to_thread(self.resolver.follow, f"{names.STATUSES}/{kind}"),
+            )
+            for kind, servers in (
+                (names.GENERATION_SERVER, names.GENERATION_SERVERS),
+                (names.POLICY_SERVER, names.POLICY_SERVERS),
+            )
+        ]
         await self._workers.follow()
         while True:
-            self._fleet_runner.registered(_servers(registered))
-            self._policies.registered(_servers(others))
-            self._fleet_runner.reported({names.index_of(key): value for key, value in own.entries().items()})
-            self._policies.reported({names.index_of(key): value for key, value in of_others.entries().items()})
+            for kind, servers, statuses in followed:
+                self._fleets.registered(kind, _servers(servers))
+                self._fleets.reported(kind, {names.index_of(key): value for key, value in statuses.entries().items()})
             await self._workers.look()
             await asyncio.sleep(LOOK_S)
 
@@ -316,3 +264,134 @@ def _servers(registered: Subtree) -> dict[int, tuple[str, int]]:
     """Return generation servers by index, with URL and version."""
     entries = {key: names.GenerationServerEntry.decode(value) for key, value in registered.entries().items()}
     return {names.index_of(key): (entry.url, entry.version) for key, entry in entries.items()}
+
+
+class RolloutWorkers:
+    """Reports to the service the RolloutWorkers that are ready, replaced, silent or gone.
+
+    Args:
+        of_launch: number of workers that the launcher starts, and starts again. Others have joined.
+
+    Attributes:
+        present: workers found at the last `look`.
+    """
+
+    def __init__(self, resolver: NameResolver, service: ManagerService, of_launch: int, log: logging.Logger) -> None:
+        self._resolver, self._service, self._of_launch, self._log = resolver, service, of_launch, log
+        self.present: set[str] = set()
+        self._statuses: Subtree
+        self._replaced: Subtree
+
+    async def follow(self) -> None:
+        """Begin to follow workers, and their processes that the launcher replaces."""
+        follow = self._resolver.follow
+        self._statuses = await asyncio.to_thread(follow, f"{names.STATUSES}/{names.ROLLOUT_WORKER}")
+        self._replaced = await asyncio.to_thread(follow, f"{names.INCARNATIONS}/{names.ROLLOUT_WORKER}")
+
+    async def look(self) -> None:
+        """Report the present entries of name resolution."""
+        statuses = {_worker(key): names.WorkerStatus.decode(value) for key, value in self._statuses.entries().items()}
+        replaced = {_worker(key): int(number) for key, number in self._replaced.entries().items()}
+        if not self._service.begun:  # of those that are ready, except processes that have died since
+            ready = {name: each.incarnation for name, each in statuses.items() if each.state == "ready"}
+            alive = {name: number for name, number in ready.items() if number >= replaced.get(name, 0)}
+            self._service.await_workers(alive)
+        await self._drop_rollouts_of_replaced(replaced)
+        # joined workers, which have no successors, only if they have not left
+        self._drop_rollouts_of_silent(
+            {
+                name: each.incarnation
+                for name, each in statuses.items()
+                if each.state in ("starting", "ready") or names.index_of(name) < self._of_launch
+            }
+        )
+
+    async def _drop_rollouts_of_replaced(self, replaced: dict[str, int]) -> None:
+        """Drop the rollouts of workers whose death the launcher reports, and record the kind of death.
+
+        This comes first, because a death makes running prompts suspects. If the dead worker's name expired first, it
+        would count as silent, which need not be a death.
+        """
+        newest = self._service.workers.incarnation
+        new = {worker: number for worker, number in replaced.items() if number > newest(worker)}
+        if new:
+            tree = await asyncio.to_thread(self._resolver.get_subtree, f"{names.KILLED}/{names.ROLLOUT_WORKER}")
+            killed = {_worker(key): int(number) for key, number in tree.items()}
+            for worker, number in new.items():
+                if self._service.incarnation_seen(worker, number, killed=killed.get(worker) == number):
+                    self._log.warning(_WORKER_GONE, worker)
+
+    def _drop_rollouts_of_silent(self, workers: dict[str, int]) -> None:
+        """Drop the rollouts of workers that are silent, gone, or another incarnation than before."""
+        new = [worker for worker, number in workers.items() if self._service.incarnation_seen(worker, number)]
+        gone = self.present - workers.keys()
+        self.present = set(workers)
+        for worker in gone:
+            self._service.worker_died(worker)
+        for worker in [*gone, *new, *self._service.expire_workers()]:
+            self._log.warning(_WORKER_GONE, worker)
+
+
+def _worker(key: str) -> str:
+    """Return the name of the RolloutWorker that an entry of name resolution is about."""
+    return f"{names.ROLLOUT_WORKER}/{names.index_of(key)}"
+
+
+class _ManagerCollector(Collector):
+    """Reads the metrics from the manager's state on request."""
+
+    def __init__(self, service: ManagerService, decisions: FleetDecisions, logprob_check: LogprobCheck | None) -> None:
+        self._service = service
+        self._decisions = decisions
+        self._logprob_check = logprob_check
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric, as of now."""
+        for kind, name, documentation, label, values in self._rows():
+            metric = kind(f"asyncrl_{name}", documentation, labels=[label] if label else ())
+            for labelled, value in values.items() if isinstance(values, Mapping) else [("", values)]:
+                metric.add_metric([labelled] if label else (), value)
+            yield metric
+
+    def _rows(self) -> Iterator[tuple[type[Counter | Gauge], str, str, str, Values]]:
+        """Yield kind, name, documentation and label of each metric (no label: one value), with its values."""
+        service, counts, servers = self._service, self._service.gate.counts(), self._service.router.servers
+        states = Tally(life.state for life in self._decisions.servers)
+        yield Counter, "rollouts_submitted", "Rollouts admitted.", "", counts.submitted
+        yield Counter, "rollouts_trained", "Rollouts the optimizer consumed.", "", counts.trained
+        yield Counter, "rollouts_dropped", "Rollouts dropped, by reason.", "reason", counts.dropped
+        yield Gauge, "rollouts_running", "Rollouts that run.", "", counts.running
+        yield Gauge, "rollouts_finished_untrained", "Rollouts that wait to be trained.", "", counts.finished_untrained
+        yield Gauge, "gate_limit", "(η + version + 1) · B.", "", service.gate.limit
+        yield (
+            Counter,
+            "generation_idle_seconds",
+            "Time in which the full gate let no rollout run.",
+            "",
+            service.admission.idle_s,
+        )
+        yield Gauge, "served_version", "Least version that requests are sent to.", "", service.gate.version
+        yield Gauge, "trained_version", "Version of the trainer.", "", service.gate.trained_version
+        yield Counter, "tokens_finished", "Tokens of accepted rollouts.", "", service.rollouts.tokens_finished
+        yield Gauge, "workers_alive", "Workers with a lease.", "", len(service.workers.alive)
+        by_state = {state.value: states[state] for state in ServerState}
+        yield Gauge, "servers", "Generation servers, by state.", "state", by_state
+        sequences = {str(view.index): view.sequences for view in servers}
+        yield Gauge, "server_sequences", "Sequences placed.", "server", sequences
+        tokens = {str(view.index): view.tokens for view in servers}
+        yield Gauge, "server_tokens", "Tokens outstanding at most.", "server", tokens
+        if (logprob_check := self._logprob_check) is not None:
+            differences = {str(server): difference for server, difference in logprob_check.differences.items()}
+            documentation = "Greatest difference to the trainer's log-probabilities at the last check, nats."
+            yield Gauge, "logprob_check_difference", documentation, "server", differences
+            yield Gauge, "logprob_check_tolerance", "Greatest difference allowed, nats.", "", logprob_check.tolerance
+            yield Counter, "logprob_check_alarms", "Checks above the tolerance.", "", logprob_check.alarms
+
+
+def manager_registry(
+    service: ManagerService, decisions: FleetDecisions, logprob_check: LogprobCheck | None = None
+) -> CollectorRegistry:
+    """Return a separate registry with the manager's metrics."""
+    registry = CollectorRegistry()
+    registry.register(_ManagerCollector(service, decisions, logprob_check))
+    return registry

@@ -1,16 +1,17 @@
 """The router, which chooses the generation server of each request and counts what runs where.
 
-`Router.schedule` places a request on an eligible server (it takes requests, and its version is
-recent enough) and adds the request's load to the server's counts. Exactly one of these removes it again:
+`Routes` has a router for each policy's servers, and the servers that left service. `Router.schedule` places a request
+on an eligible server (it takes requests, and its version is recent enough) and adds its load to the server's counts.
+Exactly one of these removes it again:
 
 - `release` (the request is done), `release_rollout` (its rollout is over), `release_worker` (its worker is gone);
 - `schedule` of the same request id (it was aborted and continues elsewhere): the placement moves;
 - `remove` of the server: its placements are forgotten, and their owners schedule them again.
 
 All of them may be repeated or come in any order. The router notifies its policy of each server whose counts changed,
-and the policy chooses a server. A new policy is one class and one entry in `POLICIES`. The time to place or release a
-request is independent of the number of placed requests. It is at most logarithmic in the number of servers, not
-counting servers whose version is too old.
+and the policy chooses one of those that may have the request. A new policy is one class and one entry in `POLICIES`.
+The time to place or release a request is independent of the number of placed requests. It is at most logarithmic in the
+number of servers, not counting servers that may not have the request.
 
 A server is `returning` while it is briefly out of service for an update. Meanwhile a server gets no more than its share
 of the load among the serving and returning servers (`SHARE`); further requests wait for the others. Otherwise the first
@@ -24,15 +25,24 @@ The counts are sequences (a request for n samples counts n) and tokens that may 
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_right, insort
-from collections.abc import Callable, Mapping
+import itertools
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeVar
+from math import inf
+from typing import NamedTuple, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
-from asyncrl.comm.ended_rollouts.recent_ids import RecentIds
-from asyncrl.manager.messages import RouteRequest
+from asyncrl.comm.ended_rollouts import RecentIds
+from asyncrl.comm.waits import Notifier
+from asyncrl.manager.messages import BadRequest, RouteRequest
 
+LOSSES_AT_LEAST, LOSSES_PER_SERVER = 256, 4
+"""Number of lost servers that are remembered, at least and per server. Several processes of each server may end while a
+worker is paused.
+"""
 SHARE = 1.25
 """While others return, a server may have this many times the mean load. With less, one late server would hold up the
 serving ones.
@@ -71,9 +81,9 @@ class ServerView:
     def __post_init__(self) -> None:
         self.host = urlsplit(self.url).hostname or ""
 
-    def may_have(self, min_version: int) -> bool:
-        """True if the server accepts a request that needs this version or a newer one."""
-        return self.routable and self.version >= min_version
+
+_MayHave: TypeAlias = Callable[[ServerView], bool]
+"""True for a server that takes requests, has the version that the request needs, and is within its share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +95,7 @@ class _Placement:
     server: int
 
 
-class Policy(Protocol):
+class Policy(ABC):
     """A way to choose a server.
 
     Args:
@@ -93,42 +103,35 @@ class Policy(Protocol):
         conversations: number of conversations that the policy may remember.
     """
 
-    def __init__(self, servers: Mapping[int, ServerView], conversations: int) -> None: ...
+    def __init__(self, servers: Mapping[int, ServerView], conversations: int) -> None:
+        self._servers = servers
 
     def changed(self, view: ServerView) -> None:
         """Record that the server's version, load or availability changed, or that it is gone from the servers."""
-
-    def choose(self, request: RouteRequest, caller: Caller, min_version: int) -> ServerView | None:
-        """Return a server for the caller's `request` that takes requests and has `min_version` or newer, if there is
-        one.
-        """
-
-    def declined(self, request: RouteRequest) -> None:
-        """Record that the server chosen for `request` does not get it now."""
         return
+
+    @abstractmethod
+    def choose(self, request: RouteRequest, caller: Caller, may_have: _MayHave) -> ServerView | None:
+        """Return a server that may have the caller's `request`; None if there is none."""
 
 
 class RoundRobin(Policy):
     """Each server in turn."""
 
     def __init__(self, servers: Mapping[int, ServerView], conversations: int) -> None:
-        self._servers = servers
+        super().__init__(servers, conversations)
         self._indices: list[int] = []
         self._last = -1
 
     def changed(self, view: ServerView) -> None:
-        place = bisect_right(self._indices, view.index)
-        known = place > 0 and self._indices[place - 1] == view.index
-        if view.index in self._servers and not known:
-            insort(self._indices, view.index)
-        elif view.index not in self._servers:
-            del self._indices[place - 1]
+        if len(self._indices) != len(self._servers):
+            self._indices = sorted(self._servers)
 
-    def choose(self, request: RouteRequest, caller: Caller, min_version: int) -> ServerView | None:
+    def choose(self, request: RouteRequest, caller: Caller, may_have: _MayHave) -> ServerView | None:
         begin, count = bisect_right(self._indices, self._last), len(self._indices)
         for turn in range(count):
             view = self._servers[self._indices[(begin + turn) % count]]
-            if view.may_have(min_version):
+            if may_have(view):
                 self._last = view.index
                 return view
         return None
@@ -141,9 +144,12 @@ class _LeastLoaded(Policy):
     top, or when all outdated ones are removed together.
     """
 
-    def __init__(self, servers: Mapping[int, ServerView], load: Callable[[ServerView], tuple[int, int]]) -> None:
-        self._servers, self._load = servers, load
+    def __init__(self, servers: Mapping[int, ServerView], conversations: int) -> None:
+        super().__init__(servers, conversations)
         self._heap: list[tuple[tuple[int, int], int]] = []
+
+    @abstractmethod
+    def _load(self, view: ServerView) -> tuple[int, int]: ...
 
     def changed(self, view: ServerView) -> None:
         if view.routable:
@@ -152,18 +158,18 @@ class _LeastLoaded(Policy):
             self._heap = [(self._load(view), view.index) for view in self._servers.values() if view.routable]
             heapq.heapify(self._heap)
 
-    def choose(self, request: RouteRequest, caller: Caller, min_version: int) -> ServerView | None:
-        too_old, chosen = [], None
+    def choose(self, request: RouteRequest, caller: Caller, may_have: _MayHave) -> ServerView | None:
+        set_aside, chosen = [], None
         while self._heap and chosen is None:
             load, index = self._heap[0]
             view = self._servers.get(index)
             if view is None or not view.routable or load != self._load(view):
                 heapq.heappop(self._heap)
-            elif view.version < min_version:
-                too_old.append(heapq.heappop(self._heap))
-            else:
+            elif may_have(view):
                 chosen = view
-        for entry in too_old:
+            else:
+                set_aside.append(heapq.heappop(self._heap))
+        for entry in set_aside:
             heapq.heappush(self._heap, entry)
         return chosen
 
@@ -171,44 +177,41 @@ class _LeastLoaded(Policy):
 class LeastRequests(_LeastLoaded):
     """The server with the fewest sequences; ties go to the fewer tokens, then to the lower index."""
 
-    def __init__(self, servers: Mapping[int, ServerView], conversations: int) -> None:
-        super().__init__(servers, lambda view: (view.sequences, view.tokens))
+    def _load(self, view: ServerView) -> tuple[int, int]:
+        return view.sequences, view.tokens
 
 
 class LeastTokens(_LeastLoaded):
     """The server with the fewest outstanding tokens."""
 
-    def __init__(self, servers: Mapping[int, ServerView], conversations: int) -> None:
-        super().__init__(servers, lambda view: (view.tokens, view.sequences))
+    def _load(self, view: ServerView) -> tuple[int, int]:
+        return view.tokens, view.sequences
 
 
 class PrefixAffine(Policy):
     """A conversation stays on the server that holds its cache; a new one goes to the server with the fewest outstanding
     tokens.
 
-    It moves when its server takes no requests, and then stays at the new one. If there are more than `conversations`,
-    those unused for longest are forgotten; each takes about 100 bytes.
+    It moves when its server takes no requests, and then stays at the new one. If its server takes requests but may not
+    have this one, only this one goes elsewhere. If there are more than `conversations`, those unused for longest are
+    forgotten; each takes about 100 bytes.
     """
 
     def __init__(self, servers: Mapping[int, ServerView], conversations: int) -> None:
-        self._servers = servers
+        super().__init__(servers, conversations)
         self._home: RecentIds[int] = RecentIds(conversations)
         self._new = LeastTokens(servers, conversations)
 
     def changed(self, view: ServerView) -> None:
         self._new.changed(view)
 
-    def choose(self, request: RouteRequest, caller: Caller, min_version: int) -> ServerView | None:
-        home = self._home.get(request.affinity)
-        chosen = None if home is None else self._servers.get(home)
-        if chosen is None or not chosen.may_have(min_version):
-            chosen = self._new.choose(request, caller, min_version)
+    def choose(self, request: RouteRequest, caller: Caller, may_have: _MayHave) -> ServerView | None:
+        known = self._home.get(request.affinity)
+        home = None if known is None else self._servers.get(known)
+        chosen = home if home is not None and may_have(home) else self._new.choose(request, caller, may_have)
         if chosen is not None and request.affinity:
-            self._home.put(request.affinity, chosen.index)
+            self._home.put(request.affinity, (home if home is not None and home.routable else chosen).index)
         return chosen
-
-    def declined(self, request: RouteRequest) -> None:
-        self._home.pop(request.affinity)
 
 
 POLICIES: dict[str, type[Policy]] = {
@@ -237,6 +240,10 @@ class Router:
         self._of_server: dict[int, set[str]] = {}
         self._sequences = 0
         self._routable = 0
+        self._least = 0
+        """Lower bound of the sequences of each server that takes requests. If it is beyond the share, a request waits
+        without a look at the servers.
+        """
         self.returning = 0
         """Number of servers that are briefly out of service."""
 
@@ -270,6 +277,7 @@ class Router:
             return
         self._routable += routable - view.routable
         view.version, view.routable = version, routable
+        self._least = min(self._least, view.sequences)
         self._policy.changed(view)
 
     def remove(self, index: int) -> None:
@@ -285,10 +293,19 @@ class Router:
         Return None if no server may have it now.
         """
         self.release(request.request_id)
-        if (view := self._policy.choose(request, caller, min_version)) is None:
+        share = inf
+        if self.returning:
+            share = SHARE * (self._sequences + request.n) / (self._routable + self.returning)
+        if self._least > share:
             return None
-        if self._is_beyond_its_share(view, request):
-            self._policy.declined(request)
+
+        def may_have(view: ServerView) -> bool:
+            return view.routable and view.version >= min_version and view.sequences <= share
+
+        view = self._policy.choose(request, caller, may_have)
+        if view is None:
+            if self.returning:
+                self._least = min((each.sequences for each in self._servers.values() if each.routable), default=0)
             return None
         view.sequences += request.n
         self._sequences += request.n
@@ -301,13 +318,6 @@ class Router:
             self._of_rollout.setdefault(request.rollout_id, set()).add(request.request_id)
         return view
 
-    def _is_beyond_its_share(self, view: ServerView, request: RouteRequest) -> bool:
-        """True if the server has too much of the load to get `request` while other servers return."""
-        if not self.returning:
-            return False
-        mean = (self._sequences + request.n) / (self._routable + self.returning)
-        return view.sequences > SHARE * mean
-
     def release(self, request_id: str) -> None:
         """Remove a request that no longer runs."""
         placement = self._placements.pop(request_id, None)
@@ -317,6 +327,7 @@ class Router:
         view = self._servers[placement.server]
         view.sequences -= request.n
         self._sequences -= request.n
+        self._least = min(self._least, view.sequences)
         view.tokens -= request.tokens
         self._policy.changed(view)
         _discard(self._of_server, placement.server, request_id)
@@ -341,3 +352,109 @@ def _discard(index: dict[_Key, set[str]], key: _Key, request_id: str) -> None:
     members.discard(request_id)
     if not members:
         del index[key]
+
+
+class Routes:
+    """Routers by the name of their policy; "" is the run's own, which is trained.
+
+    Args:
+        routing: routing policy of each.
+        conversations: number of conversations that a router may remember.
+        policies: names of the policies besides the run's own that agents may ask.
+        trained: those of them that are trained.
+        manager: number of this manager among those of the launch.
+
+    Attributes:
+        changed: notified when servers have changed, so that a request that waited may be placed.
+        losses: servers that left service unexpectedly.
+    """
+
+    def __init__(
+        self,
+        routing: str,
+        conversations: int,
+        policies: Collection[str] = (),
+        trained: Collection[str] = (),
+        *,
+        manager: int = 0,
+    ) -> None:
+        self._routers = {policy: Router(routing, conversations) for policy in ("", *policies)}
+        self._untrained = {*policies} - {*trained}
+        self.changed = Notifier()
+        self.losses = LostServers(manager)
+
+    def router_of(self, policy: str) -> Router:
+        """Return the router of the servers of `policy`.
+
+        Raises:
+            BadRequest: the run has no such policy.
+        """
+        if policy not in self._routers:
+            named = ", ".join(name for name in self._routers if name) or "none"
+            raise BadRequest(f"$.policy: {policy!r} is not one of `policies`, which has {named}")
+        return self._routers[policy]
+
+    def place(self, request: RouteRequest, caller: Caller, admitted_at: int) -> ServerView | None:
+        """Place the request of a rollout that was admitted at this version; None if no server may have it now.
+
+        Raises:
+            BadRequest: the run has no such policy.
+        """
+        # servers of a policy that is not trained may have any version
+        min_version = 0 if request.policy in self._untrained else max(request.min_version or 0, admitted_at)
+        return self.router_of(request.policy).schedule(request, caller, min_version)
+
+    def release(self, request_id: str) -> None:
+        """Remove a request that no longer runs."""
+        for router in self._routers.values():
+            router.release(request_id)
+
+    def release_rollout(self, rollout_id: str) -> None:
+        """Remove the requests of a rollout that is over, for every policy."""
+        for router in self._routers.values():
+            router.release_rollout(rollout_id)
+
+    def release_worker(self, worker: str) -> None:
+        """Remove the requests of a worker that is gone."""
+        for router in self._routers.values():
+            router.release_worker(worker)
+
+    def server_lost(self, url: str) -> None:
+        """Report to the owners of requests at `url` that they may never be answered."""
+        self.losses.add(url, sum(map(len, self._routers.values())))
+
+
+class LostServers:
+    """Servers that left service unexpectedly, numbered. Each worker asks for those after the last number that it knows.
+
+    Args:
+        manager: number of this manager among those of the launch.
+
+    Attributes:
+        seq: number of the last loss.
+        changed: notified at each loss.
+    """
+
+    def __init__(self, manager: int) -> None:
+        self.seq = manager << 40
+        """Number of the last loss."""
+        self.changed = Notifier()
+        self._losses: OrderedDict[str, int] = OrderedDict()  # by URL the number of the last, ascending
+
+    def __len__(self) -> int:
+        """Number of URLs that are remembered."""
+        return len(self._losses)
+
+    def add(self, url: str, servers: int) -> None:
+        """Record that the server at `url` is lost; `servers` is the number of servers that remain known."""
+        self.seq += 1
+        self._losses.pop(url, None)
+        self._losses[url] = self.seq
+        if len(self._losses) > max(LOSSES_AT_LEAST, LOSSES_PER_SERVER * servers):
+            self._losses.popitem(last=False)
+        self.changed.notify()
+
+    def since(self, after: int) -> list[str]:
+        """Return the URLs of losses with a number above `after`, in the order of the losses."""
+        newest_first = itertools.takewhile(lambda loss: loss[1] > after, reversed(self._losses.items()))
+        return [url for url, _ in newest_first][::-1]

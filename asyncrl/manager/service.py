@@ -1,7 +1,12 @@
-"""The GserverManager's verbs over rollout state, admission, router and leases, without HTTP.
+"""The GserverManager's verbs over rollout state, admission, router and leases, and HTTP around them.
+
+From the gate to the ledger: `allocate_rollout` has `rollouts/admission.py` start a rollout if
+`rollouts/staleness_gate.py` has room. `received`, `consumed` and the ends that workers report with every call change
+its state in `rollouts/rollout_state.py`. That records each change as a line (`asyncrl.comm.ended_rollouts`) in
+`rollouts/ledger.py`.
 
 The state that must not be lost is in `rollouts/`, with the ledger that says how it came about. A service begins with a
-roll call (`rollouts/rebuild.py`): its gate is shut until the master and the workers have reported. Its router begins
+roll call (`rollouts/workers.py`): its gate is shut until the master and the workers have reported. Its router begins
 empty: requests that run on the servers continue there, and count again from the rollout's next request on.
 
 A verb takes its request and returns its reply (`asyncrl.manager.messages`). Verbs that may have to wait check again
@@ -13,11 +18,6 @@ whenever something that they depend on has changed:
     schedule_request   waits for a server that takes requests at the wanted version
     wait_expiring      waits until a step can be taken without making a running rollout expire
     lost_servers       waits for a server to leave service unexpectedly
-
-Incarnations. A worker's process that died is followed by another of the same name, its next incarnation. The first call
-or status of the new process ends the old one. The old one's running rollouts are dropped (`worker_died`), and their
-prompts wait for any worker. Late calls of the old one are refused, but the ends that they report count. So all running
-rollouts of a worker belong to one incarnation.
 """
 
 from __future__ import annotations
@@ -25,25 +25,33 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
-from msgspec import structs
+import msgspec
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.core import CollectorRegistry
 
-from asyncrl.comm.ended_rollouts.ledger_lines import RolloutCounts
-from asyncrl.comm.ended_rollouts.recent_ids import RecentIds, ids_remembered
-from asyncrl.comm.waits.limits import HOLD_S
-from asyncrl.comm.waits.notifier import Notifier
+from asyncrl.comm.ended_rollouts import RecentIds, RolloutCounts, ids_remembered
+from asyncrl.comm.http.server import Handler, HttpRoute, HttpServer, Refused, json_response
+from asyncrl.comm.security import HttpSecurity
+from asyncrl.comm.typed import json_decoder
+from asyncrl.comm.waits import HOLD_S, Notifier
 from asyncrl.manager import messages as m
 from asyncrl.manager.rollouts.admission import Admission
-from asyncrl.manager.rollouts.leases import WorkerLeases
 from asyncrl.manager.rollouts.ledger import Ledger
 from asyncrl.manager.rollouts.pacing import DeadlinePacing
-from asyncrl.manager.rollouts.rebuild import Replaced, RollCall, rebuild, still_there
 from asyncrl.manager.rollouts.rollout_state import RolloutState
 from asyncrl.manager.rollouts.staleness_gate import StalenessGate
-from asyncrl.manager.router import Caller, Router, ServerView
-from asyncrl.manager.routes import Routes
+from asyncrl.manager.rollouts.workers import EndedProcess, RollCall, Workers, still_there
+from asyncrl.manager.router import Caller, Router, Routes, ServerView
 from asyncrl.plugins.datasets.queue.curriculum import Curriculum
 from asyncrl.plugins.datasets.queue.order import DataOrder
+
+MAX_BODY_BYTES = 16 * 2**20
+"""Limit of all calls but the following. A call for ten thousand requests takes less than two megabytes."""
+MAX_RUN_BYTES = 256 * 2**20
+"""Limit of the master's report of the run. 100,000 live rollouts and 400,000 ended ones take 40 megabytes."""
 
 
 class ManagerService:
@@ -93,11 +101,10 @@ class ManagerService:
         self.roll_call = RollCall(clock() + lease_s)
         self.rollouts = RolloutState(batch_size, max_staleness, order)
         self.routes = Routes(routing, ids_remembered(batch_size, max_staleness), policies, trained, manager=number)
-        self.leases = WorkerLeases(lease_s)
+        self.workers = Workers(lease_s)
         self._clock, self._versions_in_use, self._make_curriculum = clock, versions_in_use, curriculum
         self._ledger, self._beginning, self._run_ended = ledger, asyncio.Lock(), False
         self._ended: RecentIds[str] | None = None
-        self._hosts: dict[str, str] = {}  # of the workers, for the routing policy
         self._last_step: m.ConsumedReply | None = None
         self.admission = Admission(self.rollouts, self._place, first=first, pacing=pacing, clock=clock)
         self.progress = Notifier()
@@ -114,19 +121,20 @@ class ManagerService:
 
     def verbs(self) -> dict[str, m.Verb]:
         """Return the verbs that the manager answers: by path, the request's type and its handler."""
-        return {
-            "/open_session": (m.HeldReport, self.open_session),
-            "/begin_run": (m.RunBegin, self.begin_run),
-            "/allocate_rollout": (m.AllocateRequest, self.allocate_rollout),
-            "/schedule_request": (m.ScheduleRequest, self.schedule_request),
-            "/lost_servers": (m.LostServersRequest, self.lost_servers),
-            "/wait_expiring": (m.WaitExpiringRequest, self.wait_expiring),
-            "/finish_rollout": (m.FinishRequest, self.finish_rollout),
-            "/received": (m.ReceivedReport, self.received),
-            "/consumed": (m.ConsumedReport, self.consumed),
-            "/close_gate": (m.TrainerRequest, self.close_gate),
-            "/end_run": (m.EndReport, self.end_run),
-        }
+        verbs: list[m.Verb] = [
+            (m.HeldReport, self.open_session),
+            (m.RunBegin, self.begin_run),
+            (m.AllocateRequest, self.allocate_rollout),
+            (m.ScheduleRequest, self.schedule_request),
+            (m.LostServersRequest, self.lost_servers),
+            (m.WaitExpiringRequest, self.wait_expiring),
+            (m.FinishRequest, self.finish_rollout),
+            (m.ReceivedReport, self.received),
+            (m.ConsumedReport, self.consumed),
+            (m.CloseGate, self.close_gate),
+            (m.EndReport, self.end_run),
+        ]
+        return {request.path: (request, handler) for request, handler in verbs}
 
     async def open_session(self, request: m.HeldReport) -> m.Session:
         """Record all rollouts that a worker's process holds; its calls count from now on.
@@ -139,13 +147,15 @@ class ManagerService:
             raise m.BadRequest(f"$.launch: {request.worker} belongs to launch {request.launch}, {self.launch} is there")
         self.incarnation_seen(request.worker, request.incarnation)
         self._check_current(request.worker, request.incarnation)
-        self.leases.renew(request.worker, self._clock())
-        self._hosts[request.worker] = request.host
+        is_first = self.workers.report(request, self._clock())
         if not self.begun:
-            self.roll_call.take(request)
+            if is_first:
+                self.roll_call.take(request)
             self._begin_if_complete()
             return m.Session(self.number)
-        self.rollouts.adopt(structs.replace(request, held=still_there(request)))
+        if is_first:
+            for held in still_there(request):
+                self.rollouts.enter_held(request.worker, held.granted)
         for held in request.held:
             if held.end is not None:
                 self._finish(held.end)
@@ -192,15 +202,25 @@ class ManagerService:
             ended=self._ended,
             curriculum=curriculum,
         )
-        rebuild(rollouts, run.received, call.reports)
+        rollouts.rebuild(run.received, call.reports)
         self.rollouts = rollouts
         self.gate.advance(gate.version)  # servers may have registered by now
         self.begun, self.roll_call = True, RollCall()
         self.admission.begin(self.rollouts)
         for ended in call.ended:
-            if ended not in self.leases.workers:  # a worker with a lease was only silent for a while
+            if not self.workers.is_back(ended):
                 self._end(ended)
         self._changed()
+
+    async def _check_trainer(self, request: m.TrainerRequest[Any]) -> None:
+        """Return once the state is rebuilt.
+
+        Raises:
+            NotIntroduced: the call is meant for another manager.
+            NotRebuilt: see `_until_begun`.
+        """
+        self._check_meant(request.manager)
+        await self._until_begun()
 
     async def _until_begun(self) -> None:
         """Return once the state is rebuilt.
@@ -225,16 +245,12 @@ class ManagerService:
         """Place the requests on servers; wait while none can be placed."""
         self._note_call(request)
         worker, deadline = request.worker, self._deadline(request.timeout_s)
-        while not self._is_over(request) and self.leases.keep(worker, self._clock()):
+        while not self._is_over(request) and self.workers.keep(worker, self._clock()):
             placed = [(each.request_id, self._place(each, worker)) for each in request.requests]
-            scheduled = [
-                m.ScheduledRequest(request_id, server.index, server.url, server.version)
-                for request_id, server in placed
-                if server is not None
-            ]
+            scheduled = {name: m.Route(server.url, server.version) for name, server in placed if server is not None}
             if scheduled or not request.requests or not await self.routes.changed.wait(deadline - self._clock()):
                 return m.ScheduleReply(scheduled)
-        return m.ScheduleReply([])
+        return m.ScheduleReply({})
 
     async def finish_rollout(self, request: m.FinishRequest) -> m.Done:
         """Record ends of rollouts and requests, if no other call carries them."""
@@ -242,14 +258,8 @@ class ManagerService:
         return m.Done()
 
     async def received(self, request: m.ReceivedReport) -> m.ReceivedReply:
-        """Record the rollouts that the trainer has; return those that do not count, and must not be trained.
-
-        Raises:
-            NotIntroduced: the report is meant for another manager.
-            NotRebuilt: the state is not rebuilt yet.
-        """
-        self._check_meant(request.manager)
-        await self._until_begun()
+        """Record the rollouts that the trainer has; return those that do not count, and must not be trained."""
+        await self._check_trainer(request)
         refused = []
         for each in request.rollouts:
             self.routes.release_rollout(each.rollout_id)
@@ -268,13 +278,10 @@ class ManagerService:
             The gate's state as of the step's line, if a step was reported; a repeated report gets the same.
 
         Raises:
-            NotIntroduced: the report is meant for another manager.
-            NotRebuilt: the state is not rebuilt yet.
             BadRequest: a trained rollout does not count, or the version cannot have been trained: rollouts admitted
                 while version v is served suffice for v + η + 1 steps.
         """
-        self._check_meant(request.manager)
-        await self._until_begun()
+        await self._check_trainer(request)
         newest = max(self.gate.version, self.gate.trained_version) + self.gate.max_staleness + 1
         if request.version > newest:
             raise m.BadRequest(f"$.version: {request.version} cannot be trained yet, at most {newest} can")
@@ -309,31 +316,29 @@ class ManagerService:
         deadline = self._deadline(request.timeout_s)
         while self.gate.is_blocked(request.version):
             if not await self.progress.wait(deadline - self._clock()):
-                return m.WaitExpiringReply(False, self.gate.blocking(request.version))
-        return m.WaitExpiringReply(True, [])
+                return m.WaitExpiringReply(self.gate.blocking(request.version))
+        return m.WaitExpiringReply([])
 
     async def lost_servers(self, request: m.LostServersRequest) -> m.LostServersReply:
         """Wait until a server leaves service unexpectedly."""
         self._note_call(request)
         after, deadline = request.after, self._deadline(request.timeout_s)
-        while not self._is_over(request) and self.leases.keep(request.worker, self._clock()):
+        while not self._is_over(request) and self.workers.keep(request.worker, self._clock()):
             urls = [] if after < 0 else self.routes.losses.since(after)
             if urls or after < 0 or not await self.routes.losses.changed.wait(deadline - self._clock()):
                 return m.LostServersReply(self.routes.losses.seq, urls)
         return m.LostServersReply(self.routes.losses.seq, [])
 
-    async def close_gate(self, request: m.TrainerRequest) -> m.Done:
+    async def close_gate(self, request: m.CloseGate) -> m.Done:
         """Start no rollout from now on."""
-        self._check_meant(request.manager)
-        await self._until_begun()
+        await self._check_trainer(request)
         self.gate.close()
         self.admission.tell_of_the_end()
         return m.Done()
 
     async def end_run(self, request: m.EndReport) -> RolloutCounts:
         """Abandon every live rollout, and write the ledger's last line; return the final counters."""
-        self._check_meant(request.manager)
-        await self._until_begun()
+        await self._check_trainer(request)
         self.rollouts.abandon()
         self.admission.tell_of_the_end()
         self.progress.notify()
@@ -370,7 +375,7 @@ class ManagerService:
 
     def expire_workers(self) -> list[str]:
         """Drop the rollouts of workers whose lease has run out; return their names."""
-        late = self.leases.expired(self._clock())
+        late = self.workers.expire(self._clock())
         for worker in late:
             self.worker_died(worker)
         return late
@@ -381,35 +386,28 @@ class ManagerService:
         Args:
             killed: the launcher reports that the one before was killed from outside.
         """
-        if incarnation <= self.newest_incarnation(worker):
+        if not self.workers.see(worker, incarnation):
             return False
-        self._end(Replaced(worker, incarnation, killed))
+        self._end(EndedProcess(worker, incarnation, killed))
         return True
-
-    def newest_incarnation(self, worker: str) -> int:
-        """Return the newest incarnation of the worker that was seen."""
-        return max(self.roll_call.replaced.get(worker, 0), self.rollouts.incarnations.get(worker, 0))
 
     def worker_died(self, worker: str) -> None:
         """Drop the running rollouts of a worker whose process is gone; their prompts wait for any worker."""
-        self._end(worker)
+        self._end(EndedProcess(worker))
 
-    def _end(self, ended: str | Replaced) -> None:
+    def _end(self, ended: EndedProcess) -> None:
         """Record that a worker's process is over. If the state is not rebuilt yet, this is applied later."""
-        worker = ended if isinstance(ended, str) else ended.worker
-        if isinstance(ended, Replaced) and ended.incarnation <= self.rollouts.incarnations.get(worker, 0):
-            return  # this incarnation reported before the state was rebuilt
-        self.leases.end(worker)
-        self._hosts.pop(worker, None)
+        worker = ended.worker
+        self.workers.end(worker)
         self.routes.release_worker(worker)
         if not self.begun:
-            self.roll_call.end(ended)
+            self.roll_call.ended.append(ended)
             return
         self.admission.worker_left(worker)
-        if isinstance(ended, str):
+        if ended.replaced_by is None:
             lost = self.rollouts.died(worker)
         else:
-            lost = self.rollouts.replaced(worker, ended.incarnation, killed=ended.killed)
+            lost = self.rollouts.replaced(worker, killed=ended.killed)
         for rollout_id in lost:
             self.routes.release_rollout(rollout_id)
             self.admission.rollout_ended(rollout_id, kept=False)
@@ -428,9 +426,9 @@ class ManagerService:
             if known.has_ended(request.rollout_id):
                 return None
             admitted_at = known.admitted_at(request.rollout_id)
-        return self.routes.place(request, Caller(worker, self._hosts.get(worker, "")), admitted_at or 0)
+        return self.routes.place(request, Caller(worker, self.workers.host(worker)), admitted_at or 0)
 
-    def _note_call(self, request: m.WorkerRequest) -> None:
+    def _note_call(self, request: m.WorkerRequest[Any]) -> None:
         """Renew the caller's lease, and record the ends that its call reports.
 
         Raises:
@@ -441,7 +439,7 @@ class ManagerService:
         if self.begun:
             self.incarnation_seen(request.worker, request.incarnation)
         if not self._is_over(request):
-            self.leases.renew(request.worker, self._clock())
+            self.workers.renew(request.worker, self._clock())
         for request_id in request.released:
             self.routes.release(request_id)
         for finished in request.finished:
@@ -467,12 +465,12 @@ class ManagerService:
         Raises:
             BadRequest: a later process has.
         """
-        if incarnation < (newest := self.newest_incarnation(worker)):
+        if incarnation < (newest := self.workers.incarnation(worker)):
             raise m.BadRequest(f"$.incarnation: {incarnation} of {worker} is over, {newest} is there")
 
-    def _is_over(self, request: m.WorkerRequest) -> bool:
+    def _is_over(self, request: m.WorkerRequest[Any]) -> bool:
         """True if another process has replaced the worker that sent the request."""
-        return request.incarnation < self.newest_incarnation(request.worker)
+        return request.incarnation < self.workers.incarnation(request.worker)
 
     def _finish(self, finished: m.FinishedRollout) -> None:
         """Record the end of a rollout: a rank has it, or it is dropped."""
@@ -486,3 +484,60 @@ class ManagerService:
 
     def _deadline(self, hold_s: float) -> float:
         return self._clock() + min(hold_s, HOLD_S)
+
+
+class ManagerHttp(HttpServer):
+    """The server.
+
+    Args:
+        verbs: by path, the type of the request and its handler.
+        security: the token of every verb, and TLS; None if the run has no secret.
+        registry: metrics that `/metrics` returns without a token.
+    """
+
+    def __init__(
+        self, verbs: Mapping[str, m.Verb], *, security: HttpSecurity | None, registry: CollectorRegistry
+    ) -> None:
+        async def health(request: web.BaseRequest, body: bytes) -> web.Response:
+            return json_response({"status": "ok"})
+
+        async def metrics(request: web.BaseRequest, body: bytes) -> web.Response:
+            return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+        routes = {
+            path: HttpRoute(answering(verb), max_bytes=MAX_RUN_BYTES if verb[0] is m.RunBegin else MAX_BODY_BYTES)
+            for path, verb in verbs.items()
+        }
+        routes |= {"/health": HttpRoute(health, open=True), "/metrics": HttpRoute(metrics, open=True)}
+        token, tls = (None, None) if security is None else (security.token, security.server_context())
+        super().__init__(routes, token=token, tls=tls, registry=registry)
+
+
+def answering(verb: m.Verb) -> Handler:
+    """Build the HTTP handler of the verb. A body that is not a valid request is answered with `Refused`."""
+    kind, handler = verb
+    decoder: msgspec.json.Decoder[Any] = json_decoder(kind)
+
+    async def answer(request: web.BaseRequest, body: bytes) -> web.Response:
+        try:
+            return json_response(await handler(decoder.decode(body or b"{}")))
+        except msgspec.ValidationError as error:
+            raise _malformed(_with_path_first(str(error))) from error
+        except m.NotIntroduced as error:
+            raise Refused(409, {"error": str(error)}, "not_introduced") from error
+        except m.NotRebuilt as error:
+            raise Refused(503, {"error": str(error)}, "not_rebuilt") from error
+        except (m.BadRequest, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise _malformed(str(error)) from error
+
+    return answer
+
+
+def _malformed(message: str) -> Refused:
+    return Refused(400, {"error": message}, "malformed")
+
+
+def _with_path_first(message: str) -> str:
+    """Turn msgspec's "Expected `int`, got `str` - at `$.order`" into "$.order: expected int, got str"."""
+    what, _, path = message.replace("`", "").partition(" - at ")
+    return f"{path or '$'}: {what[:1].lower()}{what[1:]}"

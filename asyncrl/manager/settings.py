@@ -9,7 +9,7 @@ from enum import StrEnum, auto
 from typing import Any, Optional
 
 from asyncrl.config.setting import setting
-from asyncrl.manager.router import POLICIES
+from asyncrl.manager.router import POLICIES, Policy
 from asyncrl.models.weights.transports import TRANSPORTS
 from asyncrl.trainer.settings import RoleRanks
 
@@ -17,8 +17,12 @@ from asyncrl.trainer.settings import RoleRanks
 # ruff: noqa: UP045
 
 
+def _first_sentence(policy: type[Policy]) -> str:
+    return " ".join((policy.__doc__ or "").partition(".")[0].split())
+
+
 class UpdateMode(StrEnum):
-    """Effect of a weight update on running requests. docs/main_settings.md explains the choice."""
+    """Effect of a weight update on running requests. docs/sizing.md explains the choice."""
 
     interrupt = auto()
     """Clients receive the tokens so far, and send the requests again."""
@@ -153,7 +157,8 @@ class ManagerConfig:
 
     routing: str = setting(
         "least_requests",
-        "policy by which the router chooses a request's server",
+        "policy by which the router chooses a request's server. "
+        + ". ".join(f"{name}: {_first_sentence(policy)}" for name, policy in POLICIES.items()),
         choices=tuple(POLICIES),
     )
     update_mode: UpdateMode = setting(

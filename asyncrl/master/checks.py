@@ -8,12 +8,11 @@ from operator import attrgetter
 
 from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.plugin_code import signatures
-from asyncrl.config.plugin_code.import_paths import PluginError
+from asyncrl.config.plugin_code.import_paths import path_problems
 from asyncrl.config.setting import ConfigError
 from asyncrl.config.suggestions import did_you_mean
 from asyncrl.master.graph.call_graph import GraphError
-from asyncrl.master.metrics.evaluation_statistics import evaluation_metrics
+from asyncrl.master.metrics.evaluations import evaluation_metrics
 from asyncrl.master.settings import OnStale
 from asyncrl.trainer.parallel.placement import placement, worker_grid
 
@@ -42,7 +41,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     yield from _keep_best(config)
     order = config.buffer.order
     if order.path:
-        yield from signatures.problems("buffer.order", order.path, order.args, positional=_rollouts_taken(order.path))
+        yield from path_problems("buffer.order", order.path)
     elif order.args:
         yield f"buffer.order.args={order.args}: there is no function to take them; give buffer.order.path"
     if config.group_size < config.algorithm.least_episodes:
@@ -82,16 +81,6 @@ def _too_many_data_ranks(config: ExperimentConfig, name: str, ranks: int) -> Ite
             f"{name}={str(attrgetter(name)(config))!r}: a minibatch has {minibatch} rollouts, fewer than the {ranks} "
             f"data-parallel ranks; use at most d{minibatch}, or a larger train_batch_size"
         )
-
-
-def _rollouts_taken(path: str) -> int:
-    """Return how many arguments the order at `path` gets besides its settings: a function gets the rollout, a class
-    none.
-    """
-    try:
-        return 1 if signatures.function_arguments(path) else 0
-    except PluginError:  # reported where the path is checked
-        return 0
 
 
 def _keep_best(config: ExperimentConfig) -> Iterator[str]:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any
 
 from asyncrl.config.setting import PluginConfig, setting
-
-if TYPE_CHECKING:
-    from asyncrl.trainer.messages import RolloutRecord
 
 
 class OnStale(StrEnum):
@@ -23,22 +20,6 @@ class OnStale(StrEnum):
     """The trainer holds its step so that no running rollout expires."""
 
 
-class BatchOrder:
-    """The order in which waiting rollouts are trained where no function of the user ranks them.
-
-    Example, η = 2, B = 2, version 3: of live records with oldest versions {a: 3, b: 2, c: 0, d: 3} (data order a b c
-    d), c is stale (3 - 0 > 2), b goes first, then a; d waits.
-    """
-
-    words: Final = "the oldest tokens first"
-    """The order for the log, `--help` and the documentation. Among equals it is the data order."""
-
-    @staticmethod
-    def rank(record: RolloutRecord) -> float:
-        """Return the rank of `record`; the least are trained first. The oldest tokens expire next."""
-        return record.oldest_version
-
-
 @dataclass
 class BufferOrderConfig(PluginConfig):
     """Your function that ranks the waiting rollouts."""
@@ -46,14 +27,15 @@ class BufferOrderConfig(PluginConfig):
     path: str = setting(
         "",
         "import path of a function (rollout: ReadyRollout) -> float, or of a class of such: rollouts with the lowest "
-        f"values are trained first. Empty: {BatchOrder.words}",
+        "values are trained first. Empty: the oldest tokens first",
     )
     args: dict[str, Any] = setting(
         help="keyword arguments of the function, or of the class's constructor", factory=dict
     )
     timeout_s: float = setting(
         10.0,
-        f"time limit for ranking all rollouts that wait for a step; beyond it the step takes {BatchOrder.words}",
+        "time limit for ranking all rollouts that wait for a step; beyond it the step takes them as without "
+        "buffer.order.path",
         unit="s",
         minimum=0.01,
     )

@@ -5,7 +5,7 @@ to log-probabilities. Tokens are therefore scored in chunks whose logits take at
 `MAX_LOGITS_BYTES`. If gradients are needed and there is more than one chunk, a chunk's logits are not kept but computed
 again in the backward pass. From logits to log-probabilities is one step (`_Score`), with the gradient written
 over what the forward pass left: there are never more than two buffers of the chunk's size, three for logits in half
-precision. `benchmarks/scoring.py` compares memory and time with the plain form.
+precision.
 
 Shapes: N tokens, H hidden, V vocabulary.
 """

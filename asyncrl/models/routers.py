@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.models.model_facts import ModelFacts
+
 ROUTERS: Mapping[str, str] = {
     "mixtral": "MixtralTopKRouter",
     "qwen2_moe": "Qwen2MoeTopKRouter",
@@ -23,7 +25,6 @@ ROUTERS: Mapping[str, str] = {
     "gpt_oss": "GptOssTopKRouter",
 }
 """The class of the routers for each `model_type`. Each chooses by one `topk`, and a test shows that it can replay."""
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _LARGEST_BYTE = 255
 
 
@@ -43,17 +44,15 @@ class RoutingShape:
 
 def routing_shape(described: Mapping[str, Any]) -> RoutingShape | str:
     """Return the shape of the choices of a model with this `config.json`, or the reason why they cannot be replayed."""
-    text = described.get("text_config") or described
-    model_type = str(text.get("model_type") or described.get("model_type") or "")
-    experts = next((number for name in _EXPERTS if isinstance(number := text.get(name), int)), 0)
-    if not experts:
+    facts, text = ModelFacts.of(described), described.get("text_config") or described
+    model_type = str(text.get("model_type") or facts.model_type)
+    if not facts.experts:
         return f"{model_type or 'it'} is a dense model: it has no experts, so there is nothing to replay"
     if model_type not in ROUTERS:
         return f"the routers of {model_type} are not known to choose by one topk, as those of {', '.join(ROUTERS)} do"
-    layers, per_token = text.get("num_hidden_layers"), text.get("num_experts_per_tok")
-    if not isinstance(layers, int) or not isinstance(per_token, int):
+    if not facts.layers or not facts.experts_per_token:
         return "its config.json does not name num_hidden_layers and num_experts_per_tok"
-    return RoutingShape(layers, per_token, experts)
+    return RoutingShape(facts.layers, facts.experts_per_token, facts.experts)
 
 
 def routing_shape_of(path: str) -> RoutingShape:

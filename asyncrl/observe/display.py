@@ -22,7 +22,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.comm.ended_rollouts.drop_reasons import failure, lost_episodes
+from asyncrl.comm.ended_rollouts import DROPPED, failure, lost_episodes
 from asyncrl.observe.doctor.standing import Standing
 from asyncrl.observe.metrics.learning import FlatSteps
 from asyncrl.observe.settings import DisplayMode
@@ -124,9 +124,6 @@ def generated_per_s(recent: Collection[Row]) -> float:
     return tokens / max(seconds, 1e-9)
 
 
-_DROPPED = "rollout/dropped_"
-
-
 class _Failures:
     """Remarks on failures and on steps without a learning signal, over the rows of this launch."""
 
@@ -145,7 +142,7 @@ class _Failures:
             elif "cut_short" in figures:
                 remarks.append(f"{evaluation} had not ended when the run was stopped: it has no result")
         for name, value in row.items():
-            reason = name.removeprefix(_DROPPED)
+            reason = name.removeprefix(DROPPED)
             if reason != name and (what := failure(reason)) is not None and (count := int(value)):
                 self.rollouts[reason] += count
                 remarks.append(

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.api.trajectory import Sample, Trajectory
-from asyncrl.comm.files.leftovers import remove_leftover
+from asyncrl.comm.files import remove_leftover
 
 Row: TypeAlias = dict[str, Any]
 """A sample by column."""

@@ -37,7 +37,7 @@ class LoggingConfig:
 
 @dataclass
 class ProfileConfig:
-    """Steps that are profiled, in the run's folder `profile/`; see docs/performance.md."""
+    """Steps that are profiled, in the run's folder `profile/`; see docs/troubleshooting.md."""
 
     steps: list[int] = setting(help="train steps that are profiled; a profiled step takes longer", factory=list)
     ranks: list[int] = setting(help="ModelWorkers that write torch's trace, by index", factory=lambda: [0])

@@ -1,18 +1,24 @@
-"""Checks of settings that RolloutWorkers read."""
+"""Checks of what RolloutWorkers read: settings (`check`), and the user's code (`code_problems`).
+
+The code is checked before anything of it is called: names, parameters, methods. It is imported for that, which the
+launcher leaves to a process of its own before the start (`rehearsal`), and to the workers.
+"""
 
 from __future__ import annotations
 
-import math
+import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from asyncrl.api.columns import check_name
 from asyncrl.api.reward import RunIn
-from asyncrl.config.evaluation_sets import evaluation_sets, with_code_of
+from asyncrl.config.evaluation_sets import CODE, evaluation_sets, with_code_of
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.plugin_code import agent_interfaces
-from asyncrl.config.setting import SettingInfo, group_problems, value_problems
+from asyncrl.config.plugin_code import interfaces
+from asyncrl.config.plugin_code.import_paths import PluginError, load_plugin, path_problems
+from asyncrl.config.setting import group_problems
 from asyncrl.config.token_ids import token_ids
 from asyncrl.plugins.chat.stop_strings import check_stop_strings
 from asyncrl.plugins.datasets import checks as datasets
@@ -20,8 +26,9 @@ from asyncrl.plugins.datasets.checks import field_problems, held_out_problems, s
 from asyncrl.plugins.datasets.rows.readers import is_data_path
 from asyncrl.plugins.envs import checks as envs
 from asyncrl.plugins.rewards import checks as rewards
+from asyncrl.plugins.tools import checks as tools
 from asyncrl.rollout.settings import EvalConfig
-from asyncrl.runtime.hosts.host_probe import bind_error
+from asyncrl.runtime.process.hardware import bind_error
 
 
 def warnings(config: ExperimentConfig) -> Iterator[str]:
@@ -71,7 +78,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     if evaluation.sets:
         pass
     elif evaluation.path is not None:
-        yield from source_problems("eval", evaluation.path, evaluation.args)
+        yield from source_problems("eval", evaluation.path)
     elif evaluation.interval and data.sources:
         yield (
             "eval.path=null: of dataset.sources nothing is held out; give evaluation a set of its own, or switch it "
@@ -92,7 +99,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _agent(config: ExperimentConfig) -> Iterator[str]:
-    yield from agent_interfaces.agent_problems("agent", config.agent.path, config.agent.args)
+    yield from path_problems("agent", config.agent.path)
     if config.agent.run_in == RunIn.loop:
         yield "agent.run_in=loop: user agents never run on the worker's own event loop; use auto"
 
@@ -118,6 +125,9 @@ def _evaluation(config: ExperimentConfig) -> Iterator[str]:
         for name in ("name", "path", "args", "fields"):
             if (value := getattr(evaluation, name)) != getattr(default, name):
                 yield f"eval.{name}={value!r}: set together with eval.sets, each of which has its own; write it there"
+    for number, own in enumerate(evaluation.sets):
+        yield from group_problems(f"eval.sets[{number}]", own)
+        yield from group_problems(f"eval.sets[{number}].sampling", own.sampling)
     names: set[str] = set()
     for each in evaluation_sets(config):
         group = each.group
@@ -128,18 +138,43 @@ def _evaluation(config: ExperimentConfig) -> Iterator[str]:
             )
         names.add(each.name)
         if evaluation.sets:
-            yield from source_problems(group, each.path or "", each.args)
+            yield from source_problems(group, each.path or "")
             yield from field_problems(group, each.path or "", each.fields)
-        counts = {"interval": each.interval, "size": each.size, "n_samples": each.n_samples}
-        counts["sampling.max_new_tokens"] = each.max_new_tokens
-        for name, count in counts.items():
-            yield from value_problems(f"{group}.{name}", count, SettingInfo(help="", minimum=int(name != "interval")))
-        if not 0 < each.top_p <= 1:
-            yield f"{group}.sampling.top_p={each.top_p}: not a probability mass; use a number above 0, at most 1"
-        if not (math.isfinite(each.temperature) and each.temperature >= 0):
-            yield f"{group}.sampling.temperature={each.temperature}: not a temperature; use a finite number, 0 or more"
         if each.temperature == 0 and each.n_samples > 1:
             yield (
                 f"{group}.n_samples={each.n_samples}: greedy answers to a prompt are all the same; give a temperature "
                 f"above 0 ({group}.sampling.temperature=1.0), or n_samples=1"
             )
+
+
+def code_problems(config: ExperimentConfig) -> Iterator[str]:
+    """Yield an error message for each problem of the code that RolloutWorkers call; a replay calls none to train."""
+    if not config.samples.replay:
+        yield from _code_problems(config, CODE)
+        yield from tools.code_problems(config)
+    for each in evaluation_sets(config):
+        if each.interval:
+            yield from (f"{each.group}.{problem}" for problem in _code_problems(with_code_of(config, each), each.code))
+
+
+def _code_problems(config: ExperimentConfig, names: Collection[str]) -> Iterator[str]:
+    if "agent" in names:
+        yield from interfaces.agent_problems("agent", config.agent.path, config.agent.args)
+    if "env" in names:
+        yield from envs.code_problems(config.env)
+    if "reward" in names:
+        yield from rewards.code_problems(config)
+
+
+def problems_of_others(config: ExperimentConfig) -> Iterator[str]:
+    """Yield the same for code that other processes call: the buffer's order and the encoder of frames."""
+    order, encoder = config.buffer.order, config.rollout.encoder
+    with suppress(PluginError):  # the settings' check says if the path names nothing; what it imports may be elsewhere
+        if order.path:
+            found = load_plugin(order.path)
+            positional = int(not inspect.isclass(found))  # a function is called with the rollout
+            yield from interfaces.call_problems("buffer.order", order.path, found, order.args, positional=positional)
+    with suppress(PluginError):
+        if encoder.servers:
+            found = load_plugin(encoder.path)
+            yield from interfaces.call_problems("rollout.encoder", encoder.path, found, encoder.args)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, Self
+from typing import Self, TypeAlias
 
 import numpy as np
 
-from asyncrl.algorithms.group_view import FilterDecision, GroupView, rewards_of_turns
+from asyncrl.algorithms.filters import FilterDecision, GroupView, rewards_of_turns
 from asyncrl.api import (
     Agent,
     ChatClient,
@@ -28,36 +28,23 @@ from asyncrl.api.agent import cancelled_within
 from asyncrl.api.columns import numbers_of
 from asyncrl.api.seeds import seed_from
 from asyncrl.api.trajectory import compared_episodes, named_columns, role_of
-from asyncrl.comm.ended_rollouts.drop_reasons import LOST_EPISODES
+from asyncrl.comm.ended_rollouts import LOST_EPISODES
 from asyncrl.config.plugin_code.catalog import resolve
-from asyncrl.plugins.chat.client import check_prompt_pictures
+from asyncrl.plugins.chat.client import EpisodeClient, check_prompt_pictures
 from asyncrl.rollout.settings import RolloutConfig
-from asyncrl.rollout.user_code_pool.timing import Meter, current_meter
-from asyncrl.rollout.user_code_pool.user_code_errors import named_failure
+from asyncrl.rollout.user_code_pool.call_records import Meter, current_meter, named_failure
+from asyncrl.trainer.settings import SOURCE_NUMBER
 
 _log = logging.getLogger(__name__)
 
 Filter = Callable[[GroupView], FilterDecision]
 Shaping = Callable[[GroupView], "np.ndarray[tuple[int], np.dtype[np.float64]]"]
-
-
-class CountingClient(ChatClient, Protocol):
-    """The client of an episode. It counts its calls by name and is closed at the end of the episode."""
-
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        """The counts so far."""
-        ...
-
-    def close(self) -> None:
-        """End the episode."""
-        ...
-
-
 Score = Callable[[Prompt, Sequence[Sample], GroupClient], Awaitable[Sequence[Sample]]]
 """Return the samples of a prompt's group with the rewards that see whole samples or groups."""
-MakeClient = Callable[[GenerationClient, Prompt], CountingClient]
+MakeClient = Callable[[GenerationClient, Prompt], EpisodeClient]
 """Make the client of an episode from the policy and the member's prompt."""
+Played: TypeAlias = tuple[Sequence[Sample], dict[str, float]]
+"""The samples of a prompt's group, and the counts of its episodes."""
 
 
 @dataclass(slots=True)
@@ -111,12 +98,12 @@ class Group:
     make_client: MakeClient
     agent: str
     tries: RetryLimits
-    clients: list[CountingClient] = field(default_factory=list)
+    clients: list[EpisodeClient] = field(default_factory=list)
     lost: Counter[str] = field(default_factory=Counter)
     """Numbers of lost episodes, by the code that failed and how."""
     last_failure: Exception | None = None
     """Error of the last episode that was lost."""
-    _clients_of: dict[int, CountingClient] = field(default_factory=dict)
+    _clients_of: dict[int, EpisodeClient] = field(default_factory=dict)
     """The newest client of each member."""
     _ends_at: float | None = None
     _failures: Counter[int] = field(default_factory=Counter)
@@ -183,7 +170,7 @@ async def run_group(
     make_client: MakeClient,
     tries: RetryLimits = RetryLimits(),
     score: Score | None = None,
-) -> tuple[Sequence[Sample], dict[str, float]]:
+) -> Played:
     """Run `agent` on `prompt`, with its episodes at the same time, each with its own environment and client.
 
     A failed episode is retried alone, with a new random stream. After its last attempt it is lost and counted
@@ -248,16 +235,13 @@ def _first_cause(group: ExceptionGroup[Exception]) -> Exception:
 def metrics_of(samples: Sequence[Sample]) -> dict[str, float]:
     """Return the metrics of samples.
 
-    `agent/<name>` and `reward/<part>` are means over the samples that have them, `reward/role/<role>` the mean reward
-    of a role's samples.
+    `agent/<name>`, `row/<field>` and `reward/<part>` are means over the samples that have them, `reward/role/<role>`
+    the mean reward of a role's samples.
     """
     roles = {role_of(sample.group) for sample in samples} - {""}
     by_role = {role: [sample.total_reward for sample in samples if role_of(sample.group) == role] for role in roles}
-    named = (
-        ("agent", named_columns([sample.metrics for sample in samples])),
-        ("reward", named_columns([sample.reward_parts for sample in samples])),
-    )
-    means = {f"{kind}/{name}": float(np.nanmean(column)) for kind, columns in named for name, column in columns.items()}
+    named = named_columns([numbers_of(sample) for sample in samples])
+    means = {name: float(np.nanmean(column)) for name, column in named.items() if name != SOURCE_NUMBER}
     return means | {f"reward/role/{role}": float(np.mean(rewards)) for role, rewards in by_role.items()}
 
 

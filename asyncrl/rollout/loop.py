@@ -34,22 +34,20 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import NoReturn
 
-from asyncrl.algorithms.group_view import FilterDecision
+from asyncrl.algorithms.filters import FilterDecision
 from asyncrl.api import EpisodeTimeout, Prompt, Sample, Trajectory
 from asyncrl.api.trajectory import FINISHED_AT
-from asyncrl.comm.ended_rollouts.drop_reasons import LOST_EPISODES, DropReason, failed_in, filtered
-from asyncrl.comm.waits.limits import BURST_S, HOLD_S
+from asyncrl.comm.ended_rollouts import LOST_EPISODES, DropReason, failed_in, filtered
+from asyncrl.comm.waits import BURST_S, HOLD_S
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import FinishedRollout, GrantedRollout
 from asyncrl.plugins.datasets.prompt_format import InvalidPrompt, OverlongPrompt
 from asyncrl.plugins.datasets.queue.order import PromptRef
 from asyncrl.rollout.episode import GroupRules, RetryLimits, metrics_of
-from asyncrl.rollout.generation.rollout_client import RolloutClient
-from asyncrl.rollout.generation.rollout_policy import RolloutPolicy
+from asyncrl.rollout.generation.rollout_client import RolloutClient, RolloutPolicy
 from asyncrl.rollout.settings import RolloutConfig
 from asyncrl.rollout.user_code.components import UserComponents
-from asyncrl.rollout.user_code_pool.timing import metered
-from asyncrl.rollout.user_code_pool.user_code_errors import group_failed_in
+from asyncrl.rollout.user_code_pool.call_records import group_failed_in, metered
 
 _log = logging.getLogger(__name__)
 
@@ -63,11 +61,11 @@ MAX_FAILURES_IN_A_ROW = 16
 
 
 class RolloutSlots:
-    """Places for concurrent rollouts. Each rollout that the gate grants takes one until it ends.
+    """Slots for concurrent rollouts. Each rollout that the gate grants takes one until it ends.
 
     Args:
         gate: client of the GserverManager, which admits rollouts.
-        number: number of places.
+        number: number of slots.
     """
 
     def __init__(self, gate: ManagerClient, number: int) -> None:
@@ -86,7 +84,7 @@ class RolloutSlots:
         return {"rollouts": self.running, "places": self._number}
 
     async def granted(self) -> list[GrantedRollout]:
-        """Wait for a free place, and request a prompt for each free place. The rollouts that are returned take theirs.
+        """Wait for a free slot, and request a prompt for each free slot. The rollouts that are returned take theirs.
 
         The list may be empty; call it again then.
         """
@@ -103,7 +101,7 @@ class RolloutSlots:
         return reply.granted
 
     def free(self) -> None:
-        """Give back the place of a rollout that ended."""
+        """Give back the slot of a rollout that ended."""
         self._free += 1
         self._room.set()
 
@@ -158,6 +156,9 @@ class Failures:
             Exception: `error`, if too many rollouts have failed in a row.
         """
         rollout_id, prompt_id = granted.rollout_id, granted.prompt_id
+        if isinstance(error, EpisodeTimeout):  # other TimeoutErrors are the user's own
+            _log.warning("rollout of prompt %s exceeded rollout.rollout_timeout_s", prompt_id)
+            return FinishedRollout(rollout_id, accepted=False, reason=DropReason.timeout)
         if isinstance(error, OverlongPrompt):  # the start reported their number; not a sign of a defect
             _log.debug("prompt %s is left out: %s", prompt_id, error)
             return FinishedRollout(rollout_id, accepted=False, reason=DropReason.overlong_prompt)
@@ -232,11 +233,7 @@ class RolloutLoop:
                 outcome = await self._judge_and_send(granted, samples, metrics)
             self._failures.clear()
         except Exception as error:
-            if isinstance(error, EpisodeTimeout):  # other TimeoutErrors are the user's own
-                _log.warning("rollout of prompt %s exceeded rollout.rollout_timeout_s", granted.prompt_id)
-                outcome = FinishedRollout(granted.rollout_id, accepted=False, reason=DropReason.timeout)
-            else:
-                outcome = self._failures.end_of(granted, error, code, self.slots.running)
+            outcome = self._failures.end_of(granted, error, code, self.slots.running)
         finally:
             self.slots.free()
         self._gate.finish([outcome])
@@ -245,7 +242,7 @@ class RolloutLoop:
         """Play the group's episodes, each with its reward; return their samples and metrics."""
         with metered() as meter:
             samples, counted = await self._components.play_to_train(prompt, policy, self._tries)
-        policy.check(samples)
+        policy.generated.check(samples)
         self._sender.take_lost(counted)
         return samples, metrics_of(samples) | counted | policy.metrics() | meter.metrics()
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from asyncrl.comm.request_reply import Done
-from asyncrl.comm.request_reply.messages import Reply, Request
+from asyncrl.comm.request_reply import Done, Reply, Request
 
 
 class EvaluatedAnswer(Struct, frozen=True):

@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Coroutine
+import pkgutil
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
+from asyncrl.api.picture import Picture, evenly
 from asyncrl.comm import names
-from asyncrl.comm.push_pull import TrajectoryPusher
-from asyncrl.comm.push_pull.pusher import group
+from asyncrl.comm.http.calls import JsonHttp
+from asyncrl.comm.push_pull import TrajectoryPusher, group
 from asyncrl.comm.request_reply import Done, RequestServer
-from asyncrl.comm.waits.limits import CLOSE_S, LOOK_S
-from asyncrl.config.run_dir import ANSWERS_DIR
+from asyncrl.comm.waits import CLOSE_S, LOOK_S
+from asyncrl.config.run_dir import ANSWERS_DIR, DATA_RECORD_FILE
+from asyncrl.inference.encoder.client import EncoderClient, EncoderUnavailable
 from asyncrl.manager.client import ManagerClient
 from asyncrl.observe import observer
 from asyncrl.observe.observer import Activity
-from asyncrl.rollout.evaluation.evaluator import Evaluator
-from asyncrl.rollout.evaluation.kept_answers import KeptAnswers
+from asyncrl.rollout.evaluation import Evaluator, KeptAnswers
 from asyncrl.rollout.generation.generation_servers import capabilities_of
 from asyncrl.rollout.generation.rollout_client import RolloutClient
-from asyncrl.rollout.inputs import WorkerInputs
 from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.messages import Evaluate, EvaluationResult, StillThere
 from asyncrl.rollout.user_code.components import UserComponents
-from asyncrl.rollout.user_code.embeddings import embedder_at
-from asyncrl.rollout.user_code_pool.user_code_errors import failed_user_code
+from asyncrl.rollout.user_code.prompts import check_same_data
+from asyncrl.rollout.user_code.rewards import Embedder
+from asyncrl.rollout.user_code_pool.call_records import UserCodeError, failed_user_code
+from asyncrl.runtime.planning.process_kinds import REPLAY, WORKER_INPUTS, brings_inputs
 from asyncrl.runtime.process.waiting import StopRequested, cancel
 from asyncrl.runtime.process.worker import AsyncWorker, CannotContinue
 
@@ -41,28 +44,36 @@ class RolloutWorker(AsyncWorker):
     async def main(self) -> None:
         """Wait for the other processes, then run rollouts until a stop is requested."""
         try:
-            await (self._replay() if self.config.samples.replay else self._main_until_stopped())
+            if self.config.samples.replay:
+                await pkgutil.resolve_name(REPLAY)(self)
+            else:
+                await self._main_until_stopped()
         except StopRequested:
             self.log.info("stopped before the others were there")
 
     async def _main_until_stopped(self) -> None:
-        inputs = WorkerInputs(self, training=self.trains)
-        await inputs.arrive()
+        config, run_dir = self.config, self.run_dir
+        brought = pkgutil.resolve_name(WORKER_INPUTS)(self, self.trains) if brings_inputs(config) else None
+        if brought is not None:
+            run_dir = await brought.arrive()
         observer.stage("loads data, agent and reward")
-        self._components = UserComponents(self.config, training=self.trains)
-        await inputs.check(self._components.prompts)
+        self._components = UserComponents(config, training=self.trains)
+        if self.trains:
+            check_same_data(run_dir / DATA_RECORD_FILE, self._components.prompts.train_set, config.dataset.path)
+        if brought is not None:
+            await brought.check(self._components.prompts)
         self._loop_of_main = asyncio.get_running_loop()
         if self._components.conversations.format is not None:
             for line in self._components.conversations.format.findings.lines():
                 self.log.info("chat template: %s", line)
-        rollout = self.config.rollout
-        can = capabilities_of(self.config, self._components.vocab_size, self._components.tokenizer.decode_all)
-        manager = await self._find_manager()
+        rollout = config.rollout
+        can = capabilities_of(config, self._components.vocab_size, self._components.tokenizer.decode_all)
+        manager = await self.find_manager()
         try:
             async with (
                 self._components.runner,
                 self._components.tools,
-                embedder_at(self.resolver, self.config.rollout.encoder, self.http_security) as embedder,
+                self._embedder() as embedder,
                 RolloutClient(
                     manager,
                     can,
@@ -72,13 +83,56 @@ class RolloutWorker(AsyncWorker):
                     new_tokens_per_chunk=rollout.new_tokens_per_chunk,
                 ) as client,
             ):
-                self._components.embed_with(embedder)
-                await self._run(manager, client)
+                self._components.rewards.embedder = embedder
+                self._evaluator = Evaluator(
+                    self._components,
+                    client,
+                    index=self.index,
+                    workers=rollout.workers,
+                    max_concurrent=self._evaluations_at_a_time,
+                    keep=self._kept_answers(),
+                )
+                server = RequestServer(
+                    config.system.host,
+                    self.security,
+                    immediate={Evaluate: self._evaluate, StillThere: self._is_there},
+                )
+                try:
+                    self._register(server.endpoint)
+                    await self._run(manager, client)
+                finally:
+                    self._evaluator.cancel()
+                    server.close()
         finally:
             await self._components.conversations.endpoint.close()
             await manager.close()
 
-    async def _find_manager(self) -> ManagerClient:
+    @asynccontextmanager
+    async def _embedder(self) -> AsyncIterator[Embedder | None]:
+        """Yield an embedder that asks the registered EncoderServers; None if the run has none."""
+        config = self.config.rollout.encoder
+        if not config.servers:
+            yield None
+            return
+
+        servers = await asyncio.to_thread(self.resolver.follow, names.ENCODER_SERVERS)
+        http = JsonHttp(self.http_security)
+        client = EncoderClient(http, servers.entries, config.timeout_s)
+
+        async def embed(episodes: Sequence[Sequence[Picture]]) -> list[tuple[float, ...]]:
+            clips = [[each[-1]] * config.frames if config.end else evenly(each, config.frames) for each in episodes]
+            try:
+                return [tuple(vector) for vector in await client.embed(clips)]
+            except EncoderUnavailable as error:
+                raise UserCodeError(f"encoder {config.path}", f"gave no embeddings: {error}") from error
+
+        try:
+            yield embed
+        finally:
+            await http.close()
+
+    async def find_manager(self) -> ManagerClient:
+        """Return a client of the GserverManager once that is registered."""
         url, incarnation = await self.registered(names.MANAGER_KEY, names.GSERVER_MANAGER), self.spec.incarnation
         find = partial(self.resolver.get, names.MANAGER_KEY)
         return ManagerClient(
@@ -91,32 +145,6 @@ class RolloutWorker(AsyncWorker):
             host=self.config.system.host,
         )
 
-    async def _replay(self) -> None:
-        """Send kept rollouts in place of new ones."""
-        from asyncrl.rollout.replay import KeptRollouts, ReplayLoop
-
-        manager, batch_size = await self._find_manager(), self.config.train_batch_size
-        pusher = TrajectoryPusher((), self.security, identity=self.name)
-        try:
-            kept = KeptRollouts(Path(self.config.samples.replay), batch_size)
-            loop = ReplayLoop(manager, pusher.push, self.resolver, kept, batch_size)
-            self.ready()
-            observer.stage("replays", Activity.serves)
-            await self._until_stopped(loop.run(), pusher)
-        finally:
-            await pusher.close(CLOSE_S)
-            await manager.close()
-
-    def _make_evaluator(self, client: RolloutClient) -> Evaluator:
-        return Evaluator(
-            self._components,
-            client,
-            index=self.index,
-            workers=self.config.rollout.workers,
-            max_concurrent=self._evaluations_at_a_time,
-            keep=self._kept_answers(),
-        )
-
     def _kept_answers(self) -> KeptAnswers | None:
         """Open the writer of evaluations' answers; None if none are to be kept."""
         samples, workers = self.config.samples, self.config.rollout.workers
@@ -127,20 +155,13 @@ class RolloutWorker(AsyncWorker):
         folder = self.run_dir / ANSWERS_DIR
         return KeptAnswers(folder, samples.eval_every, max_bytes, decode, index=self.index, workers=workers)
 
-    def _request_server(self) -> RequestServer:
-        return RequestServer(
-            self.config.system.host, self.security, immediate={Evaluate: self._evaluate, StillThere: self._is_there}
-        )
-
     async def _run(self, manager: ManagerClient, client: RolloutClient) -> None:
-        self._evaluator = self._make_evaluator(client)
+        """Play rollouts until a stop is requested."""
+        components, config = self._components, self.config
+        curriculum = config.dataset.curriculum
+        right_at = curriculum.right_at if curriculum.is_on else None
         pusher = TrajectoryPusher((), self.security, identity=self.name)
-        server = self._request_server()
         try:
-            self._register(server.endpoint)
-            components, config = self._components, self.config
-            curriculum = config.dataset.curriculum
-            right_at = curriculum.right_at if curriculum.is_on else None
             loop = RolloutLoop(
                 *(components, manager, client, pusher.push, config.rollout, config.algorithm.plugins),
                 right_at=right_at,
@@ -151,14 +172,12 @@ class RolloutWorker(AsyncWorker):
             observer.stage("plays", Activity.serves)
             observer.gauges(loop.slots.figures)
             observer.gauges(client.figures)
-            await self._until_stopped(loop.run(), pusher)
+            await self.until_stopped(loop.run(), pusher)
         finally:
-            self._evaluator.cancel()
-            server.close()
             unacknowledged = await pusher.close(CLOSE_S)
             self.log.info("stopped; %d trajectories were never acknowledged", len(unacknowledged))
 
-    async def _until_stopped(self, loop: Coroutine[Any, Any, Any], pusher: TrajectoryPusher) -> None:
+    async def until_stopped(self, loop: Coroutine[Any, Any, Any], pusher: TrajectoryPusher) -> None:
         """Run the loop until a stop is requested; its failure fails the worker.
 
         Raises:
@@ -188,22 +207,17 @@ class RolloutWorker(AsyncWorker):
         return self.config.rollout.max_concurrent * self.config.group_size
 
     def _register(self, endpoint: str) -> None:
-        lease_s = self.config.system.lease_s
-        address = names.WorkerAddress(endpoint, os.getpid()).encode()
+        address, lease_s = names.WorkerAddress(endpoint, os.getpid()).encode(), self.config.system.lease_s
         self.resolver.add(names.worker_key(self.spec.kind, self.index), address, lease_s=lease_s, replace=True)
-
-    def _register_pusher(self) -> None:
-        lease_s = self.config.system.lease_s
-        self.resolver.add(names.pusher_key(self.index), self.name, lease_s=lease_s, replace=True)
 
     async def _follow_pullers(self, pusher: TrajectoryPusher) -> None:
         """Keep sending to the training ranks that this worker is grouped with, while ranks and workers come and go.
 
         Each worker computes the groups itself, from the registered workers (`group`).
         """
-        await asyncio.to_thread(self._register_pusher)
         known: set[tuple[str, str]] = set()
-        me = names.pusher_key(self.index)
+        me, lease_s = names.pusher_key(self.index), self.config.system.lease_s
+        await asyncio.to_thread(self.resolver.add, me, self.name, lease_s=lease_s, replace=True)
         ranks = await asyncio.to_thread(self.resolver.follow, names.PULLERS)
         workers = await asyncio.to_thread(self.resolver.follow, names.PUSHERS)
         while True:
@@ -238,12 +252,5 @@ class EvaluationWorker(RolloutWorker):
     trains = False
 
     async def _run(self, manager: ManagerClient, client: RolloutClient) -> None:
-        self._evaluator = self._make_evaluator(client)
-        server = self._request_server()
-        try:
-            self._register(server.endpoint)
-            self.ready()
-            await self.stop.wait()
-        finally:
-            self._evaluator.cancel()
-            server.close()
+        self.ready()
+        await self.stop.wait()

@@ -186,7 +186,7 @@ class RolloutConfig:
     rehearse: bool = setting(
         True,
         "before any process starts, play the first row with made-up answers: mistakes in agent, environment, rewards, "
-        "tools and filters are found within seconds",
+        "tools and filters are found within seconds; false: only check that they can be called as the settings say",
     )
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
 
@@ -210,9 +210,9 @@ class EvalSetConfig:
     path: str = setting("", "as dataset.path")
     args: dict[str, Any] = setting(help="as dataset.args", factory=dict)
     fields: dict[str, str] = setting(help="as dataset.fields", factory=dict)
-    interval: Optional[int] = setting(None, "as eval.interval", unit="steps")
-    size: Optional[int] = setting(None, "as eval.size", unit="prompts")
-    n_samples: Optional[int] = setting(None, "as eval.n_samples", unit="samples")
+    interval: Optional[int] = setting(None, "as eval.interval", unit="steps", minimum=0)
+    size: Optional[int] = setting(None, "as eval.size", unit="prompts", minimum=1)
+    n_samples: Optional[int] = setting(None, "as eval.n_samples", unit="samples", minimum=1)
     agent: dict[str, Any] = setting(help="as eval.agent, and overrides it", factory=dict)
     env: dict[str, Any] = setting(help="as eval.env, and overrides it", factory=dict)
     reward: dict[str, Any] = setting(help="as eval.reward, and overrides it", factory=dict)

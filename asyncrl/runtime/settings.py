@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
 
 from asyncrl.comm.name_resolve import EtcdAccess, NameBackend
 from asyncrl.comm.names import (
@@ -15,12 +14,21 @@ from asyncrl.comm.names import (
     MODEL_WORKER,
     ROLLOUT_WORKER,
 )
-from asyncrl.config.setting import modules_in, setting
+from asyncrl.config.setting import setting
 
 # OmegaConf resolves annotations at run time and knows Optional[X], not X | None.
 
-_LAUNCHERS = Path(__file__).parent / "launchers"
-LOCAL, SSH, SLURM, RAY, KUBERNETES = "local", "ssh", "slurm", "ray", "kubernetes"
+LAUNCHERS = {
+    "kubernetes": "asyncrl.hosts.kubernetes:Backend",
+    "local": "asyncrl.runtime.backends:LocalBackend",
+    "ray": "asyncrl.hosts.ray:Backend",
+    "slurm": "asyncrl.hosts.slurm:Backend",
+    "ssh": "asyncrl.hosts.ssh:Backend",
+}
+"""The launcher back ends by their names in `system.launcher`; only the one in use is imported."""
+LOCAL = "local"
+HOSTS_CHECK = "asyncrl.hosts.checks:faults"
+"""Check of `system.hosts`. This and the table above are all that names the optional package `asyncrl.hosts`."""
 PLACED = (MASTER_WORKER, MODEL_WORKER, GSERVER_MANAGER, GENERATION_SERVER, ROLLOUT_WORKER)
 """Kinds of processes that every run has; of several hosts, at least one runs each."""
 PLACEABLE = (*PLACED, ENCODER_SERVER)
@@ -110,7 +118,7 @@ class SystemConfig:
     launcher: str = setting(
         "local",
         "how processes are started: on this machine, or on system.hosts by ssh, srun, Ray or as Kubernetes pods",
-        choices=modules_in(_LAUNCHERS),
+        choices=tuple(LAUNCHERS),
     )
     hosts: list[HostConfig] = setting(
         help="all launchers but local: the hosts, each with name, address, runs, gpus, cpus and python; all of them "
@@ -199,7 +207,7 @@ class SystemConfig:
         minimum=1.0,
     )
     restarts_per_process: int = setting(
-        6,  # a prompt that kills its worker is found with three deaths (`suspects.py`): room for two such prompts
+        6,  # a prompt that kills its worker is found with three deaths (`workers.py`): room for two such prompts
         "restarts of each crashed process within restart_window_s: alone, or with the whole brain (MasterWorker, "
         "GserverManager and ModelWorkers). One more crash restarts the whole run from its newest checkpoint, once; the "
         "next ends it. 0: the first crash ends the run",
@@ -224,17 +232,3 @@ def etcd_access(system: SystemConfig) -> EtcdAccess:
     """Return the members, login and certificates that these settings give."""
     files = {name: str(value) for name, value in vars(system.etcd).items()}
     return EtcdAccess.at(system.name_resolve_root, **files)
-
-
-_RAY_ADDRESS = "--address="
-
-
-def address_of(arguments: list[str]) -> str:
-    """Return the cluster's address in `system.launcher_args`: HOST:PORT, `auto` or `local`.
-
-    Raises:
-        ValueError: there is another argument.
-    """
-    if any(not argument.startswith(_RAY_ADDRESS) for argument in arguments) or len(arguments) > 1:
-        raise ValueError("ray takes --address=HOST:PORT, --address=auto or --address=local, and nothing else")
-    return arguments[0].removeprefix(_RAY_ADDRESS) if arguments else "auto"

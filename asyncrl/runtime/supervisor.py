@@ -1,4 +1,5 @@
-"""Supervise one process: run it, report how it ended, and leave nothing that it started.
+"""Supervise one process: run it, report how it ended, and leave nothing that it started. All that ends trees of
+processes is here.
 
     python -I -S supervisor.py GRACE_S FDS COMMAND [ARGUMENT ...]
 
@@ -23,10 +24,11 @@ host's count of such kills: if it grew while the command ran, exit code `TOLD_OU
 
 If the supervisor itself is killed, the kernel kills the command with it (PR_SET_PDEATHSIG), and orphans go to the
 launcher, or to the agent of their host, which are subreapers too. Something stays only if all three are killed at once.
-The trial's next start finds that by the mark in its environment (`asyncrl.runtime.process.process_tree`).
+The trial's next start finds that by the mark in its environment (`end_marked`).
 
 Run this file by path: it imports the standard library only, so it starts in a hundredth of a second and stays small.
-All this is specific to Linux; elsewhere only the command itself is ended.
+All this is specific to Linux; elsewhere only the command itself is ended. Programs in a process namespace of their own
+(`asyncrl.plugins.sandbox`) need none of it: the kernel ends them with the namespace's first process.
 """
 
 from __future__ import annotations
@@ -40,20 +42,30 @@ import signal
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 CLEANERS_GRACE_S = 8.0
-"""For processes that free what others leave behind; SGLang's supervisor has the most to do."""
+"""For processes that free what others leave behind; a server's reaper has the most to do."""
+REAPER = os.fspath(Path(__file__).with_name("reaper.py"))
+"""The process above a server's, by the path that it is started with and recognised by (`asyncrl.runtime.reaper`)."""
 GONE_LIMIT_S = 12.0
 """For all processes; one that the kernel has not ended by then waits for a device."""
 POLL_S = 0.02
 """Between two looks at processes that are about to end."""
+_ROUNDS = 50
+"""Number of searches for process groups to kill. A program that starts groups faster than they are found keeps them."""
+_CHILDREN = "/proc/thread-self/children"
+"""The kernel's list of a thread's children; some kernels have none."""
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 STOP_SIGNAL = signal.SIGUSR2
 """Order of the launcher to end. It is not SIGTERM, which batch systems send to every process of a job."""
 TOLD_OUT_OF_MEMORY = 102
+LAUNCH_VARIABLE = "ASYNCRL_LAUNCH"
+"""Environment variable with which every process of a launch, and all that they start, are marked."""
 
 
 class Identity(NamedTuple):
@@ -61,6 +73,23 @@ class Identity(NamedTuple):
 
     pid: int
     started: int
+
+
+class Usage(NamedTuple):
+    """Resources that a process and all that it started use at a moment."""
+
+    processes: int
+    resident_bytes: int
+
+
+def supervised(command: list[str], grace_s: float = 0.0, held: Sequence[int] = ()) -> list[str]:
+    """Return the command line that runs `command` below a supervisor, whose standard input must be a pipe.
+
+    Args:
+        grace_s: seconds that `command` has after the pipe is closed and it received `STOP_SIGNAL`.
+        held: descriptors that the supervisor keeps open.
+    """
+    return [sys.executable, "-I", "-S", __file__, str(grace_s), ",".join(map(str, held)) or "-", *command]
 
 
 def main(command: list[str], grace_s: float = 0.0, held: tuple[int, ...] = ()) -> int:
@@ -163,11 +192,126 @@ def end_descendants() -> None:
         time.sleep(POLL_S)
 
 
+def kill_descendants(pid: int, *, wait_s: float = 0.0) -> None:
+    """Kill everything that process `pid` started, directly or not, and wait up to `wait_s` until it is gone.
+
+    Processes that `pid` does not reap stay zombies as long as `pid` lives. Those that free what others leave behind are
+    not killed: they end by themselves.
+    """
+    deadline = time.monotonic() + wait_s
+    for process in (killed := descendants(pid, spare_cleaners=True)):
+        kill(process)
+    while time.monotonic() < deadline and not set(killed).isdisjoint(descendants(pid)):
+        time.sleep(POLL_S)
+
+
+def kill_tree(pid: int) -> None:
+    """Kill `pid`, leader of its process group and reaper of its descendants, and all of these.
+
+    It is stopped first, so that it starts no others. All processes of the machine are read: a process whose sibling
+    ends just then may be missing in the kernel's list of children.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGSTOP)
+        for _ in range(_ROUNDS):
+            groups = {group for each in descendants(pid) if (group := _group(each.pid)) not in (pid, None)}
+            if not groups:
+                break
+            for group in groups:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(group, signal.SIGKILL)
+        os.killpg(pid, signal.SIGKILL)  # the kernel lets none of the group fork past it
+
+
+def usage(pid: int) -> Usage:
+    """Return the resources that `pid` and its descendants use. Only their own folders in /proc are read, if the kernel
+    lists children. Zombies do not count.
+    """
+    lists = os.path.exists(_CHILDREN)
+    left = [pid] if lists else [pid, *(each.pid for each in descendants(pid))]
+    processes = pages = 0
+    while left:
+        number = left.pop()
+        fields = stat_of(number)
+        if fields is None or fields[0] == "Z":
+            continue
+        processes += 1
+        pages += int(fields[21])
+        with contextlib.suppress(OSError):  # it has ended in the meantime
+            for thread in os.listdir(f"/proc/{number}/task") if lists else ():
+                left += map(int, Path(f"/proc/{number}/task/{thread}/children").read_text().split())
+    return Usage(processes, pages * _PAGE)
+
+
+def end_all(
+    find: Callable[[], Iterable[Identity]], killing: Callable[[Identity], None] = lambda process: None
+) -> tuple[set[Identity], set[Identity]]:
+    """Kill what `find` returns until it returns nothing, for up to `GONE_LIMIT_S`: one may have forked meanwhile.
+
+    Args:
+        killing: called with each process before it is killed for the first time.
+
+    Returns:
+        The processes that were killed, and those of them that are still there.
+    """
+    killed: set[Identity] = set()
+    deadline = time.monotonic() + GONE_LIMIT_S
+    while found := set(find()):
+        for process in found - killed:
+            killing(process)
+        for process in found:
+            kill(process)
+        killed |= found
+        if time.monotonic() > deadline:
+            break
+        time.sleep(POLL_S)
+    return killed, found
+
+
+def mark_of(launch: str) -> dict[str, str]:
+    """Return the environment variables by which `end_marked` finds the processes of this launch."""
+    return {
+        LAUNCH_VARIABLE: launch,
+        "SPT_NOENV": "1",  # else setproctitle writes a process's title over its environment
+    }
+
+
+def end_marked(mark: str, variable: str = LAUNCH_VARIABLE) -> list[int]:
+    """Kill the processes on this machine that have this mark, by default what is left of a launch; return their ids,
+    also of those that do not end.
+    """
+    killed, _ = end_all(lambda: marked(mark, variable))
+    return sorted(process.pid for process in killed)
+
+
+def marked(mark: str, variable: str = LAUNCH_VARIABLE) -> list[Identity]:
+    """Return this user's living processes on this machine that have this mark, by default that of a launch, without
+    this one.
+    """
+    return [process for process, value in with_variable(variable) if value == mark]
+
+
+def with_variable(variable: str) -> list[tuple[Identity, str]]:
+    """Return this user's living processes on this machine that have this environment variable, and its values, without
+    this one.
+    """
+    name, found = f"{variable}=".encode(), []
+    for pid in _ids():
+        identity = identity_of(pid)
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes()  # a zombie's is empty
+        except OSError:  # another user's, or it has ended
+            continue
+        if identity is not None and pid != os.getpid():
+            found += [(identity, os.fsdecode(e[len(name) :])) for e in environment.split(b"\0") if e.startswith(name)]
+    return found
+
+
 def descendants(pid: int, *, spare_cleaners: bool = False) -> list[Identity]:
     """Return the processes below `pid`; with `spare_cleaners`, leave out those that clean up and all below them."""
     children = defaultdict(list)
     for number in _ids():
-        state = _stat(number)
+        state = stat_of(number)
         if state is not None and state[0] not in "ZX":
             children[int(state[1])].append(Identity(number, int(state[19])))
     found: list[Identity] = []
@@ -197,8 +341,13 @@ def kill(process: Identity) -> None:
 
 def identity_of(pid: int) -> Identity | None:
     """Return the process that has this id now; None if the id is free."""
-    state = _stat(pid)
+    state = stat_of(pid)
     return None if state is None else Identity(pid, int(state[19]))
+
+
+def _group(pid: int) -> int | None:
+    fields = stat_of(pid)
+    return None if fields is None else int(fields[2])
 
 
 def _ids() -> list[int]:
@@ -207,8 +356,10 @@ def _ids() -> list[int]:
     return []
 
 
-def _stat(pid: int) -> list[str] | None:
-    """Return the fields of /proc/PID/stat after the name, which may be any text: state, parent, ..., [19] start."""
+def stat_of(pid: int) -> list[str] | None:
+    """Return the fields of /proc/PID/stat after the name, which may be any text: state, parent, group, ...,
+    [19] start, [21] resident pages. None if it has ended.
+    """
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return None
@@ -232,7 +383,7 @@ def _cleans_up(pid: int) -> bool:
         return (
             name.startswith(b"torch_shm_manag")  # the kernel keeps 15 characters of a name
             or b"multiprocessing.resource_tracker" in command
-            or b"/sglang/reaper.py\0" in command
+            or os.fsencode(REAPER) in command.split(b"\0")
         )
     return False
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameResolveError, NameResolver
 from asyncrl.comm.request_reply import PeerGone, RemoteError, RequestClient
-from asyncrl.comm.security.run_secret import SocketSecurity
+from asyncrl.comm.security import SocketSecurity
 from asyncrl.inference.client import UpdateFailed
 from asyncrl.trainer.messages import AskPulse, SendWeights
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.api.trajectory import policy_of
-from asyncrl.comm.request_reply.messages import Done, Reply, Request
+from asyncrl.comm.request_reply import Done, Reply, Request
 from asyncrl.master.graph.call_graph import Call
 from asyncrl.models.weights.versions.manifest import FileEntry
 

@@ -2,7 +2,7 @@
 
 There are two I/O threads and one compute thread. The trajectory puller receives rollouts and acknowledges them once
 they are in the inbox. The request server answers quick requests at once (metadata, discards) and queues those that
-compute. The main thread answers these (`asyncrl.trainer.rank.queued_requests`).
+compute. The main thread answers these (`asyncrl.trainer.rank.requests`).
 
     RolloutWorkers ──▶ puller ──▶ inbox ──begin_step──▶ StepBatch ──run_call──▶ engines ──publish──▶ weights/<role>/v<N>
                                     │ poll_buffer          ▲
@@ -20,7 +20,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.comm import names
-from asyncrl.comm.ended_rollouts.recent_ids import ids_remembered
+from asyncrl.comm.ended_rollouts import ids_remembered
 from asyncrl.comm.name_resolve import NameEntryNotFound
 from asyncrl.comm.names import ACTOR
 from asyncrl.comm.push_pull import TrajectoryPuller
@@ -28,11 +28,11 @@ from asyncrl.comm.request_reply import RequestServer
 from asyncrl.config.run_dir import PROFILE_DIR, SPILLED_DIR
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.models.host_copies import copy_rate
+from asyncrl.models.torch_device import choose_device, device_line
 from asyncrl.observe import observer
 from asyncrl.observe.observer import Activity
 from asyncrl.runtime.process.starting import LONGEST_STARTS
-from asyncrl.runtime.process.stopping import heard_at_once
-from asyncrl.runtime.process.torch_device import choose_device, device_line
+from asyncrl.runtime.process.waiting import heard_at_once
 from asyncrl.runtime.process.worker import Worker, WorkerSpec
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint, price_line, uses_memory_checkpoint
 from asyncrl.trainer.engines.base import PolicyEngine
@@ -41,17 +41,10 @@ from asyncrl.trainer.model.layout_parity import layout_in_use
 from asyncrl.trainer.parallel.placement import placement
 from asyncrl.trainer.parallel.process_groups import Collectives
 from asyncrl.trainer.parallel.world import all_have_started, training_world
-from asyncrl.trainer.rank.current_step import CurrentStep
-from asyncrl.trainer.rank.immediate_requests import ImmediateRequests
-from asyncrl.trainer.rank.measures import StepMeasures, gpu_memory
-from asyncrl.trainer.rank.memory_shortage import MemoryShortage
-from asyncrl.trainer.rank.model_calls import ModelCalls, RolloutScorer
-from asyncrl.trainer.rank.profile import StepProfile
-from asyncrl.trainer.rank.queued_requests import WAITING, QueuedRequests
-from asyncrl.trainer.rank.roles import build_rank
-from asyncrl.trainer.rank.sample_log import open_sample_logs
-from asyncrl.trainer.rank.training_rank import TrainingRank
-from asyncrl.trainer.rank.utilisation import Utilisation, peak_flops
+from asyncrl.trainer.rank.current_step import CurrentStep, open_sample_logs
+from asyncrl.trainer.rank.measures import MemoryShortage, StepMeasures, StepProfile, Utilisation, gpu_memory, peak_flops
+from asyncrl.trainer.rank.requests import WAITING, ImmediateRequests, ModelCalls, QueuedRequests, RolloutScorer
+from asyncrl.trainer.rank.training_rank import TrainingRank, build_rank
 from asyncrl.trainer.rank.versions import Versions
 from asyncrl.trainer.trajectories.receiver import TrajectoryReceiver
 from asyncrl.trainer.trajectories.trajectory_check import TrajectoryCheck

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from typing import Any, Optional
 
-from asyncrl.algorithms.spec import KLPlace, ProximalMode, ValueNormalisation
+from asyncrl.algorithms.registry import KLPlace, ProximalMode, ValueNormalisation
 from asyncrl.config.setting import ChoiceConfig, Device, Dtype, setting
 from asyncrl.trainer.engines import AUTO, ENGINES
 
@@ -19,7 +19,6 @@ class AttentionImplementation(StrEnum):
     """Attention of the training ranks, by transformers' names."""
 
     sdpa = auto()
-    flex_attention = auto()
     eager = auto()
     flash_attention_2 = auto()
 
@@ -31,6 +30,15 @@ class RoleRanks(StrEnum):
     """The actor's workers, from the first on."""
     own = auto()
     """Separate workers."""
+
+
+class OptimizerName(StrEnum):
+    """torch's optimizers."""
+
+    adamw = auto()
+    """AdamW for all."""
+    muon = auto()
+    """Muon for the matrices of the layers, AdamW for the rest."""
 
 
 class LearningRateSchedule(StrEnum):
@@ -142,9 +150,8 @@ class ModelConfig:
     )
     attn_implementation: AttentionImplementation = setting(
         AttentionImplementation.sdpa,
-        "attention of the training ranks; sdpa, flex_attention (torch's kernel for GPUs, compiled at the first step; "
-        "with trainer.share_prefixes) and flash_attention_2 train packed where that is proven right for the model when "
-        "it is loaded, else on padded rows; eager: padded rows",
+        "attention of the training ranks; sdpa and flash_attention_2 train packed where that is proven right for the "
+        "model when it is loaded, else on padded rows; eager: padded rows",
     )
     vision: VisionMode = setting(
         VisionMode.train,
@@ -157,9 +164,18 @@ class ModelConfig:
 
 @dataclass
 class OptimizerConfig:
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
 
+    name: OptimizerName = setting(
+        OptimizerName.adamw,
+        "adamw; or muon: the matrices of the layers by torch's Muon, the rest by AdamW; with trainer.engine=flat, "
+        "without adapters",
+        fixed=True,
+    )
     lr: float = setting(1e-4, "peak learning rate", minimum=0.0)
+    muon_lr: Optional[float] = setting(
+        None, "peak learning rate of Muon's matrices, on the schedule of lr; null: lr", minimum=0.0
+    )
     beta1: float = setting(0.9, "AdamW beta 1, decay of the mean gradient", minimum=0.0, maximum=MOST_BETA)
     beta2: float = setting(0.99, "AdamW beta 2, decay of the mean squared gradient", minimum=0.0, maximum=MOST_BETA)
     eps: float = setting(1e-8, "AdamW epsilon", minimum=1e-20)

@@ -24,9 +24,8 @@ CASES = ((2048, 0), (8192, 0), (8192, 512), (32768, 0), (32768, 6000))
 
 def attention(bench: Bench) -> Iterator[Figure]:
     """Milliseconds forward and backward, peak memory and kernels of each layout."""
-    found = [*layouts(AttentionImplementation.sdpa), *layouts(AttentionImplementation.flex_attention)]
     for tokens, shared in ((64, 0), (64, 4)) if bench.tiny else CASES:
-        for layout in dict.fromkeys(found):
+        for layout in layouts(AttentionImplementation.sdpa):
             if layout.attention.startswith("asyncrl"):
                 name = f"{tokens} tokens, {shared} shared, {layout}"
                 yield from tried(bench, name, partial(_layout, bench, layout, tokens, shared, name))

@@ -45,7 +45,7 @@ TINY: dict[str, Any] = QWEN2_1_5B | {
     "intermediate_size": 64,
     "max_position_embeddings": 4096,
 }
-"""Small sizes that kernels of GPUs take too: FlexAttention wants heads of at least 16."""
+"""Small sizes that kernels of GPUs take too: heads of 16."""
 T = TypeVar("T")
 GIB = 1 << 30
 MODEL = "model"

@@ -42,7 +42,7 @@ LOSS = f"""
 import torch
 
 from asyncrl.algorithms.inputs import PolicyLossInputs, PolicyLossOutput
-from asyncrl.algorithms.policy_losses.reinforce import reinforce
+from asyncrl.algorithms.policy_losses import reinforce
 
 calls = 0
 
@@ -60,7 +60,7 @@ import sys
 if "generation_server" in sys.orig_argv:
     import torch
 
-    from asyncrl.inference.embedded.decoding.batch import DecodeBatch
+    from asyncrl.inference.embedded.scheduler import DecodeBatch
 
     calls, step = [], DecodeBatch.step
 

@@ -34,9 +34,9 @@ from asyncrl.inference.messages import GenerateRequest
 from asyncrl.inference.replies import parse_completion
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.inference.sglang.host import SGLangHost
+from asyncrl.manager.fleet.fleet_runner import ServerUpdater
 from asyncrl.manager.fleet.logprob_check import LogprobCheck, logprob_check_tolerance
 from asyncrl.manager.fleet.servers import BeginUpdate, Target
-from asyncrl.manager.fleet.update import ServerUpdater
 from asyncrl.models.weights.transports import TRANSPORTS
 from asyncrl.models.weights.transports.base import TrainerEnd, weight_transport
 from asyncrl.runtime.planning.plan_workers import plan_workers
@@ -313,8 +313,9 @@ def _updates(
         server.http,
         transport.manager_end(SentFromHere(end)),
         timeout_s=LIMIT_S,
-        checks=[check] if tolerance else [],
-        own_api=False,
+        check=check if tolerance else None,
+        keeps_pictures=False,
+        pause_ends_requests=False,
     )
 
     def publish() -> Target:

@@ -41,8 +41,7 @@ from asyncrl.trainer.parallel.placement import placement
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.parallel.worker_grid import Coordinates
 from asyncrl.trainer.parallel.world import training_world
-from asyncrl.trainer.rank.roles import build_rank
-from asyncrl.trainer.rank.training_rank import TrainingRank
+from asyncrl.trainer.rank.training_rank import TrainingRank, build_rank
 from asyncrl.trainer.settings import AttentionImplementation, KeptOn
 from asyncrl.trainer.sizing.attention_shape import packed_shape
 from asyncrl.trainer.sizing.memory_estimate import Workload, need
@@ -61,7 +60,6 @@ class Variant:
 
     name: str
     engine: str = "flat"
-    attention: AttentionImplementation = AttentionImplementation.sdpa
     checkpointing: bool = False
     moments_on: KeptOn = KeptOn.device
     offload: bool = False
@@ -86,7 +84,6 @@ class Variant:
         return min(self.prompt, 8) if tiny else self.prompt
 
 
-_FLEX = AttentionImplementation.flex_attention
 VARIANTS = (
     Variant(STEP),
     Variant("the same, checkpointing", checkpointing=True),
@@ -102,14 +99,12 @@ VARIANTS = (
     ),
     Variant("lognormal lengths, checkpointing", ragged=True, checkpointing=True, micro_batch=16384),
     Variant("prompts of 512 shared, sdpa", prompt=512, checkpointing=True),
-    Variant("prompts of 512 shared, flex_attention", prompt=512, checkpointing=True, attention=_FLEX),
     Variant(
-        "8 x 9000 after 6000 shared, flex_attention",
+        "8 x 9000 after 6000 shared",
         prompt=6000,
         sequences=8,
         length=9000,
         checkpointing=True,
-        attention=_FLEX,
         micro_batch=32768,
     ),
     Variant("step of 16 x 2048, packed, compiled", compiled=True),
@@ -118,7 +113,7 @@ OTHER_PACKED = tuple(each.name for each in VARIANTS[1:] if not each.prompt and n
 """Variants of the first one: the same samples, computed in other ways."""
 SHARED = tuple(each.name for each in VARIANTS if each.prompt)
 """Variants in which groups share their prompts."""
-QUICK = (0, 5, 9)
+QUICK = (0, 5, 8)
 """Places of the variants that the small size runs: each way of the code once."""
 
 
@@ -138,7 +133,6 @@ def rank_of(bench: Bench, variant: Variant, folder: Path, dtype: Dtype | None = 
     """A rank that trains alone as `variant` says, in the type that is chosen for the device, or in `dtype`."""
     config = ExperimentConfig()
     config.model.path, config.model.dtype = bench.model, dtype or bench.dtype
-    config.model.attn_implementation = variant.attention
     config.trainer.engine, config.trainer.gradient_checkpointing = variant.engine, variant.checkpointing
     config.trainer.compile = variant.compiled
     config.trainer.offload, config.optimizer.moments_on = variant.offload, variant.moments_on
@@ -215,7 +209,7 @@ def estimated(bench: Bench, variant: Variant, longest: int) -> int:
     work = Workload(
         variant.engine,
         bench.dtype,
-        variant.attention,
+        AttentionImplementation.sdpa,
         bench.size(variant.micro_batch, 128),
         longest,
         moments_on_host=variant.moments_on == KeptOn.host,

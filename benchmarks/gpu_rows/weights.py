@@ -18,11 +18,11 @@ import torch
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.models.host_copies import HostCopies, host_like, pin, unpin
+from asyncrl.models.ranks import Ranks
 from asyncrl.models.weights.transports.tensor import TensorTransport
 from asyncrl.models.weights.versions.manifest import verify
 from asyncrl.models.weights.versions.publishing import publish, tokenizer_assets
 from asyncrl.models.weights.versions.shared_files import SharedFiles
-from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.step_batch import build_step_batch
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.rank.training_rank import TrainingRank

@@ -2,8 +2,12 @@
 
 Decoding is bound by memory: a step reads the weights once and every sequence's keys and values, and computes two
 operations a parameter for each sequence. Prefill and training are bound by computation. With `tensor` devices to a
-server each holds a share of weights and keys, and each layer adds two all-reduces to a step. docs/scale_runs.md has the
-figures that come out.
+server each holds a share of weights and keys, and each layer adds two all-reduces to a step.
+
+For n sequences with C tokens of context on t devices, without the host's part:
+
+    weights / (t bandwidth READ_SHARE) + n 2 P / (t FLOP/s PREFILL_SHARE) + C kv / (t bandwidth KV_READ_SHARE)
+    + all-reduces
 """
 
 from __future__ import annotations
@@ -11,8 +15,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from asyncrl.verify.simulator.servers.engine_model import EngineModel
-from asyncrl.verify.simulator.trainer import TrainerModel
+from simulator.servers.engine_model import EngineModel
+from simulator.trainer import TrainerModel
 
 READ_SHARE = 0.8
 """Share of the memory's bandwidth that a decode step attains for weights, and `KV_READ_SHARE` for keys and values."""

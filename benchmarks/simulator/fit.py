@@ -30,13 +30,13 @@ from typing import Any
 
 from asyncrl.config.load import load_supervised
 from asyncrl.trainer.supervised.base_model import ensure_base_model
-from asyncrl.verify.simulator.servers.engine_model import EngineModel
-from asyncrl.verify.simulator.servers.lengths import Recorded
-from asyncrl.verify.simulator.setup import Host, Outcome, Setup
-from asyncrl.verify.simulator.simulation import simulate
-from asyncrl.verify.simulator.trainer import TrainerModel
 from simulator.real import IN_FLIGHT, RUNS, WARM_UP, B, RealRun, Run, as_json, from_json, real_run
+from simulator.servers.engine_model import EngineModel
+from simulator.servers.lengths import Recorded
+from simulator.setup import Host, Outcome, Setup
+from simulator.simulation import simulate
 from simulator.speed import Speed, least_squares, measure_speed
+from simulator.trainer import TrainerModel
 
 WANTED = 0.10
 DISTURBED = 0.05

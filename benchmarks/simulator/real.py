@@ -24,7 +24,7 @@ import psutil
 from peers.after_import import python_path
 
 from asyncrl.observe.history.tail import read_rows
-from asyncrl.verify.simulator.servers.lengths import parting
+from simulator.servers.lengths import parting
 
 WARM_UP = 8
 """Steps that are not looked at."""

@@ -10,8 +10,8 @@ from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from asyncrl.verify.simulator.setup import Outcome, Setup
 from simulator.scenarios import Cell
+from simulator.setup import Outcome, Setup
 
 COLUMNS = (
     "| run | trained tokens/s | speed-up | step | generation idle | training idle | age, mean (max) | "

@@ -1,4 +1,4 @@
-"""The runs that the tables of docs/scale_runs.md are made of.
+"""The runs that the tables of `benchmarks/simulate.py` are made of.
 
 Long-tailed answers: log-normal, median 5,000 tokens, σ = 1, at most 32,768 (mean about 7,650; 3 in 100 reach the
 limit), 16 to a prompt, one prompt in a step for each device. The synchronous baseline generates on all devices and then
@@ -15,10 +15,6 @@ from typing import Any
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.master.settings import OnStale
 from asyncrl.rollout.settings import Pacing
-from asyncrl.verify.simulator.servers.faults import Faults
-from asyncrl.verify.simulator.servers.lengths import LogNormal
-from asyncrl.verify.simulator.setup import Setup
-from asyncrl.verify.simulator.simulated_code import Turns
 from simulator.devices import (
     H100,
     QWEN_1B,
@@ -32,6 +28,10 @@ from simulator.devices import (
     switch_s,
     trainer_model,
 )
+from simulator.servers.faults import Faults
+from simulator.servers.lengths import LogNormal
+from simulator.setup import Setup
+from simulator.simulated_code import Turns
 
 LONG = LogNormal(median=5_000, sigma=1.0, limit=32_768)
 SHORT_TURNS = LogNormal(median=600, sigma=0.8, limit=8_192)

@@ -25,13 +25,13 @@ from numpy.typing import NDArray
 from asyncrl.api.generation import SamplingParams
 from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.inference.client import GenerateItem, GenerationServerClient, PauseMode
+from asyncrl.manager.fleet.fleet_runner import ServerUpdater
 from asyncrl.manager.fleet.logprob_check import LogprobCheck
 from asyncrl.manager.fleet.servers import BeginUpdate, Target
-from asyncrl.manager.fleet.update import ServerUpdater
 from asyncrl.models.weights.transports.disk import DiskManagerEnd
 from asyncrl.models.weights.versions.logprob_probe import PROBE_FILE, LogprobProbe, encode_probe, probe_tokens
-from asyncrl.verify.simulator.servers.engine_model import EngineModel
 from simulator.real import GROUP
+from simulator.servers.engine_model import EngineModel
 
 LOADS = (
     *((8, 1, 8, 1), (32, 1, 8, 1), (32, 1, 64, 1), (64, 1, 32, 1), (128, 1, 8, 1), (128, 1, 64, 1), (192, 1, 32, 1)),
@@ -92,10 +92,10 @@ def measure_engine(model_path: Path) -> EngineModel:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from asyncrl.inference.embedded.decoding.batch import CHANGE_SHARE
-    from asyncrl.inference.embedded.decoding.decode_rows import IDLE_STEPS
     from asyncrl.inference.embedded.engine import GenerationEngine
     from asyncrl.inference.embedded.engine_io import GenerationInput, Job, SamplingSpec
+    from asyncrl.inference.embedded.rows import IDLE_STEPS
+    from asyncrl.inference.embedded.scheduler import CHANGE_SHARE
 
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(model_path).eval()
@@ -189,7 +189,7 @@ async def measure_speed(model_path: Path, folder: Path) -> Speed:
     async with embedded_server(model_path, ENGINE_ROWS) as url:
         http = JsonHttp(None)
         client = GenerationServerClient(http, url)
-        updater = ServerUpdater(http, DiskManagerEnd(), timeout_s=60.0, checks=(check,))
+        updater = ServerUpdater(http, DiskManagerEnd(), timeout_s=60.0, check=check)
         *_, server = psutil.Process().children(recursive=True)  # below its supervisor
         threads = _Threads(server)
 

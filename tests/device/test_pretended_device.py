@@ -28,10 +28,10 @@ import torch
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.embedded.engine_io import GenerationInput, SamplingSpec
 from asyncrl.master.graph.builtin import load_graph
+from asyncrl.models.ranks import Ranks
 from asyncrl.models.weights.checkpoints.restore import restore
 from asyncrl.models.weights.checkpoints.writer import CheckpointWriter
 from asyncrl.models.weights.versions.logprob_probe import read_probe
-from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import build_step_batch
@@ -40,8 +40,7 @@ from asyncrl.trainer.messages import Publish
 from asyncrl.trainer.model import layout_parity
 from asyncrl.trainer.model.gradient_checkpointing import _Moved
 from asyncrl.trainer.parallel.rank_position import World
-from asyncrl.trainer.rank.roles import build_rank
-from asyncrl.trainer.rank.training_rank import TrainingRank
+from asyncrl.trainer.rank.training_rank import TrainingRank, build_rank
 from asyncrl.trainer.rank.versions import Versions
 from asyncrl.trainer.settings import KeptOn
 from tests.device import pretended_device as pretended

@@ -5,7 +5,6 @@ They give the CPU's numbers, mix no devices, and let the host wait for no micro-
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.critic_objective import ValueObjective
+from asyncrl.algorithms.critic import ValueObjective
 from asyncrl.algorithms.inputs import AdvantageInputs, PolicyLossInputs, SelectionInputs, ValueLossInputs
-from asyncrl.algorithms.objective.objective import Objective
-from asyncrl.algorithms.spec import Choice, ObjectiveSpec
+from asyncrl.algorithms.objective import Objective
+from asyncrl.algorithms.registry import Choice, ObjectiveSpec
 from asyncrl.api.picture import Picture
 from asyncrl.config.plugin_code.catalog import known, resolve
 from asyncrl.config.setting import ChoiceConfig
 from asyncrl.plugins.rewards.video_encoder import VJEPA2Encoder
 from asyncrl.trainer.parallel.rank_position import RankPosition
+from asyncrl.trainer.settings import OptimizerName
 from asyncrl.trainer.supervised.engine_objective import engine_settings, make_objective
-from asyncrl.trainer.supervised.muon import MuonLearner
 from asyncrl.trainer.supervised.settings import SFTConfig
 from tests.device import pretended_device as pretended
 from tests.device.pretended_device import DEVICE
@@ -146,34 +145,25 @@ def test_supervised_training_has_the_cpus_numbers_and_waits_as_often_with_many_m
 ) -> None:
     (reward_model() if name == "bradley_terry" else policy()).save_pretrained(tmp_path)
     config = SFTConfig(loss=ChoiceConfig("cross_entropy" if name == "muon" else name))
+    config.optimizer = OptimizerName.muon if name == "muon" else OptimizerName.adamw
     config.model.path = str(tmp_path)
     told, waits = {}, []
     for device in (CPU, DEVICE):
-        trained: Any
-        if name == "muon":
-            model = policy()
-            torch.nn.Module.to(model, device)
-            trained = MuonLearner(model, config, 10)
-        else:
-            trained = make_objective(config, engine_settings(config, tmp_path, 10), RankPosition(), device)
+        trained: Any = make_objective(config, engine_settings(config, tmp_path, 10), RankPosition(), device)
         for budget in (4096, 4096, 8):
-            if name == "muon":
-                config.tokens_per_micro_batch = budget
-            else:
-                trained.engine._budget = budget
+            trained.engine._budget = budget
             with pretended.watched() as watch:
-                measures = trained.learn(BATCH) if name == "muon" else trained.compute_gradients(BATCH)
+                measures = trained.compute_gradients(BATCH)
                 told[device, len(waits) % 3] = [*measures, *trained.measure(BATCH)]
             waits.append(watch.waits)
-            if name != "muon":
-                trained.engine.step(1e-3)
+            trained.engine.step(1e-3)
+    # torch's Muon rounds its momentum to bfloat16; one element that rounds the other way moves a step by 2 %.
+    within = (1e-5, 1e-3, 5e-3) if name == "muon" else (1e-5, 1e-5, 1e-5)
     for number in range(3):
         assert [x for x in told[DEVICE, number] if x is not None] == pytest.approx(
-            [x for x in told[CPU, number] if x is not None], abs=1e-5
+            [x for x in told[CPU, number] if x is not None], abs=within[number]
         )
     more = waits[5] - waits[4]
-    if name == "muon":  # on padded rows transformers looks for packed ones
-        more = Counter({where: count for where, count in more.items() if "model.base_model(" not in where[1]})
     assert not more, f"waits that come with micro-batches:\n{pretended.Watch(waits=more).lines()}"
 
 

@@ -135,7 +135,7 @@ def pods(run_dir: Path, hosts: dict[str, str]) -> Iterator[dict[str, subprocess.
     started = {}
     try:
         for host, address in hosts.items():
-            command = [sys.executable, "-m", "asyncrl.runtime.hosts.agent", str(run_dir), host]
+            command = [sys.executable, "-m", "asyncrl.hosts.agent", str(run_dir), host]
             environment = os.environ | {"ASYNCRL_HOST": address}
             environment.pop("MY_API_KEY", None)
             started[host] = subprocess.Popen(command, env=environment, start_new_session=True)

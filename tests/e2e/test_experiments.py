@@ -27,10 +27,10 @@ EXAMPLE = Path(__file__).parents[2] / "experiments" / "custom_graph_example.py"
 
 
 OWN_ALGORITHMS = """
-from asyncrl.algorithms.advantages.rloo import rloo
-from asyncrl.algorithms.group_view import GroupView, FilterDecision
+from asyncrl.algorithms.advantages import rloo
+from asyncrl.algorithms.filters import GroupView, FilterDecision
 from asyncrl.algorithms.inputs import AdvantageInputs, AdvantageOutput, PolicyLossInputs, PolicyLossOutput
-from asyncrl.algorithms.policy_losses.reinforce import reinforce
+from asyncrl.algorithms.policy_losses import reinforce
 from asyncrl.algorithms.registry import advantage, filter_, policy_loss
 
 
@@ -52,7 +52,7 @@ def my_filter(group: GroupView, *, least: float = 0.0) -> FilterDecision:
 
 OWN_LOSS = """
 from asyncrl.algorithms.inputs import PolicyLossInputs, PolicyLossOutput
-from asyncrl.algorithms.policy_losses.reinforce import reinforce
+from asyncrl.algorithms.policy_losses import reinforce
 
 
 def by_column(inputs: PolicyLossInputs, *, scale: float = 1.0) -> PolicyLossOutput:

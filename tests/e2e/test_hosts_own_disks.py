@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
+from asyncrl.hosts.agent import PLACE_VARIABLE
 from asyncrl.launch.commands.audit import audit
 from asyncrl.observe.history.process_history import ProcessHistory
-from asyncrl.runtime.hosts.agent import PLACE_VARIABLE
 
 from ..conftest import LIMIT_S
 from ..etcd_cluster import EtcdCluster, needs_etcd

@@ -12,13 +12,13 @@ import pytest
 
 from asyncrl.comm import names
 from asyncrl.comm.http.calls import JsonHttp
-from asyncrl.comm.security.run_secret import RunSecret
+from asyncrl.comm.security import RunSecret
 from asyncrl.config.run_dir import SECRET_FILE, read_run_config
 from asyncrl.launch.__main__ import main
 from asyncrl.launch.commands.audit import audit
 from asyncrl.manager.messages import ServerStatus, StatusReply
 from asyncrl.observe.history.tail import read_rows
-from asyncrl.runtime.trials.open_resolver import open_resolver
+from asyncrl.runtime.trials.claim import open_resolver
 
 from ..conftest import LIMIT_S, Gate
 from ..warm import Template

@@ -24,14 +24,13 @@ LAYOUTS: dict[str, dict[str, str]] = {
         "profile__steps": "[2]",
         "profile__ranks": "[0,1]",
     },
-    "idle roles, moments and activations in host memory; published in bfloat16 and served in int8": {
+    "idle roles, moments and activations in host memory; published in bfloat16": {
         "trainer__parallel": "d2",
         "trainer__offload": "true",
         "optimizer__moments_on": "host",
         "trainer__gradient_checkpointing": "true",
         "trainer__activations_on": "host",
         "model__publish_dtype": "bfloat16",
-        "generation__quantization": "int8",
         "algorithm__kl_coef": "0.01",
     },
     "tensor slices, and a critic in stages on ranks of its own": {

@@ -10,10 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.algorithms.spec import Choice, ObjectiveSpec
+from asyncrl.algorithms.registry import Choice, ObjectiveSpec
 from asyncrl.api import SamplingParams
 from asyncrl.config.plugin_code.import_paths import load_plugin
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
+from asyncrl.plugins.datasets.prompt_format import PromptFormat
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.reference import ReferenceConfig, ReferenceTrainer, StepReport
 
@@ -56,7 +57,7 @@ def oracle(tiny_model: Path, reward_path: str) -> list[StepReport]:
     trainer = ReferenceTrainer(
         CONFIG,
         AutoModelForCausalLM.from_pretrained(tiny_model).eval(),
-        load_tokenizer(tiny_model),
+        PromptFormat(load_tokenizer(tiny_model), None),
         ArithmeticDataset(seed=CONFIG.seed),
         load_plugin(reward_path),
     )

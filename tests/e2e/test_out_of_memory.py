@@ -16,7 +16,7 @@ LOSS = """
 import torch
 
 from asyncrl.algorithms.inputs import PolicyLossInputs, PolicyLossOutput
-from asyncrl.algorithms.policy_losses.reinforce import reinforce
+from asyncrl.algorithms.policy_losses import reinforce
 
 calls = 0
 

@@ -1,11 +1,11 @@
 """Every pair of features that might exclude each other: a run with both trains, or is refused by name at its start.
 
-The table in `docs/pairs.md` is made of what this file finds, and tests hold the page against the code: each refusal,
-and a few of the runs. A run has up to `MOST` features, no two of which are refused together. If it does not train, each
-of its pairs is tried alone.
+`docs/tables/pairs.md` is made of what this file finds, and tests hold the page against the code: each refusal, and a
+few of the runs. A run has up to `MOST` features, no two of which are refused together. If it does not train, each of
+its pairs is tried alone.
 
-    python -m tests.e2e.test_pairs            tries all pairs and writes the table anew
-    python -m tests.e2e.test_pairs NAME ...   tries those with one of these features; other cells stay as they are
+    python -m tests.e2e.test_pairs            tries all pairs and writes the page anew
+    python -m tests.e2e.test_pairs NAME ...   tries those with one of these features; the other pairs stay as they are
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ import pytest
 
 from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError
-from asyncrl.launch.before_start.checks import validate
+from asyncrl.launch.before_start.setting_checks import validate
 from asyncrl.launch.commands.audit import audit
 
 from ..conftest import SETTINGS, SGLANG_ENV, Run, make_tiny_model, make_tiny_moe
 from ..warm import Template
 
 REPOSITORY = Path(__file__).parents[2]
-PAGE = REPOSITORY / "docs" / "pairs.md"
+PAGE = REPOSITORY / "docs" / "tables" / "pairs.md"
 STEPS = 2
 MOST = 6
 """Features of a run at most."""
-WORKS, EITHER = "yes", "-"
+WORKS = "yes"
 SGLANG_PYTHON = os.environ.get("ASYNCRL_SGLANG_PYTHON", "")
 MARK = "<!-- made by tests/e2e/test_pairs.py -->\n"
 AGENT = """
@@ -90,7 +90,6 @@ FEATURES = {
     "off-loading": Feature({"trainer.offload": "true", "optimizer.moments_on": "host"}),
     "several passes": Feature({"trainer.ppo_epochs": "2"}),
     "16-bit versions": Feature({"model.publish_dtype": "bfloat16"}),
-    "int8 servers": Feature({"generation.quantization": "int8"}),
     "activations on the host": Feature({"trainer.gradient_checkpointing": "true", "trainer.activations_on": "host"}),
     "older selves": Feature(policy="{name: past, versions: {every: 1, keep: 2}}"),
     "second trained policy": Feature(policy="{name: judge, trained: true}"),
@@ -188,16 +187,14 @@ def _first(text: str) -> str:
 
 def refused(page: str) -> dict[Together, str]:
     """Return the pairs that the page calls refused, and its words."""
-    lines = re.findall(r"^\d+\. (.+?) with (.+?): (.+)$", page, re.MULTILINE)
+    lines = re.findall(r"^- (.+?) with (.+?): (.+)$", page.partition(MARK)[2], re.MULTILINE)
     return {Together((first, second)): why for first, second, why in lines}
 
 
 def on_the(page: str) -> dict[Together, str]:
-    """Return all cells of the page."""
-    rows = re.findall(r"^\| (.+?) \|", page.partition(MARK)[2], re.MULTILINE)
-    heads = re.search(r"^\| \| (.+) \|$", page.partition(MARK)[2], re.MULTILINE)
-    shown = {*rows, *(heads[1].split(" | ") if heads else ())}
-    return {pair: refused(page).get(pair, WORKS) for pair in PAIRS if shown.issuperset(pair.names)}
+    """Return the pairs of features that the page names, and what was found of each."""
+    shown, found = set(re.findall(r"^\| (.+?) \|", page.partition(MARK)[2], re.MULTILINE)), refused(page)
+    return {pair: found.get(pair, WORKS) for pair in PAIRS if shown.issuperset(pair.names)}
 
 
 def runs(asked: Collection[Together], fit: Collection[Together]) -> Iterator[Together]:
@@ -217,19 +214,23 @@ def runs(asked: Collection[Together], fit: Collection[Together]) -> Iterator[Tog
         yield run
 
 
-def table(cells: dict[Together, str]) -> Iterator[str]:
-    """Yield the lines of the page's table, and of the list of its refusals."""
-    names = list(FEATURES)
-    numbers = {pair: number for number, pair in enumerate([p for p in PAIRS if cells[p] != WORKS], 1)}
-    yield "| | " + " | ".join(names[1:]) + " |"
-    yield "|---|" + "---|" * (len(names) - 1)
-    for row, first in enumerate(names[:-1]):
-        each = [Together((first, second)) for second in names[1:]]
-        shown = [EITHER if not pair.possible else str(numbers.get(pair, WORKS)) for pair in each]
-        yield f"| {first} | " + " | ".join([""] * row + shown[row:]) + " |"
-    yield ""
-    for pair, number in numbers.items():
-        yield f"{number}. {pair}: {cells[pair]}"
+def setting_of(feature: Feature) -> str:
+    """Return what switches the feature on, for the page."""
+    if feature.policy:
+        return f"`policies=[{feature.policy}]`"
+    own = {name: value for name, value in feature.settings.items() if "sglang." not in name}
+    return " ".join(f"`{name}={value}`" for name, value in own.items()) or f"experiment `{feature.experiment}`"
+
+
+def lines_of(cells: dict[Together, str]) -> Iterator[str]:
+    """Yield what the page says below its mark."""
+    yield from ("| feature | setting |", "|---|---|")
+    for name, feature in FEATURES.items():
+        yield f"| {name} | {setting_of(feature)} |"
+    yield from ("", "## Refused together", "")
+    for pair in PAIRS:
+        if cells[pair] != WORKS:
+            yield f"- {pair}: {cells[pair]}"
 
 
 def main(names: list[str]) -> None:
@@ -256,7 +257,7 @@ def main(names: list[str]) -> None:
                     wrong += cells[pair].startswith("WRONG")
                     print(f"{pair}: {cells[pair]}", flush=True)
     if not wrong and cells.keys() == set(PAIRS):
-        PAGE.write_text(page.partition(MARK)[0] + MARK + "\n" + "\n".join(table(cells)) + "\n")
+        PAGE.write_text(page.partition(MARK)[0] + MARK + "\n" + "\n".join(lines_of(cells)) + "\n")
     sys.exit(wrong > 0)
 
 

@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM
 
-from asyncrl.algorithms.spec import Choice
+from asyncrl.algorithms.registry import Choice
 from asyncrl.api import SamplingParams
 from asyncrl.config.plugin_code.import_paths import load_plugin
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
+from asyncrl.plugins.datasets.prompt_format import PromptFormat
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.reference import Actor, Critic, ReferenceConfig, ReferenceTrainer, StepReport
 from asyncrl.trainer.model.load_models import Critic as CriticModel
@@ -76,7 +77,7 @@ def oracle(tiny_model: Path, agent_path: str, *, shared_critic: bool) -> list[St
     trainer = ReferenceTrainer(
         own,
         models[0],
-        load_tokenizer(tiny_model),
+        PromptFormat(load_tokenizer(tiny_model), None),
         ArithmeticDataset(seed=CONFIG.seed),
         lambda data, completion: 0.0,
         load_plugin(agent_path)(load_tokenizer(tiny_model)),

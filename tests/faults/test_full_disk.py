@@ -20,11 +20,11 @@ import pytest
 
 from asyncrl.comm import names
 from asyncrl.comm.http.calls import JsonHttp
-from asyncrl.comm.security.run_secret import RunSecret
+from asyncrl.comm.security import RunSecret
 from asyncrl.config.run_dir import SECRET_FILE, read_run_config
 from asyncrl.manager.messages import StatusReply
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
-from asyncrl.runtime.trials.open_resolver import open_resolver
+from asyncrl.runtime.trials.claim import open_resolver
 
 from ..conftest import LIMIT_S, SETTINGS, Gate
 

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from asyncrl.comm.name_resolve import make_resolver
+from asyncrl.hosts.agent import PLACE_VARIABLE
 from asyncrl.launch.commands.audit import audit
-from asyncrl.runtime.hosts.agent import PLACE_VARIABLE
 
 from ..conftest import LIMIT_S, Run, StartRun
 from ..e2e.clusters import await_that, ssh_hosts

@@ -15,7 +15,7 @@ from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.verify.audit.ledger_files import read_ledger, surviving
-from asyncrl.verify.audit.rules import Replay
+from asyncrl.verify.audit.ledger_rules import Replay
 
 from ..conftest import LIMIT_S, SETTINGS, Gate
 from ..e2e.clusters import await_that
@@ -176,7 +176,7 @@ def check_nothing_was_lost(run: Any, steps: int, were_out: range) -> None:
 HELD_LOSS = """
 from pathlib import Path
 from threading import Event
-from asyncrl.algorithms.policy_losses.reinforce import reinforce
+from asyncrl.algorithms.policy_losses import reinforce
 from asyncrl.algorithms.registry import policy_loss
 
 @policy_loss("held")

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.inference.embedded.decoding.prefix_rows import common_length
 from asyncrl.inference.embedded.engine_io import GenerationOutput
+from asyncrl.inference.embedded.prefix_cache import common_length
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.trainer.parallel.rank_position import World
-from asyncrl.trainer.rank.roles import build_rank
+from asyncrl.trainer.rank.training_rank import build_rank
 from tests.device_cases import (
     ENGINE_CASES,
     TRAIN_CASES,

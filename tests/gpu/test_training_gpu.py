@@ -24,8 +24,7 @@ from asyncrl.trainer.functions.model_functions import StatValues
 from asyncrl.trainer.parallel.placement import placement
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.parallel.world import training_world
-from asyncrl.trainer.rank.roles import build_rank
-from asyncrl.trainer.rank.training_rank import TrainingRank
+from asyncrl.trainer.rank.training_rank import TrainingRank, build_rank
 from asyncrl.trainer.settings import AttentionImplementation, KeptOn
 from tests.device_cases import model_of, step, trajectories
 

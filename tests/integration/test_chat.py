@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.api import GenerationRequest, Prompt, SamplingParams
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.serving.server import serve
+from asyncrl.inference.embedded.server import serve
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
 from asyncrl.plugins.chat.client import EpisodeClient

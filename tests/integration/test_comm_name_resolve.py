@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import io
 import os
 import queue
 import shutil
@@ -20,6 +23,7 @@ from typing import Any, Literal
 
 import pytest
 
+from asyncrl.comm.files import FileLock, is_held
 from asyncrl.comm.name_resolve import (
     EtcdAccess,
     FileResolver,
@@ -33,6 +37,7 @@ from asyncrl.comm.name_resolve import (
     Subtree,
     make_resolver,
 )
+from asyncrl.comm.name_resolve import file as file_module
 from asyncrl.comm.name_resolve.base import is_below
 from asyncrl.comm.name_resolve.file import IDLE_LOOK_S, WAIT_LOOK_S
 
@@ -274,6 +279,7 @@ def test_an_abandoned_entry_disappears_and_its_name_is_free(make: MakeResolver) 
     abandon(owner)
     assert other.watch("a", PATIENCE_S, "x") is None
     assert other.get_subtree() == {}
+    assert not other.delete("a"), "it is no more"
     other.add("a", "y", lease_s=60.0)
     assert other.get("a") == "y"
 
@@ -324,7 +330,7 @@ def test_what_was_given_up_while_it_was_away_does_not_put_its_entries_back(
     launcher.add("launch", launch, replace=True)
     if incarnation is not None:
         launcher.add("incarnations/0", incarnation)
-    away._renew_entry("status/0")
+    away._renew_all()
     assert returns == (launcher.get_subtree("status") == {"status/0": "x"})
 
 
@@ -365,7 +371,7 @@ def test_what_its_owner_deletes_while_it_is_put_back_stays_deleted(
         create(*args, **kwargs)
 
     monkeypatch.setattr(owner, "_create", withdrawn_meanwhile)
-    owner._renew_entry("server/0")
+    owner._renew_all()
     assert other.get_subtree() == {}
 
 
@@ -480,6 +486,196 @@ def test_a_stalled_owner_gets_its_entry_back_unless_it_was_taken(tmp_path: Path)
             resolver.watch("child", 3 * LEASE_S, "successor")
 
 
+_WRITER = """
+import os, signal, sys
+from asyncrl.comm.name_resolve import FileResolver, NameResolveError
+
+moment, root, call = sys.argv[1:]
+resolver = FileResolver(root)
+resolver.fences = {"incarnation": "1"}
+stopped = []
+
+def stop():
+    if not stopped:
+        stopped.append(True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+if moment == "staged":
+    listdir = os.listdir
+    os.listdir = lambda path: (stop(), listdir(path))[1]
+else:
+    commit = FileResolver._commit
+    def slow(self, name, content, is_right):
+        return commit(self, name, content, lambda: (is_right(), stop())[0])
+    FileResolver._commit = slow
+try:
+    result = eval(call)
+except NameResolveError as error:
+    result = type(error).__name__
+print(result, flush=True)
+sys.stdin.read()
+"""
+
+
+class Stopped:
+    """A process that stops while it writes: once its file is `staged`, or once it has `checked` that it may."""
+
+    def __init__(self, moment: str, root: Path, call: str) -> None:
+        command = [sys.executable, "-c", _WRITER, moment, str(root), call]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        _, status = os.waitpid(self.process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+
+    def go_on(self) -> str:
+        """Return what its call returned or raised."""
+        self.process.send_signal(signal.SIGCONT)
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def __enter__(self) -> Stopped:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.mark.parametrize("moment", ["staged", "checked"])
+@pytest.mark.parametrize(
+    ("call", "meanwhile", "outcome", "left"),
+    [
+        ("resolver.add('prize', 'late')", lambda one: one.add("prize", "x"), "NameEntryExists", "x"),
+        ("resolver.add('prize', 'late')", lambda one: one.add("other", "x"), "None", "late"),
+        ("resolver.add('prize', 'late', replace=True)", lambda one: one.add("prize", "x"), "None", "late"),
+        (
+            "resolver.add('prize', 'late', replace=True)",
+            lambda one: (one.add("incarnation", "2"), one.add("prize", "x")),
+            "OwnerFenced",
+            "x",
+        ),
+        ("resolver.delete('prize', value='old')", lambda one: one.add("prize", "x", replace=True), "False", "x"),
+        ("resolver.delete('prize', value='old')", lambda one: one.add("other", "x"), "True", None),
+        ("resolver.delete('prize', value='old')", lambda one: one.delete("prize"), "False", None),
+    ],
+)
+def test_a_process_that_stops_while_it_writes_stops_nobody_and_changes_only_what_is_right_when_it_goes_on(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    moment: str,
+    call: str,
+    meanwhile: Callable[[NameResolver], object],
+    outcome: str,
+    left: str | None,
+) -> None:
+    monkeypatch.setattr(file_module, "ANSWER_S", 0.1)
+    with FileResolver(tmp_path) as one, FileResolver(tmp_path) as two:
+        if "delete" in call:
+            one.add("prize", "old")
+        with Stopped(moment, tmp_path, call) as stopped:
+            meanwhile(one)
+            for index in range(20):
+                two.add(f"many/{index}", "x", lease_s=LONG_S)
+            assert not is_held(tmp_path / ".lock"), "who stands still is not waited for again"
+            assert stopped.go_on() == outcome
+        found = one.get_subtree()
+        assert found.get("prize") == left
+        assert len(one.get_subtree("many")) == 20
+
+
+def test_writers_that_disturb_each_other_all_get_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if each had been stopped with the lock, and went on at once."""
+    monkeypatch.setattr(file_module, "ANSWER_S", 0.0)
+    resolvers = [FileResolver(tmp_path) for _ in range(8)]
+
+    def write(resolver: FileResolver) -> int:
+        won = 0
+        for round_ in range(20):
+            try:
+                resolver.add(f"prize/{round_}", resolver._owner)
+            except NameEntryExists:
+                continue
+            won += 1
+        return won
+
+    with ThreadPoolExecutor(len(resolvers)) as pool:
+        won = list(pool.map(write, resolvers))
+    assert sum(won) == 20, "one for each"
+    entries = list(resolvers[0].get_subtree().values())
+    assert won == [entries.count(resolver._owner) for resolver in resolvers]
+
+
+def test_a_process_that_ends_does_not_disturb_a_slow_writer(tmp_path: Path) -> None:
+    """As one of 256 that end at once on a slow file system."""
+    with FileResolver(tmp_path) as ending, FileLock(tmp_path / ".lock") as writing:
+        assert writing.take()
+        ending.hurry(0.0)
+        timer = threading.Timer(1.0, fcntl.flock, (writing.descriptor, fcntl.LOCK_UN))
+        timer.start()
+        ending.add("a", "x")
+        assert writing.is_current()
+        timer.join()
+
+
+def test_a_file_system_without_locks_takes_names_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", without)
+    with FileResolver(tmp_path, patience_s=0.0) as resolver:
+        resolver.add("a", "x")
+        assert resolver.get("a") == "x"
+        assert resolver.delete("a")
+
+
+@pytest.mark.parametrize("step", ["write", "rename"])
+def test_a_writer_whose_file_another_removed_on_nfs_begins_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    stale, rename = iter([True]), Path.rename
+
+    class Staged(io.FileIO):
+        def write(self, content: Any) -> int:
+            fail_once("write")
+            return super().write(content)
+
+    def fail_once(here: str) -> None:
+        if here == step and next(stale, False):
+            raise OSError(errno.ESTALE, "Stale file handle")
+
+    def renamed(path: Path, target: Path) -> Path:
+        fail_once("rename")
+        return rename(path, target)
+
+    monkeypatch.setattr(file_module, "open", Staged, raising=False)
+    monkeypatch.setattr(Path, "rename", renamed)
+    with FileResolver(tmp_path, patience_s=0.0) as resolver:
+        resolver.add("a", "x")
+        assert resolver.get("a") == "x"
+    assert next(stale, None) is None
+
+
+def test_what_a_change_depends_on_is_read_after_a_look_at_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that NFS asks the server whether a name that was free still is."""
+    calls: list[str] = []
+    open_file, open_path = os.open, Path.open
+
+    def looks(path: Any, *args: Any, **kwargs: Any) -> int:
+        calls.append(Path(path).name)
+        return open_file(path, *args, **kwargs)
+
+    def reads(path: Path, *args: Any) -> Any:
+        calls.append(path.name)
+        return open_path(path, *args)
+
+    with FileResolver(tmp_path) as resolver:
+        monkeypatch.setattr(os, "open", looks)
+        monkeypatch.setattr(Path, "open", reads)
+        resolver.add("a", "x")
+    assert calls.index("a.json") == calls.index(tmp_path.name) + 1
+
+
 def test_a_damaged_file_is_reported_with_its_path(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("{")
     with pytest.raises(NameResolveError, match=r"a\.json.*damaged"):
@@ -494,16 +690,19 @@ def test_who_stood_still_waits_for_owners_that_may_have_stood_still_too(
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + stood_still_s)
     with FileResolver(tmp_path) as owner, FileResolver(tmp_path) as resolver:
         owner.add("w/0", "a", lease_s=10.0)
-        abandon(owner)
-        monkeypatch.setattr("asyncrl.comm.name_resolve.file.time", clock)
+        resolver.add("w/1", "b", lease_s=10.0)
+        for each in (owner, resolver):
+            abandon(each)
+        for module in ("base", "file"):
+            monkeypatch.setattr(f"asyncrl.comm.name_resolve.{module}.time", clock)
         subtree = resolver._followed["w"] = Subtree("w")
         looks = resolver._snapshots()
         subtree.replace(next(looks)["w"])
         stood_still_s = 20.0
         found = next(looks)
         assert found == {"w": {}}
-        subtree.replace(found["w"], in_trouble=resolver._outages.in_trouble)
-        assert subtree.entries() == {"w/0": "a"}
+        subtree.replace(found["w"], in_trouble=resolver.in_trouble)
+        assert subtree.entries() == {"w/0": "a", "w/1": "b"}
         monkeypatch.undo()
 
 
@@ -589,7 +788,7 @@ if {imported_before}:
     import google.protobuf.descriptor_pb2
 from asyncrl.comm.name_resolve import NameResolveError
 try:
-    import asyncrl.comm.name_resolve.etcd
+    import asyncrl.hosts.etcd
 except NameResolveError as error:
     assert "set PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION=python" in str(error), error
     print("explained")
@@ -640,13 +839,20 @@ def test_one_thread_looks_at_all_followed_names_a_few_times_a_second(
     monkeypatch.setattr(resolver, "_woken", Woken())
     resolver._followed = {root: Subtree(root) for root in ("servers", "workers")}
     looks = resolver._snapshots()
-    assert next(looks) == {"servers": {}, "workers": {}}
-    assert next(looks) == {}
+
+    def look() -> dict[str, dict[str, str]]:
+        found = next(looks)
+        for root in found:
+            resolver._followed[root].replace(found[root])
+        return found
+
+    assert look() == {"servers": {}, "workers": {}}
+    assert look() == {}, "nothing has changed"
     assert waits == [IDLE_LOOK_S]
     resolver._followed["turn"] = Subtree("turn")
     resolver._followed["turn"].waiting += 1
-    assert next(looks) == {"servers": {}, "workers": {}, "turn": {}}
-    next(looks)
+    assert look() == {"servers": {}, "workers": {}, "turn": {}}
+    look()
     assert waits == [IDLE_LOOK_S, IDLE_LOOK_S, WAIT_LOOK_S], "sooner if someone waits"
     resolver.close()
 

@@ -17,9 +17,17 @@ import zmq
 
 from asyncrl.api import Sample, Trajectory
 from asyncrl.comm import sockets
-from asyncrl.comm.push_pull import PushTimeout, TrajectoryPuller, TrajectoryPusher, TrajectoryRejected
-from asyncrl.comm.push_pull.puller import BATCH_BYTES, Accepted, decode_reply, encode
-from asyncrl.comm.security.run_secret import RunSecret, SocketSecurity
+from asyncrl.comm.push_pull import (
+    BATCH_BYTES,
+    Accepted,
+    PushTimeout,
+    TrajectoryPuller,
+    TrajectoryPusher,
+    TrajectoryRejected,
+    decode_reply,
+    encode,
+)
+from asyncrl.comm.security import RunSecret, SocketSecurity
 from asyncrl.comm.sockets import Frame
 from asyncrl.comm.trajectory_codec import CodecError, encode_trajectories
 

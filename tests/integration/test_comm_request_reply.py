@@ -28,9 +28,9 @@ from asyncrl.comm.request_reply import (
     RequestClient,
     RequestServer,
     RequestTimeout,
+    decode,
 )
-from asyncrl.comm.request_reply.messages import decode
-from asyncrl.comm.security.run_secret import RunSecret, SocketSecurity
+from asyncrl.comm.security import RunSecret, SocketSecurity
 
 HOST = "127.0.0.1"
 PATIENCE_S = 60.0

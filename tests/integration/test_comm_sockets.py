@@ -14,13 +14,13 @@ from asyncrl.comm.sockets import Context, PeerLink, PeerRouter, SocketThread, co
 
 BOUND = """
 import sys, time
-from asyncrl.comm.sockets import Context, bind, receive
+from asyncrl.comm.sockets import SocketThread, receive
 
-context = Context()
-socket, endpoint, gate = bind(
-    context, "127.0.0.1", None, requests_high_water=4, replies_high_water=4, max_frame_bytes=1 << 20
+bound = SocketThread(  # which is not started: nothing reads
+    "127.0.0.1", None, print, name="bound", requests_high_water=4, replies_high_water=4, max_frame_bytes=1 << 20
 )
-print(endpoint, flush=True)
+socket = bound._socket
+print(bound.endpoint, flush=True)
 sys.stdin.readline()  # the peer has gone
 time.sleep(5.0)  # longer than the interval of the heartbeats that there were
 while socket.poll(200):
@@ -92,3 +92,30 @@ async def test_a_router_with_a_limit_has_one_link() -> None:
     link.close()
     connect(router, "tcp://127.0.0.1:10")
     router.close()
+
+
+async def test_a_frame_over_the_limit_ends_its_connection_and_is_not_delivered() -> None:
+    arrived: asyncio.Queue[int] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    bound = SocketThread(
+        "127.0.0.1",
+        None,
+        lambda frames: loop.call_soon_threadsafe(arrived.put_nowait, len(frames[1])),
+        name="test",
+        requests_high_water=2,
+        replies_high_water=2,
+        max_frame_bytes=1000,
+    )
+    bound.start()
+    writable, lost, router = asyncio.Event(), asyncio.Event(), PeerRouter(None)
+    link = router.connect(bound.endpoint, on_writable=writable.set, on_message=lambda _: None, on_lost=lost.set)
+    async with asyncio.timeout(300):
+        await writable.wait()
+        writable.clear()
+        assert link.send([bytes(1001)])
+        await lost.wait()
+        await writable.wait()
+        assert link.send([bytes(1000)])
+        assert await arrived.get() == 1000
+    router.close()
+    await asyncio.to_thread(bound.close)

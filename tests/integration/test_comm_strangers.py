@@ -16,7 +16,7 @@ import zmq
 from asyncrl.api import Sample, Trajectory
 from asyncrl.comm.push_pull import TrajectoryPuller, TrajectoryPusher
 from asyncrl.comm.request_reply import Done, PeerGone, Request, RequestClient, RequestServer
-from asyncrl.comm.security.run_secret import RunSecret, SocketSecurity
+from asyncrl.comm.security import RunSecret, SocketSecurity
 
 HOST = "127.0.0.1"
 PATIENCE_S = 60.0

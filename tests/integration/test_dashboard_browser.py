@@ -21,9 +21,8 @@ import pytest
 
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.comm import names
-from asyncrl.comm.files.file_lock import take_lock
-from asyncrl.observe.dashboard.page import html
-from asyncrl.observe.dashboard.page_data import page_data
+from asyncrl.comm.files import FileLock
+from asyncrl.observe.dashboard.page import html, page_data
 from asyncrl.observe.dashboard.server import Dashboard
 from asyncrl.observe.history import History
 from asyncrl.observe.samples import rows_of, write_samples
@@ -97,10 +96,10 @@ def in_state(run: Path, state: str) -> Iterator[None]:
         return
     holder = names.TrialHolder("x", socket.gethostname(), "m", os.getpid(), 1, "now", str(run))
     (run / "lock").write_text(holder.encode())
-    lock = os.open(run / "lock", os.O_RDWR)
-    assert take_lock(lock)
+    lock = FileLock(run / "lock")
+    assert lock.take()
     yield
-    os.close(lock)
+    lock.close()
 
 
 @contextmanager

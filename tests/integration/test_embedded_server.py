@@ -16,10 +16,10 @@ import pytest_asyncio
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from asyncrl.inference.embedded.decoding.batch import DecodeBatch
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.random_streams import derive_seed
-from asyncrl.inference.embedded.serving.server import Server, serve
+from asyncrl.inference.embedded.scheduler import DecodeBatch
+from asyncrl.inference.embedded.server import Server, serve
+from asyncrl.inference.random_streams import derive_seed
 
 from ..held_engine import HELD_AT, held_step
 

@@ -30,15 +30,16 @@ from asyncrl.api.generation import Completion, GenerationRequest, SamplingParams
 from asyncrl.comm import names
 from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.comm.name_resolve import make_resolver
-from asyncrl.comm.security.run_secret import HttpSecurity, RunSecret
+from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import SECRET_FILE, write_run_config
 from asyncrl.inference import client as inference_client
 from asyncrl.inference.client import GenerateItem, GenerationServerClient, MemoryTag, PauseMode, UpdateFailed, wire_rid
 from asyncrl.inference.replies import parse_completion
+from asyncrl.inference.settings import BACKENDS
 from asyncrl.manager.client import ManagerClient
+from asyncrl.manager.fleet.fleet_runner import ServerUpdater
 from asyncrl.manager.fleet.servers import BeginUpdate, Rest, Target
-from asyncrl.manager.fleet.update import ServerUpdater
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
 from asyncrl.models.weights.transports.disk import DiskManagerEnd
 from asyncrl.models.weights.transports.distributed import ProcessGroupConnection
@@ -46,8 +47,7 @@ from asyncrl.models.weights.transports.from_memory import ServerConnection
 from asyncrl.models.weights.transports.tensor import SharedMemoryConnection
 from asyncrl.rollout.generation.generation_servers import FORK_SAVES, ServerCapabilities
 from asyncrl.rollout.generation.rollout_client import RolloutClient
-from asyncrl.runtime.process.process_tree import supervised
-from asyncrl.runtime.supervisor import STOP_SIGNAL
+from asyncrl.runtime.supervisor import STOP_SIGNAL, supervised
 
 from .. import held_engine
 from ..conftest import SGLANG_ENV
@@ -319,7 +319,14 @@ async def client(backend: Backend, server: Server) -> AsyncIterator[GenerationSe
 @pytest_asyncio.fixture
 async def updater(backend: Backend) -> AsyncIterator[ServerUpdater]:
     http = JsonHttp(backend.security)
-    yield ServerUpdater(http, DiskManagerEnd(), timeout_s=LIMIT_S, own_api=backend.kind == "embedded")
+    can = BACKENDS[backend.kind]
+    yield ServerUpdater(
+        http,
+        DiskManagerEnd(),
+        timeout_s=LIMIT_S,
+        keeps_pictures=can.keeps_pictures,
+        pause_ends_requests=can.pause_ends_requests,
+    )
     await http.close()
 
 

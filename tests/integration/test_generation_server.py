@@ -21,7 +21,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameResolver, make_resolver
-from asyncrl.comm.security.run_secret import RunSecret
+from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import SECRET_FILE, write_run_config
 from asyncrl.runtime.exit_codes import EXIT_LOST

@@ -21,12 +21,12 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.comm.http import server as http_server
 from asyncrl.comm.http.server import HttpServer
-from asyncrl.comm.security.run_secret import HttpSecurity
+from asyncrl.comm.security import HttpSecurity
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.serving.server import MAX_PROMPTS_BYTES, serve
+from asyncrl.inference.embedded.server import MAX_PROMPTS_BYTES, serve
 from asyncrl.manager.fleet.decisions import FleetDecisions
-from asyncrl.manager.http_server import MAX_BODY_BYTES, ManagerHttp, manager_registry
-from asyncrl.manager.service import ManagerService
+from asyncrl.manager.process import manager_registry
+from asyncrl.manager.service import MAX_BODY_BYTES, ManagerHttp, ManagerService
 from asyncrl.models.weights.model_files.loading import INDEX_FILE
 from asyncrl.plugins.datasets.queue.order import DataOrder
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS, ProcessKind
 from asyncrl.runtime.process.worker import Worker
-from asyncrl.runtime.planning.worker_plan import Resources
+from asyncrl.runtime.planning.process_kinds import Resources
 
 
 def one(config, index, here):
@@ -56,9 +56,9 @@ import sys
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observe.display import make_display
 from asyncrl.runtime.launcher import Launcher
-from asyncrl.runtime.trials import run_processes
+from asyncrl.runtime import launcher as launcher_module
 
-run_processes.STOP_LIMIT_S = 60.0  # a machine may stand still for longer than the usual one
+launcher_module.STOP_S = 60.0  # a machine may stand still for longer than the usual one
 launcher = Launcher(ExperimentConfig(fileroot=sys.argv[1]), make_display("plain", "", 1, 1))
 launcher.prepare()
 sys.exit(launcher.run())

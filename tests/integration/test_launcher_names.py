@@ -13,8 +13,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import run_dir_of
 from asyncrl.observe.display import make_display
 from asyncrl.runtime.launcher import Launcher
-from asyncrl.runtime.trials.open_resolver import open_resolver
-from asyncrl.runtime.trials.resume import TrialError
+from asyncrl.runtime.trials.claim import TrialError, open_resolver
 
 VERSION = names.PublishedVersion(7, "/weights/v7")
 
@@ -77,7 +76,7 @@ def test_what_fails_once_as_where_a_machine_stands_still_is_made_again(
 
 @pytest.mark.etcd
 def test_name_resolution_that_cannot_be_reached_ends_the_launch_with_its_setting(tmp_path: Path) -> None:
-    pytest.importorskip("asyncrl.comm.name_resolve.etcd", reason="the extra 'etcd' is not installed")
+    pytest.importorskip("asyncrl.hosts.etcd", reason="the extra 'etcd' is not installed")
     config = config_of(tmp_path)
     config.system.name_resolve, config.system.name_resolve_root = "etcd3", "127.0.0.1:1"
     config.system.name_resolve_timeout_s = 1.0

@@ -12,28 +12,27 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from asyncrl.comm.ended_rollouts.ledger_lines import Dropped, Line, PromptGoes, RolloutCounts, RunSettings
+from asyncrl.comm.ended_rollouts import Dropped, Line, PromptGoes, RolloutCounts, RunSettings
 from asyncrl.comm.http.calls import HttpRefused
-from asyncrl.comm.security.run_secret import HttpSecurity
-from asyncrl.comm.waits.running_time import RunningClock
+from asyncrl.comm.security import HttpSecurity
+from asyncrl.comm.waits import RunningClock
 from asyncrl.manager.client import ManagerClient, ManagerGone
 from asyncrl.manager.fleet.decisions import FleetDecisions
-from asyncrl.manager.http_server import MAX_BODY_BYTES, ManagerHttp, manager_registry
 from asyncrl.manager.messages import (
     AllocateRequest,
     DroppedRollout,
-    Empty,
     FinishedRollout,
     ReceivedRollout,
     RequestSize,
     RouteRequest,
     RunBegin,
     StatusReply,
+    StatusRequest,
     TrainedRollout,
 )
-from asyncrl.manager.rollouts.ledger import Ledger
-from asyncrl.manager.rollouts.ledger_files import lines_in
-from asyncrl.manager.service import ManagerService
+from asyncrl.manager.process import manager_registry
+from asyncrl.manager.rollouts.ledger import Ledger, lines_in
+from asyncrl.manager.service import MAX_BODY_BYTES, ManagerHttp, ManagerService
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.plugins.datasets.queue.curriculum import Curriculum
 from asyncrl.plugins.datasets.queue.order import DataOrder
@@ -72,7 +71,7 @@ class Manager:
         )
         registry = manager_registry(self.service, FleetDecisions(UpdateMode.interrupt, 1.0))
         self.http = ManagerHttp(
-            self.service.verbs() | {"/status": (Empty, self.status)}, security=security, registry=registry
+            self.service.verbs() | {"/status": (StatusRequest, self.status)}, security=security, registry=registry
         )
         self.url = ""
         self.clients: list[ManagerClient] = []
@@ -82,7 +81,7 @@ class Manager:
         self.clients.append(ManagerClient(self.url, worker, security, retry_s=retry_s))
         return self.clients[-1]
 
-    async def status(self, request: Empty) -> StatusReply:
+    async def status(self, request: StatusRequest) -> StatusReply:
         return StatusReply(self.service.gate_state(), [], None, [])
 
     def counts(self) -> RolloutCounts:
@@ -366,19 +365,19 @@ async def test_what_makes_room_or_is_measured_does_not_wait_as_long_for_a_call_t
     client = manager.client()
     await client.allocate(["a", "b"], timeout_s=5)
     client.finish([FinishedRollout("a", True)])
-    assert client._session.has_unreported
+    assert client._has_unreported
     client.finish([urgent])
-    await held(manager, lambda: not client._session.has_unreported)
+    await held(manager, lambda: not client._has_unreported)
 
 
 async def test_a_release_is_told_again_after_a_call_that_was_refused(manager: Manager) -> None:
     client = manager.client()
     await client.schedule(request_of("q"), 5)
     client.release("q")
-    rightful, client._session.worker = client._session.worker, 7  # type: ignore[assignment]
+    rightful, client._worker = client._worker, 7  # type: ignore[assignment]
     with pytest.raises(HttpRefused, match=r"\$\.worker: expected str, got int"):
         await client.flush()
-    client._session.worker = rightful
+    client._worker = rightful
     assert manager.service.router.placed == 1
     await client.close()
     assert manager.service.router.placed == 0

@@ -20,16 +20,15 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.api.generation import GenerationRequest, SamplingParams
 from asyncrl.comm import names
-from asyncrl.comm.ended_rollouts.ledger_lines import RolloutCounts
-from asyncrl.comm.waits.backoff import Backoff
+from asyncrl.comm.ended_rollouts import RolloutCounts
+from asyncrl.comm.waits import Backoff
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import DATA_RECORD_FILE, LEDGER_DIR, write_run_config
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.serving.server import serve
+from asyncrl.inference.embedded.server import serve
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.fleet.decisions import DISAGREEMENTS_ALLOWED
-from asyncrl.manager.http_server import manager_registry
 from asyncrl.manager.messages import (
     ConsumedReport,
     FinishedRollout,
@@ -41,8 +40,9 @@ from asyncrl.manager.messages import (
     RunBegin,
     ServerStatus,
 )
-from asyncrl.manager.process import GserverManager
+from asyncrl.manager.process import GserverManager, manager_registry
 from asyncrl.manager.settings import UpdateMode
+from asyncrl.models.ranks import Ranks
 from asyncrl.models.weights.versions.logprob_probe import PROBE_FILE, LogprobProbe, encode_probe, probe_tokens
 from asyncrl.models.weights.versions.manifest import (
     FileEntry,
@@ -60,7 +60,6 @@ from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
 from asyncrl.rollout.generation.rollout_client import RolloutClient
 from asyncrl.runtime.process.worker import CannotContinue, WorkerSpec
-from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine
 
@@ -130,7 +129,7 @@ class Run:
         """Wait until `condition` holds of the servers' states."""
         async with asyncio.timeout(LIMIT_S):
             while not condition(self.servers()):
-                await self.manager._fleet_runner.changed.wait(0.2)
+                await self.manager._fleets.own.runner.changed.wait(0.2)
 
     async def close(self) -> None:
         for client in self.clients:
@@ -431,7 +430,7 @@ async def test_what_was_in_hand_at_a_death_is_suspect_though_the_name_runs_out_b
     async with asyncio.timeout(LIMIT_S):
         while not run.manager._workers.present:
             await progress.wait(0.05)
-    assert rollouts.incarnations == {"rollout_worker/0": 1}
+    assert run.manager._service.workers.incarnation("rollout_worker/0") == 1
     assert rollouts.suspects._against == {rollouts.prompt_id(0): 2}
     assert run.counts().dropped == {"worker_died": 1}
 
@@ -573,7 +572,7 @@ async def test_a_server_with_stale_weights_is_quarantined_until_it_scores_as_the
         run.register(index, server)
     run.publish(1, run.weights(1, probe=probe_of(1)))
     await run.until(serving(1, 0, 1))
-    check = run.manager._logprob_check
+    check = run.manager._fleets.own.logprob_check
     assert check is not None
     assert check.differences == {0: 0.0, 1: 0.0}
     stale.stale = "1"
@@ -586,7 +585,7 @@ async def test_a_server_with_stale_weights_is_quarantined_until_it_scores_as_the
     assert check.alarms == run.servers()[0].failures
     assert check.differences == {0: pytest.approx(0.01), 1: 0.0}
     assert "log-probability -1.31, the trainer -1.32; the difference 0.01 is above" in caplog.text
-    metrics = generate_latest(manager_registry(run.manager._service, run.manager._decisions, check)).decode()
+    metrics = generate_latest(manager_registry(run.manager._service, run.manager._fleets.own.decisions, check)).decode()
     assert 'asyncrl_logprob_check_difference{server="1"} 0.0' in metrics
     assert f"asyncrl_logprob_check_alarms_total {check.alarms:.1f}" in metrics
     stale.stale = None
@@ -612,8 +611,8 @@ async def test_servers_that_never_score_as_the_trainer_does_end_the_run(
         ):
             await run.task
     assert server.paused, "nothing of it is handed out"
-    assert run.manager._logprob_check is not None
-    assert run.manager._logprob_check.alarms == DISAGREEMENTS_ALLOWED
+    assert run.manager._fleets.own.logprob_check is not None
+    assert run.manager._fleets.own.logprob_check.alarms == DISAGREEMENTS_ALLOWED
     for client in run.clients:
         await client.close()
     run.resolver.close()
@@ -625,7 +624,7 @@ async def test_a_server_that_does_not_answer_the_probe_is_quarantined(run: Run, 
     run.register(0, server)
     run.publish(1, run.weights(1, probe=probe_of(1)))
     await run.until(lambda servers: 0 in servers and servers[0].failures > 0)
-    check = run.manager._logprob_check
+    check = run.manager._fleets.own.logprob_check
     assert check is not None
     assert check.alarms == 0
     server.logprobs = {"1": logprobs_of(1)}
@@ -691,7 +690,7 @@ async def test_a_real_engine_scores_every_version_as_the_trainer_does(run: Run, 
     run.register(0, server)
     trainer = FlatPolicyEngine(model, temperature=0.7, attention=AttentionKind.packed, tokens_per_micro_batch=64)
     tokens = probe_tokens(40, context=400)
-    check = run.manager._logprob_check
+    check = run.manager._fleets.own.logprob_check
     assert check is not None
     check.tolerance = bound
     torch.manual_seed(1)
@@ -803,7 +802,7 @@ async def test_the_gate_stays_shut_until_each_worker_that_is_ready_has_said_what
         assert not run.manager._service.begun
         assert not asking.done()
         worker = await run.client("rollout_worker/0")
-        worker._session.granted([GrantedRollout("a", DataOrder(ROWS, 1).ref(0).prompt_id, 0, 0, 0, 0, 0)])
+        worker._held.granted([GrantedRollout("a", DataOrder(ROWS, 1).ref(0).prompt_id, 0, 0, 0, 0, 0)])
         await worker.lost_servers(-1, 0.0)
         granted = (await asking).granted
         assert [grant.order for grant in granted] == [1], "the first prompt is played by the one that spoke last"

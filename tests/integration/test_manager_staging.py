@@ -6,21 +6,30 @@ import asyncio
 import logging
 import os
 import shutil
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from asyncrl.comm import names
 from asyncrl.comm.http.calls import JsonHttp
-from asyncrl.comm.security.run_secret import HttpSecurity
+from asyncrl.comm.security import HttpSecurity
+from asyncrl.comm.waits import Notifier
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.run_dir import write_run_config
 from asyncrl.manager.fleet.decisions import FleetDecisions
-from asyncrl.manager.fleet.servers import Target, host_of
-from asyncrl.manager.fleet.staging import Staging
-from asyncrl.manager.fleet.targets import ServerTargets
+from asyncrl.manager.fleet.servers import ServerTargets, Target, host_of
 from asyncrl.manager.settings import UpdateMode
-from asyncrl.models.weights.staging.messages import INPUTS, MODEL
-from asyncrl.models.weights.staging.service import StagingService
 from asyncrl.models.weights.versions.manifest import Manifest, file_entry, verify, write_manifest
+from asyncrl.rollout.process import RolloutWorker
+from asyncrl.runtime.process.worker import WorkerSpec
+from asyncrl.runtime.settings import HostConfig
+from asyncrl.staging.manager import Staging, bring_folders
+from asyncrl.staging.messages import INPUTS, MODEL
+from asyncrl.staging.service import StagingService
 
 HOSTS = 5
 LIMIT_S = 300.0
@@ -213,3 +222,50 @@ async def test_a_full_disk_is_on_the_terminal_with_host_and_folder_once_and_the_
 async def command(*words: str) -> None:
     process = await asyncio.create_subprocess_exec(*words)
     assert await process.wait() == 0
+
+
+async def test_the_managers_loop_follows_servers_and_versions_and_each_host_gets_what_its_processes_read(
+    tmp_path: Path, http_security: HttpSecurity
+) -> None:
+    config = ExperimentConfig()
+    config.system.shared_filesystem = False
+    config.system.hosts = [
+        HostConfig(),
+        HostConfig(name="serves", address="127.0.0.2", runs=["generation_server"]),
+        HostConfig(name="trains on rollouts", address="127.0.0.3", runs=["rollout_worker"]),
+    ]
+    config.model.path = str(tmp_path / "model")
+    for folder in ("model", "inputs"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text("{}")
+    write_run_config(config, tmp_path)
+    manager = RolloutWorker(WorkerSpec("rollout_worker", 0, tmp_path))  # any process of the run
+    decisions = FleetDecisions(UpdateMode.interrupt, 10.0, targets=ServerTargets(staged=True))
+    arrived: asyncio.Queue[str] = asyncio.Queue()
+    fleet: Any = SimpleNamespace(changed=Notifier(), arrived=lambda host, target: arrived.put_nowait(host))
+    http, services = JsonHttp(http_security), []
+    bringing = asyncio.create_task(bring_folders(manager, http, decisions, fleet, time.monotonic))
+    came: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
+    try:
+        for host in range(3):
+            service = StagingService(
+                tmp_path / f"disk{host}", http_security, lambda name, path, host=host: came.put_nowait((host, name))
+            )
+            services.append(service)
+            manager.resolver.add(names.staging_server_key(host), await service.http.start(f"127.0.0.{host + 1}"))
+        (tmp_path / "v1").mkdir()
+        write_manifest(tmp_path / "v1", Manifest("actor", 1, {}))
+        decisions.targets.publish(Target(1, str(tmp_path / "v1")))
+        fleet.changed.notify()
+        async with asyncio.timeout(LIMIT_S):
+            expected = {(0, MODEL), (0, INPUTS), (1, MODEL), (2, INPUTS)}
+            assert {await came.get() for _ in expected} == expected
+            assert {await arrived.get() for _ in range(2)} == {"127.0.0.1", "127.0.0.2"}
+        assert [service.store.get("v1") is not None for service in services] == [True, True, False]
+    finally:
+        bringing.cancel()
+        await asyncio.gather(bringing, return_exceptions=True)
+        for service in services:
+            await service.close()
+        await http.close()
+        manager.resolver.close()

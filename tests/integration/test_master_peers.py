@@ -17,23 +17,19 @@ import zmq
 
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import FileResolver
-from asyncrl.comm.request_reply import PeerGone, RequestClient, RequestServer, messages
-from asyncrl.comm.security.run_secret import RunSecret, SocketSecurity
+from asyncrl.comm.request_reply import PeerGone, RequestClient, RequestServer, decode, encode
+from asyncrl.comm.security import RunSecret, SocketSecurity
 from asyncrl.comm.sockets import DESCRIPTORS_PER_CONNECTION, PeerRouter
-from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.master.graph.builtin import grpo
 from asyncrl.master.peers.connections import (
     NameBoard,
-    NothingEvaluated,
     ReplaceableWorker,
     connect,
-    evaluate,
     router_of_peers,
 )
+from asyncrl.master.peers.policy_versions import NothingEvaluated, evaluate
 from asyncrl.rollout.messages import Evaluate, EvaluatedAnswer, EvaluationResult
 from asyncrl.runtime.process.starting import NotStarted
 from asyncrl.runtime.process.waiting import StopRequested, await_name, or_stop
-from asyncrl.trainer.parallel.worker_grid import WorkerGrid
 
 LIMIT_S = 300.0
 LIMIT_MS = 60_000
@@ -156,8 +152,8 @@ async def test_a_peer_that_dies_ends_its_own_calls_alone_and_at_its_address_anot
     again = asyncio.ensure_future(first.call(Evaluate("x", 7), timeout_s=60.0))
     assert await asyncio.to_thread(successor.poll, LIMIT_MS)
     sender, number, body = successor.recv_multipart()
-    assert messages.decode(memoryview(body), Evaluate, 1000) == Evaluate("x", 7)
-    successor.send_multipart([sender, number, messages.encode(EvaluationResult((answered(7),), 0, 0, 0))])
+    assert decode(memoryview(body), Evaluate, 1000) == Evaluate("x", 7)
+    successor.send_multipart([sender, number, encode(EvaluationResult((answered(7),), 0, 0, 0))])
     assert (await again).answers == (answered(7),)
     successor.close(linger=0)
     context.term()
@@ -179,8 +175,8 @@ async def test_calls_that_are_not_sent_wait_for_a_peer_to_come_and_those_given_u
     late.bind(address)
     assert await asyncio.to_thread(late.poll, LIMIT_MS)
     sender, number, body = late.recv_multipart()
-    assert messages.decode(memoryview(body), Evaluate, 1000) == Evaluate("waits", 1)
-    late.send_multipart([sender, number, messages.encode(EvaluationResult((), 0, 1, 1))])
+    assert decode(memoryview(body), Evaluate, 1000) == Evaluate("waits", 1)
+    late.send_multipart([sender, number, encode(EvaluationResult((), 0, 1, 1))])
     assert (await waiting).min_version == 1
     client.close()
     router.close()
@@ -271,8 +267,12 @@ async def test_a_name_is_awaited_until_its_limit_unless_the_run_stops(tmp_path: 
 def test_no_step_can_come_while_all_that_make_rollouts_are_starting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The entries are as they are put below.
-    monkeypatch.setattr(FileResolver, "_snapshots", lambda self: iter(self._closing.wait, True))
+    def only_at_first(resolver: FileResolver) -> Iterator[dict[str, dict[str, str]]]:
+        """No entries; then they are as they are put below."""
+        while not resolver._closing.wait(0.01):
+            yield {subtree.root: {} for subtree in resolver._subtrees() if not subtree.await_first(0.0)}
+
+    monkeypatch.setattr(FileResolver, "_snapshots", only_at_first)
     with FileResolver(str(tmp_path)) as resolver:
         board = NameBoard(resolver)
         assert not board.producers_start(), "as where kept samples are trained on"
@@ -297,18 +297,6 @@ def test_announcements_are_what_the_readers_expect(tmp_path: Path) -> None:
         assert board.announced_version() == 4
         published = names.PublishedVersion.decode(resolver.get(names.model_version_key("actor")))
         assert (published.version, published.path) == (4, "/w/v4")
-
-
-def placed(grid: WorkerGrid) -> tuple[dict[str, list[int]], tuple[int, ...]]:
-    config = ExperimentConfig()
-    config.algorithm.kl_coef = 0.1
-    routes = grid.routing_table(grpo(config).roles())
-    return routes.placement, routes.data_workers
-
-
-def test_every_rank_hosts_a_shard_of_every_role_and_the_heads_take_in_trajectories() -> None:
-    assert placed(WorkerGrid(data=2)) == ({"ref": [0, 1], "actor": [0, 1]}, (0, 1))
-    assert placed(WorkerGrid(data=2, tensor=2)) == ({"ref": [0, 1, 2, 3], "actor": [0, 1, 2, 3]}, (0, 2))
 
 
 async def test_what_has_ended_counts_though_a_stop_came_too() -> None:

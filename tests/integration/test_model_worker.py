@@ -20,9 +20,8 @@ from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.comm.push_pull import TrajectoryPusher, TrajectoryRejected
-from asyncrl.comm.request_reply import Done, PeerGone, RemoteError, RequestClient
-from asyncrl.comm.request_reply.messages import R, Request
-from asyncrl.comm.security.run_secret import RunSecret
+from asyncrl.comm.request_reply import Done, PeerGone, R, RemoteError, Request, RequestClient
+from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import SECRET_FILE, write_run_config
 from asyncrl.master.data.step_plan import Assignment, Dealing, assign, plan_step

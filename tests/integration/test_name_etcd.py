@@ -22,7 +22,6 @@ from asyncrl.comm.name_resolve import (
     Subtree,
     base,
     make_resolver,
-    outages,
 )
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import write_run_config
@@ -143,7 +142,7 @@ def test_who_is_logged_out_logs_in_again(guarded: EtcdCluster) -> None:
 
 def test_a_watch_that_tells_nothing_is_found_out(etcd_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a member that was cut off: no change and no error, for as long as it may last."""
-    from asyncrl.comm.name_resolve import etcd
+    from asyncrl.hosts import etcd
 
     monkeypatch.setattr(etcd, "CHECK_S", 0.2)
     access, root = EtcdAccess.at(etcd_address), "/asyncrl/silent"
@@ -167,8 +166,8 @@ def test_a_watch_that_tells_nothing_is_found_out(etcd_address: str, monkeypatch:
 def test_history_that_was_compacted_away_is_read_anew(
     etcd_server: EtcdCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outages, "GRACE_S", 0.5)
-    from asyncrl.comm.name_resolve import etcd
+    monkeypatch.setattr(base, "GRACE_S", 0.5)
+    from asyncrl.hosts import etcd
 
     monkeypatch.setattr(etcd, "CHECK_S", 3600.0)
     with resolver_at(etcd_server.access()) as one, resolver_at(etcd_server.access()) as other:
@@ -209,11 +208,11 @@ def test_leases_that_ran_out_in_an_outage_are_made_anew_and_nobody_sees_a_gap(
         followed._clock = lambda: now
         dies._stop_renewing()
         may_renew = threading.Event()
-        renew = owner._renew_entry
+        renew = owner._renew_all
 
-        def renew_later(name: str) -> None:
+        def renew_later() -> None:
             may_renew.wait(LIMIT_S)
-            renew(name)
+            renew()
 
         seen: list[bool] = []
 
@@ -224,7 +223,7 @@ def test_leases_that_ran_out_in_an_outage_are_made_anew_and_nobody_sees_a_gap(
 
             return changed
 
-        owner._renew_entry = renew_later  # type: ignore[method-assign]
+        owner._renew_all = renew_later  # type: ignore[method-assign]
         monkeypatch.setattr(followed, "replace", noting(followed.replace))
         etcd_server.pause()
         threading.Event().wait(4.0)  # twice a lease
@@ -234,7 +233,7 @@ def test_leases_that_ran_out_in_an_outage_are_made_anew_and_nobody_sees_a_gap(
         assert set(followed.entries()) == {"w/0", "w/1"}
         may_renew.set()
         await_that(lambda: followed._present == {"w/0": "x"})
-        now += outages.GRACE_S
+        now += base.GRACE_S
         assert followed.entries() == {"w/0": "x"}
         assert len(seen) > 0
         assert all(seen)
@@ -246,7 +245,7 @@ def test_entries_of_a_process_are_renewed_together_and_idle_followers_ask_for_no
 ) -> None:
     """Each time the lease, and its keys. So 16 processes with three entries ask as 4 with twelve."""
     renew_often(monkeypatch)
-    from asyncrl.comm.name_resolve import etcd
+    from asyncrl.hosts import etcd
 
     monkeypatch.setattr(etcd, "CHECK_S", 3600.0)
     access = etcd_server.access()
@@ -370,15 +369,3 @@ def test_a_process_that_is_asked_to_stop_ends_as_it_should_while_etcd_is_silent(
         cluster.kill()
     assert worker.returncode == 0, log
     assert "waits/3 ends as done, which could not be published" in log
-
-
-def test_who_stood_still_for_longer_than_a_lease_takes_others_to_have_done_so(etcd_address: str) -> None:
-    """So it waits for them to put their entries back, as all processes of a machine do that was stopped."""
-    with make_resolver("etcd3", f"{ROOT}/still", etcd=EtcdAccess.at(etcd_address)) as resolver:
-        resolver.add("w/0", "a", lease_s=600.0)
-        (lease,) = resolver._leases.values()  # type: ignore[attr-defined]
-        assert resolver._renew("w/0") == "kept"
-        await_that(lambda: not resolver._outages.in_trouble)  # a call may have been slow
-        lease.looked_at -= 450.0
-        assert resolver._renew("w/0") == "kept"
-        assert resolver._outages.in_trouble

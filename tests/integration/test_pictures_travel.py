@@ -19,6 +19,7 @@ from asyncrl.api.generation import FinishReason, GenerationRequest, SamplingPara
 from asyncrl.api.picture import Picture, PictureError, PictureRef, PlacedPicture
 from asyncrl.comm.http.calls import HttpRefused, JsonHttp
 from asyncrl.inference.client import GenerateItem, GenerationServerClient, PictureSender
+from asyncrl.inference.embedded import server as serving
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.engine_io import (
     EngineStats,
@@ -28,8 +29,7 @@ from asyncrl.inference.embedded.engine_io import (
     Job,
     VersionSpan,
 )
-from asyncrl.inference.embedded.serving import server as serving
-from asyncrl.inference.embedded.serving.pictures import PictureCache
+from asyncrl.inference.embedded.http_requests import PictureCache
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
 from asyncrl.models.pictures.picture_rows import Pictures

@@ -15,14 +15,14 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.api.generation import GenerationRequest, SamplingParams
 from asyncrl.comm import names
-from asyncrl.comm.security.run_secret import RunSecret
+from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import DATA_RECORD_FILE, SECRET_FILE, write_run_config
 from asyncrl.config.setting import ConfigError
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.serving.server import Server, serve
+from asyncrl.inference.embedded.server import Server, serve
 from asyncrl.inference.process import PolicyServer
-from asyncrl.launch.before_start.reachable import check_reachable
+from asyncrl.launch.before_start.machine import check_reachable
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.process import GserverManager
 from asyncrl.manager.settings import PolicyConfig
@@ -94,9 +94,9 @@ class InRun:
 
     async def until(self, condition: Callable[[str], bool]) -> None:
         """Wait until `condition` holds of the state of the policy's server."""
-        runner = self.manager._policies._runners["judge"]
+        runner = self.manager._fleets._fleets["judge"].runner
         async with asyncio.timeout(LIMIT_S):
-            while not condition(next((status.state for status in runner.in_use.status()), "")):
+            while not condition(next((status.state for status in runner.status()), "")):
                 await runner.changed.wait(0.2)
 
     async def close(self) -> None:
@@ -121,7 +121,7 @@ async def test_a_server_of_somebody_else_answers_as_version_0_is_never_updated_a
         assert [answer.versions for answer in first] == [[0] * 6] * 2
         assert {answer.policy for answer in first} == {"judge"}
         assert engine.weight_version == LABEL
-        assert run.manager._policies.served_version() is None
+        assert run.manager._fleets.served_version() is None
         with pytest.raises(ValueError, match="'judge': a server of somebody else has no allowed_token_ids"):
             await rollouts.generate(replace(REQUEST, sampling=replace(REQUEST.sampling, allowed_token_ids=(3,))))
         scores = (await rollouts.generate(replace(REQUEST, score_from=1))).scores

@@ -19,16 +19,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 from asyncrl.api.generation import Completion, FinishReason, GenerationRequest, SamplingParams
 from asyncrl.inference.client import GenerateItem, GenerationServerClient
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.random_streams import derive_seed
-from asyncrl.inference.embedded.serving.server import serve
+from asyncrl.inference.embedded.server import serve
+from asyncrl.inference.random_streams import derive_seed
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
 from asyncrl.models.routers import RoutingShape
 from asyncrl.models.routing import Routers
 from asyncrl.rollout.generation import generation_servers
-from asyncrl.rollout.generation.generation_servers import ServerCapabilities, prefix_request
-from asyncrl.rollout.generation.partial_answers import PartialAnswer
-from asyncrl.rollout.generation.rollout_client import STOP_CHUNK, GenerationFailed, RolloutClient
-from asyncrl.rollout.generation.server_calls import ServerCalls
+from asyncrl.rollout.generation.generation_servers import GenerationServers, ServerCapabilities, prefix_request
+from asyncrl.rollout.generation.rollout_client import STOP_CHUNK, GenerationFailed, PartialAnswer, RolloutClient
 
 LIMIT_S = 600.0
 """Time limit of a request in seconds: longer than any test, unless the test sets the clock forward."""
@@ -37,7 +35,7 @@ LIMIT_S = 600.0
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Aborts that nobody waits for arrive, however slow the machine is."""
-    monkeypatch.setattr(ServerCalls._abort, "__defaults__", (LIMIT_S,))
+    monkeypatch.setattr(GenerationServers._abort, "__defaults__", (LIMIT_S,))
 
 
 class FixedManager:

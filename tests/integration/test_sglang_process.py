@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import os
 import signal
 import socket
 import stat
@@ -22,10 +23,11 @@ import pytest
 import pytest_asyncio
 from aiohttp import ClientSession, TCPConnector, web
 
-from asyncrl.comm.security.run_secret import HttpSecurity
+from asyncrl.comm.security import HttpSecurity
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.inference.engine_host import EngineStartError
-from asyncrl.inference.sglang.host import AdoptedHost, SGLangHost, wait_ready
+from asyncrl.inference.engine_host import AdoptedHost, EngineStartError, wait_ready
+from asyncrl.inference.sglang.host import SGLangHost
+from asyncrl.runtime import supervisor
 
 from ..ports import reserved_port
 
@@ -211,6 +213,14 @@ async def test_the_death_of_any_of_its_processes_is_noticed_and_the_rest_ends_wi
     assert not [process for process in tree if process.is_running()]
 
 
+async def test_a_supervisor_leaves_the_reaper_time_to_clean_up(make: Make, started: Started) -> None:
+    await make("normal").start()
+    tree = {process.pid for process in started()}
+    assert len(tree) >= 3
+    ended_at_once = {each.pid for each in supervisor.descendants(os.getpid(), spare_cleaners=True)}
+    assert not tree & ended_at_once
+
+
 async def test_it_can_be_started_again_after_a_death(make: Make, security: HttpSecurity) -> None:
     host = make("normal")
     first = await host.start()
@@ -254,7 +264,7 @@ async def test_a_port_taken_in_the_meantime_costs_another_attempt_only(make: Mak
 async def test_a_server_that_ignores_sigterm_is_killed(
     make: Make, started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.inference.sglang.host._STOP_GRACE_S", 0.2)
+    monkeypatch.setattr("asyncrl.inference.child.host._STOP_GRACE_S", 0.2)
     host = make("stubborn")
     await host.start()
     tree = started()

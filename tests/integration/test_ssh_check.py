@@ -17,11 +17,9 @@ import pytest
 from asyncrl.comm.names import GENERATION_SERVER, GSERVER_MANAGER, MASTER_WORKER, MODEL_WORKER, ROLLOUT_WORKER
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
-from asyncrl.runtime.hosts import ssh_check
-from asyncrl.runtime.hosts.ssh_check import check_hosts
-from asyncrl.runtime.launchers import ssh as ssh_launcher
+from asyncrl.hosts import ssh
 from asyncrl.runtime.settings import HostConfig
-from asyncrl.runtime.trials.resume import TrialError
+from asyncrl.runtime.trials.claim import TrialError
 
 from ..e2e.clusters import need, ssh_hosts
 from ..ports import free_ports
@@ -37,7 +35,7 @@ def ssh_config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def one_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ssh_launcher._OPTIONS, "ConnectionAttempts", "1")
+    monkeypatch.setitem(ssh._OPTIONS, "ConnectionAttempts", "1")
 
 
 def settings(runs: Path, ssh_config: Path, *arguments: str, **other_host: Any) -> ExperimentConfig:
@@ -54,17 +52,17 @@ def settings(runs: Path, ssh_config: Path, *arguments: str, **other_host: Any) -
 
 def refusal(config: ExperimentConfig) -> str:
     with pytest.raises(ConfigError) as error:
-        check_hosts(config)
+        ssh.Backend.check_hosts(config)
     assert list(Path(config.fileroot).iterdir()) == []
     return str(error.value)
 
 
 def test_a_host_that_can_be_used_passes_and_nothing_is_left(tmp_path: Path, ssh_config: Path) -> None:
     config = settings(tmp_path / "runs", ssh_config)
-    assert check_hosts(config) == []
+    assert ssh.Backend.check_hosts(config) == []
     assert list((tmp_path / "runs").iterdir()) == []
     config.system.shared_filesystem, config.system.hosts[1].fileroot = False, str(tmp_path / "own_disk")
-    check_hosts(config)
+    ssh.Backend.check_hosts(config)
 
 
 @pytest.mark.parametrize(("off_s", "side"), [(75.0, "behind"), (-75.0, "ahead of")])
@@ -72,8 +70,8 @@ def test_a_clock_that_differs_is_told(
     tmp_path: Path, ssh_config: Path, monkeypatch: pytest.MonkeyPatch, off_s: float, side: str
 ) -> None:
     clock = SimpleNamespace(time=lambda: time.time() + off_s)
-    monkeypatch.setattr(ssh_check, "time", clock)
-    (told,) = check_hosts(settings(tmp_path / "runs", ssh_config))
+    monkeypatch.setattr(ssh, "time", clock)
+    (told,) = ssh.Backend.check_hosts(settings(tmp_path / "runs", ssh_config))
     found = re.match(rf"the clock of box2 is (\d+) s {side} this host's", told)
     assert found, told
     assert 30 < int(found[1]) <= 75, "less is certain where the login is slow"
@@ -131,4 +129,4 @@ def test_a_folder_that_is_not_shared_is_refused(tmp_path: Path) -> None:
 def test_a_host_that_does_not_answer_is_a_failure_that_may_pass(tmp_path: Path, ssh_config: Path) -> None:
     (port,) = free_ports(1)
     with pytest.raises(TrialError, match=r"system\.hosts\[1\]\.name='box2': cannot be reached by ssh: .*refused"):
-        check_hosts(settings(tmp_path / "runs", ssh_config, "-p", str(port)))
+        ssh.Backend.check_hosts(settings(tmp_path / "runs", ssh_config, "-p", str(port)))

@@ -21,8 +21,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observe.display import Display
 from asyncrl.runtime import supervisor
 from asyncrl.runtime.launcher import Launcher
-from asyncrl.runtime.process.process_tree import end_marked, mark_of, supervised
-from asyncrl.runtime.supervisor import Identity, identity_of, kill
+from asyncrl.runtime.supervisor import Identity, end_marked, identity_of, kill, mark_of, supervised
 from asyncrl.runtime.trials.claim import TrialClaim
 
 LIMIT_S = 300.0
@@ -244,8 +243,8 @@ def test_a_process_is_known_by_its_start_time_not_by_its_id_alone() -> None:
 LAUNCHER = """
 import asyncio, sys
 from pathlib import Path
-from asyncrl.runtime.launchers.local import Backend
-from asyncrl.runtime.planning.worker_plan import WorkerPlan
+from asyncrl.runtime.backends import LocalBackend as Backend
+from asyncrl.runtime.planning.plan_workers import WorkerPlan
 
 WorkerPlan.command = lambda plan, run_dir: [sys.executable, "-c", Path(sys.argv[2]).read_text()]
 
@@ -281,8 +280,8 @@ time.sleep(600)
 LAUNCHER_OF_TWO = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from asyncrl.runtime.launchers.local import Backend
-from asyncrl.runtime.planning.worker_plan import WorkerPlan
+from asyncrl.runtime.backends import LocalBackend as Backend
+from asyncrl.runtime.planning.plan_workers import WorkerPlan
 
 folder = Path(sys.argv[1])
 programs = [sys.argv[2], "import time; print('here', flush=True); time.sleep(600)"]

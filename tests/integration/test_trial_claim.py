@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import itertools
 import os
+import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from msgspec import structs
 
 from asyncrl.comm import names
+from asyncrl.comm.files import FileLock
 from asyncrl.comm.name_resolve import NameResolver
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import LOCK_FILE, NAMES_DIR, SECRET_FILE, run_dir_of
 from asyncrl.observe.display import make_display
 from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.settings import Resume
-from asyncrl.runtime.trials.claim import TrialClaim, read_holder
-from asyncrl.runtime.trials.open_resolver import open_resolver
-from asyncrl.runtime.trials.resume import TrialError
+from asyncrl.runtime.trials.claim import TrialClaim, TrialError, TrialHeld, open_resolver, read_holder
 from asyncrl.runtime.trials.trial import Trial
 
 KEY = names.model_version_key("actor")
+CHANGES: dict[str, Callable[[Trial], None]] = {
+    "fence": lambda trial: trial.fence({("model_worker", 0): 1}, [("model_worker", 0)]),
+    "forget_brain": Trial.forget_brain,
+    "begin_again": Trial.begin_again,
+}
+"""What a launcher changes in the names of its trial after a death."""
 
 
 @pytest.fixture(params=["shared_folder", pytest.param("etcd3", marks=pytest.mark.etcd)])
@@ -116,8 +126,8 @@ def test_a_holder_lives_while_its_lock_is_held_whatever_its_process_id(configs: 
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         pass
     written = structs.replace(first.holder, pid=ended.pid, started=1)
-    os.ftruncate(first.lock, 0)
-    os.pwrite(first.lock, written.encode().encode(), 0)
+    os.ftruncate(first.lock.descriptor, 0)
+    os.pwrite(first.lock.descriptor, written.encode().encode(), 0)
     with open_resolver(configs[0], run_dir_of(configs[0])) as resolver:
         resolver.add(names.TRIAL_KEY, written.encode(), replace=True)
         for config in configs:
@@ -131,15 +141,64 @@ def test_a_holder_lives_while_its_lock_is_held_whatever_its_process_id(configs: 
 def test_the_next_launch_waits_for_the_leading_process_of_a_killed_one_in_any_container(tmp_path: Path) -> None:
     config = ExperimentConfig(fileroot=str(tmp_path))
     first = TrialClaim.take(config)
-    os.close(first._own)  # as the kernel does if the launcher is killed; the leading process keeps the other
+    first._own.close()  # as the kernel does if the launcher is killed; the leading process keeps the other
     noted: list[str] = []
 
     def note(text: str) -> None:
         noted.append(text)
-        os.close(first.lock)
+        first.lock.close()
 
     TrialClaim.take(config, note).release()
     assert "was killed, and is saving; waiting" in noted[0]
+
+
+def test_a_launch_that_waited_for_a_folder_that_was_removed_takes_that_which_is_there_now(tmp_path: Path) -> None:
+    """As where `clean --all` has the lock, and is told to remove the folder."""
+    config = ExperimentConfig(fileroot=str(tmp_path))
+    TrialClaim.take(config).release()
+    cleaning = FileLock(run_dir_of(config) / LOCK_FILE)
+    assert cleaning.take()
+
+    def remove(_: str) -> None:
+        shutil.rmtree(run_dir_of(config))
+        cleaning.close()
+
+    first = TrialClaim.take(config, remove)
+    assert first.lock.is_current()
+    with pytest.raises(TrialHeld):
+        TrialClaim.take(config)
+    first.release()
+
+
+def test_a_launch_that_cannot_write_who_it_is_leaves_the_trial_as_it_was(
+    configs: list[ExperimentConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead, run_dir = dead_holder(configs[0]), run_dir_of(configs[0])
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", full)
+        with pytest.raises(TrialError, match=r"lock.*No space left on device"):
+            TrialClaim.take(configs[0])
+    assert read_holder(run_dir) == dead
+    with open_resolver(configs[0], run_dir) as resolver:
+        assert names.TRIAL_KEY not in resolver.get_subtree()
+    TrialClaim.take(configs[0]).release()
+
+
+def test_a_file_system_without_locks_is_refused_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", without)
+    with pytest.raises(TrialError, match=rf"file system of {tmp_path}.* has no locks .*mount it with `flock`"):
+        TrialClaim.take(ExperimentConfig(fileroot=str(tmp_path)))
+    held = [file.path for file in psutil.Process().open_files() if Path(file.path).is_relative_to(tmp_path)]
+    assert held == []
 
 
 def test_of_two_that_find_the_same_dead_claim_one_wins(
@@ -178,8 +237,72 @@ def test_a_launch_that_stood_still_while_another_came_and_went_has_lost_its_name
         resolver.delete(names.TRIAL_KEY)  # its lease has run out
         second.prepare()
         second.release()
-        assert first.is_lost()
+        assert first.claim.is_lost()
         first.release()
+        forget(resolver)
+
+
+@pytest.mark.parametrize(
+    ("change", "moment"),
+    [
+        *itertools.product(CHANGES, ["before", "left"]),
+        *itertools.product(["forget_brain", "begin_again"], ["meanwhile"]),
+    ],
+)
+def test_a_launch_that_does_not_know_that_its_names_are_anothers_changes_nothing_of_them(
+    configs: list[ExperimentConfig], monkeypatch: pytest.MonkeyPatch, change: str, moment: str
+) -> None:
+    """It was cut off, and comes back as it handles a death; or it stands still while it looks what there is."""
+    first, second, _ = (Trial(config, print) for config in configs)
+    first.prepare()
+    get_subtree, found = NameResolver.get_subtree, dict[str, str]()
+
+    def take_over() -> None:
+        monkeypatch.setattr(NameResolver, "get_subtree", get_subtree)
+        resolver.delete(names.TRIAL_KEY)  # its lease has run out
+        second.prepare()
+        resolver.add(names.TRAINER_TURN_KEY, "same")
+        resolver.add(names.incarnation_key("rollout_worker", 100), "7")
+        if moment == "left":
+            second.release()
+        found.update(resolver.get_subtree())
+
+    def overtaken(resolver: NameResolver, root: str = "") -> dict[str, str]:
+        before = get_subtree(resolver, root)
+        take_over()
+        return before
+
+    with open_resolver(configs[0], first.run_dir) as resolver:
+        resolver.add(names.TRAINER_TURN_KEY, "same")
+        if moment == "meanwhile":
+            monkeypatch.setattr(NameResolver, "get_subtree", overtaken)
+        else:
+            take_over()
+        with pytest.raises(TrialHeld, match="silent for 60 s, and another took the trial over"):
+            CHANGES[change](first)
+        assert resolver.get_subtree() == found
+        first.release()
+        if moment != "left":
+            second.release()
+        forget(resolver)
+
+
+def test_a_launch_whose_names_are_taken_while_it_prepares_is_refused(
+    configs: list[ExperimentConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, _ = (Trial(config, print) for config in configs)
+    with open_resolver(configs[0], first.run_dir) as resolver:
+
+        def taken(_: Trial) -> None:
+            monkeypatch.undo()
+            resolver.delete(names.TRIAL_KEY)
+            second.prepare()
+
+        monkeypatch.setattr(Trial, "_say_continuation", taken)
+        with pytest.raises(TrialHeld, match="another took the trial over"):
+            first.prepare()
+        assert not second.claim.is_lost()
+        second.release()
         forget(resolver)
 
 

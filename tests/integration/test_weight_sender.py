@@ -16,8 +16,8 @@ from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.comm.request_reply import Done, RequestServer
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.client import GenerationServerClient, UpdateFailed
+from asyncrl.manager.fleet.fleet_runner import ServerUpdater
 from asyncrl.manager.fleet.servers import BeginUpdate, Target
-from asyncrl.manager.fleet.update import ServerUpdater
 from asyncrl.models.weights.transports import tensor
 from asyncrl.models.weights.transports.from_memory import AskPublisher, MemoryTrainerEnd, NotHeld, ServerConnection
 from asyncrl.models.weights.transports.tensor import TensorTransport

@@ -22,8 +22,7 @@ from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.functions.model_functions import CallContext, StatValues, find_function, run_call
 from asyncrl.trainer.parallel.rank_position import World
-from asyncrl.trainer.rank.roles import build_rank
-from asyncrl.trainer.rank.training_rank import TrainingRank
+from asyncrl.trainer.rank.training_rank import TrainingRank, build_rank
 
 VOCABULARY = 17
 

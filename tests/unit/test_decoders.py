@@ -35,24 +35,21 @@ import pytest
 import asyncrl.rollout.messages
 import asyncrl.trainer.messages
 from asyncrl.api import Sample, Trajectory
-from asyncrl.comm import names
-from asyncrl.comm.ended_rollouts import ledger_lines as lines
+from asyncrl.comm import ended_rollouts as lines
+from asyncrl.comm import names, push_pull, request_reply
 from asyncrl.comm.http.calls import HttpMalformed, decoded_reply
 from asyncrl.comm.http.server import Refused
 from asyncrl.comm.name_resolve import NameResolveError
 from asyncrl.comm.name_resolve.file import FileResolver
-from asyncrl.comm.push_pull import puller as push_pull
-from asyncrl.comm.request_reply import messages as request_reply
 from asyncrl.comm.trajectory_codec import CodecError, decode_each, decode_trajectories, encode_trajectories
 from asyncrl.inference import messages as serving
+from asyncrl.inference.embedded import http_requests as embedded
 from asyncrl.inference.embedded.engine_io import RequestError
-from asyncrl.inference.embedded.serving import requests as embedded
 from asyncrl.inference.openai import anthropic, chat_completions, chat_messages, responses, token_calls
 from asyncrl.inference.openai.api_errors import ApiError
 from asyncrl.manager import messages as m
-from asyncrl.manager.http_server import answering
 from asyncrl.manager.rollouts.ledger import Ledger
-from asyncrl.manager.service import ManagerService
+from asyncrl.manager.service import ManagerService, answering
 from asyncrl.models.weights.versions.manifest import FileEntry, Manifest, ManifestError, TensorEntry, read_manifest
 from asyncrl.observe.history.tail import read_rows
 from asyncrl.plugins.chat.parsers import FORMATS, parser
@@ -65,7 +62,7 @@ from asyncrl.runtime.trials.resume import newest_progress
 from asyncrl.trainer.messages import RolloutRecord
 from asyncrl.trainer.trajectories.inbox_store import InboxStore, StoredTrajectoryDamaged
 from asyncrl.verify.audit.ledger_files import read_ledger, surviving
-from asyncrl.verify.audit.rules import Replay
+from asyncrl.verify.audit.ledger_rules import Replay
 
 INPUTS = int(os.environ.get("ASYNCRL_FUZZ_INPUTS", "120"))
 SEED = int(os.environ.get("ASYNCRL_FUZZ_SEED", "0"))
@@ -288,7 +285,7 @@ REQUESTS: list[m.Message] = [
     m.FinishRequest(worker="rollout_worker/0", finished=[FINISHED]),
     m.ReceivedReport([RECEIVED], manager=1),
     m.ConsumedReport(1, [TRAINED], [m.DroppedRollout("r2", "stale")], manager=1),
-    m.TrainerRequest(manager=1),
+    m.CloseGate(manager=1),
     m.EndReport(1, manager=1),
     m.HeldReport("rollout_worker/0", 1, [m.HeldRollout(GRANTED), m.HeldRollout(GRANTED, FINISHED)]),
     m.RunBegin(1, CHECKPOINT, [RECEIVED]),

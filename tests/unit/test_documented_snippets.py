@@ -34,7 +34,7 @@ from asyncrl.launch.commands.init import write_project
 from asyncrl.trainer.supervised.settings import SFTConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TUTORIALS = [page for page in PAGES if page.name.startswith("tutorial_")]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`((?:python -m asyncrl\.launch|make|python benchmarks/)[^`]*)`")
@@ -247,7 +247,7 @@ def test_a_tutorials_experiment_passes_every_check_of_a_start(
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_yaml_and_json_are_loaded(page: Path) -> None:
     for block in blocks_of(page, "yaml"):
-        supervised = page.name in ("sft.md", "preferences.md")
+        supervised = page.name == "sft.md"
         given = OmegaConf.create(block)
         assert isinstance(given, DictConfig), block
         given.pop("defaults", None)

@@ -11,6 +11,8 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.api import Sample, SamplingParams
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
+from asyncrl.plugins.datasets.prompt_format import PromptFormat
+from asyncrl.plugins.datasets.templates.chat_template import ChatTemplate
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.reference import (
     ReferenceConfig,
@@ -49,7 +51,7 @@ def length_reward(data: object, completion: str) -> float:
 
 def trainer(config: ReferenceConfig = CONFIG, reward: object = length_reward) -> ReferenceTrainer:
     dataset = ArithmeticDataset(num_rows=32, max_numbers=3)
-    return ReferenceTrainer(config, tiny_model(), TOKENIZER, dataset, reward)  # type: ignore[arg-type]
+    return ReferenceTrainer(config, tiny_model(), PromptFormat(TOKENIZER, None), dataset, reward)  # type: ignore[arg-type]
 
 
 def run(config: ReferenceConfig = CONFIG, steps: int = 3) -> list[StepReport]:
@@ -78,6 +80,20 @@ def test_behaviour_logprobs_are_those_of_the_weights_that_generated() -> None:
         np.testing.assert_allclose(logprobs_T.numpy()[generated_T], sample.behave_logprobs[generated_T], atol=1e-5)
         assert set(sample.versions[generated_T]) == {0}
         assert set(sample.versions[~generated_T]) == {-1}
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_a_chat_model_is_asked_through_its_template(evaluated: bool) -> None:
+    loop, asked = trainer(), []
+    loop.prompt_format = PromptFormat(
+        TOKENIZER, ChatTemplate("{% for m in messages %}#{{ m.content }}+{% endfor %}", {})
+    )
+    answer = loop.answer
+    loop.answer = lambda prompts, policies: asked.extend(prompts) or answer(prompts, policies)  # type: ignore[method-assign,func-returns-value]
+    loop.greedy_accuracy(loop.dataset) if evaluated else loop.generate()
+    for prompt in asked:
+        assert list(prompt.input_ids) == TOKENIZER.encode(f"#{prompt.data['prompt']}+")
+    assert len(asked) == (32 if evaluated else 4)
 
 
 def test_without_staleness_the_behaviour_policy_is_the_proximal_one(three_steps: list[StepReport]) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2] / "asyncrl"
 PAGE = ROOT.parent / "docs" / "faults.md"
-PACKAGES = ("master", "manager", "rollout", "comm", "runtime")
+PACKAGES = ("master", "colocated", "offline", "manager", "rollout", "comm", "runtime", "clusters")
 MOST = 50
 HEAD, END = "<!-- waits: made by tests/unit/test_waits.py -->\n", "<!-- end of waits -->\n"
 

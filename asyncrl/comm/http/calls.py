@@ -17,9 +17,9 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from asyncrl.comm.security.run_secret import HttpSecurity
+from asyncrl.comm.security import HttpSecurity
 from asyncrl.comm.typed import decode_json
-from asyncrl.comm.waits.limits import ANSWER_S
+from asyncrl.comm.waits import ANSWER_S
 
 T = TypeVar("T")
 

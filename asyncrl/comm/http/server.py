@@ -26,7 +26,7 @@ from prometheus_client.core import CollectorRegistry, CounterMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from asyncrl.comm.names import url_host
-from asyncrl.comm.security.peer_gate import SourceLog
+from asyncrl.comm.security import SourceLog
 
 HEADER_LIMIT_S: Final = 15.0
 """For a connection's encryption, and from then or its last answer to the next request's header. Clients close

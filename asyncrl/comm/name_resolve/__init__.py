@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from enum import StrEnum, auto
 
 from asyncrl.comm.name_resolve.base import (
@@ -9,13 +10,15 @@ from asyncrl.comm.name_resolve.base import (
     OUTAGE_S,
     NameEntryExists,
     NameEntryNotFound,
+    NameResolveError,
     NameResolver,
     NameResolveTimeout,
+    NameResolveUnavailable,
     OwnerFenced,
+    Subtree,
 )
 from asyncrl.comm.name_resolve.etcd_access import EtcdAccess, EtcdAccessError
 from asyncrl.comm.name_resolve.file import FileResolver
-from asyncrl.comm.name_resolve.outages import NameResolveError, NameResolveUnavailable, Subtree
 
 __all__ = [
     "HURRY_S",
@@ -33,6 +36,9 @@ __all__ = [
     "Subtree",
     "make_resolver",
 ]
+
+_ETCD = "asyncrl.hosts.etcd:EtcdResolver"
+"""An optional back end, imported only if it is in use."""
 
 
 class NameBackend(StrEnum):
@@ -58,6 +64,5 @@ def make_resolver(
     """
     if NameBackend(backend) == NameBackend.file:
         return FileResolver(root, patience_s)
-    from asyncrl.comm.name_resolve.etcd import EtcdResolver  # an optional dependency
-
-    return EtcdResolver(root, EtcdAccess(()) if etcd is None else etcd, patience_s)
+    made: NameResolver = pkgutil.resolve_name(_ETCD)(root, EtcdAccess(()) if etcd is None else etcd, patience_s)
+    return made

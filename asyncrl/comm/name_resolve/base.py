@@ -13,11 +13,22 @@ without leases, that its replacement changes first. Its entries are added and pu
 values. During this time the owner keeps the name: an entry that was deleted, or taken and left by another owner, is put
 back. Without fences a deletion is final.
 
-Outages (`asyncrl.comm.name_resolve.outages`). A call that fails with `NameResolveUnavailable` is retried, and raises
-the error only if the outage has lasted too long. Renewals are retried for ever.
+Outages (etcd restarts or elects a leader, a file system is full or has a stale handle). A call that fails with
+`NameResolveUnavailable` is retried, and raises the error once it has failed for too long. Renewals are retried for
+ever. An outage is one line in the log, for all calls and retries together.
 
-Followers. One thread keeps all `Subtree`s up to date, through any outage, and wakes who waits for a name. So an idle
-process makes no calls, however many other processes there are.
+Followers. One thread keeps all `Subtree`s up to date and wakes who waits for a name. So an idle process makes no calls,
+however many other processes there are. Once the thread's calls have failed for too long, all reads raise the error.
+
+After an outage. While a back end is away no lease can be renewed. When it is back (etcd was stopped, or a link was
+cut), the leases have run out: every entry is removed, and put back by its owner a moment later. It must not look as if
+all processes had died. So in trouble (`NameResolver.in_trouble`), a `Subtree` holds removals back for `GRACE_S`.
+Without trouble a removal takes effect at once.
+
+    t=0 s     etcd stops answering, and the calls of this process fail
+    t=30 s    etcd answers again, leases have run out      replace({}): "a" and "b" are held back until 38 s
+    t=31 s    the owner of "a" has put it back             replace({"a": ...}): the reader never missed it
+    t=38 s    no owner has put "b" back                    it is gone
 
 A back end implements the underscored primitives at the end. Every method may be called from any thread. Calls take
 micro- to milliseconds, except `wait` and `watch`, and any call in an outage. In an event loop, use `asyncio.to_thread`.
@@ -26,8 +37,6 @@ A resolver does not survive `fork`: create one per process.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import logging
 import math
 import re
@@ -39,15 +48,14 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, ParamSpec, Self, TypeVar
 
-from asyncrl.comm.name_resolve.outages import NameResolveError, NameResolveUnavailable, Outages, Subtree
-from asyncrl.comm.waits.limits import ANSWER_S, CLOSE_S, LOOK_S
+from asyncrl.comm.waits import ANSWER_S, CLOSE_S, LOOK_S, Backoff
 
 P = ParamSpec("P")
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_@.:=-]*(/[A-Za-z0-9_][A-Za-z0-9_@.:=-]*)*")
-MAX_NAME_LENGTH = 200  # leaves room for the prefix and suffix of a temporary file within a file name's 255 bytes
+MAX_NAME_LENGTH = 200  # leaves room for a suffix within a file name's 255 bytes
 MIN_LEASE_S = 0.05
 """Shortest lease, which a busy process can still renew."""
 RENEWALS_PER_LEASE = 3
@@ -55,6 +63,24 @@ OUTAGE_S = 60.0
 """For which an outage of name resolution is waited out, unless the settings say otherwise."""
 HURRY_S = 2.0
 """As `OUTAGE_S`, of a process that was asked to stop."""
+LATE_S = 0.5
+"""After which a renewal that was due is a sign of trouble."""
+GRACE_S = 8.0
+"""By which removals are delayed in an outage: longer than an owner takes to put its entry back. That is a call that
+hangs until its limit (4 s), a retried renewal (0.5 s), a new connection (1 s).
+"""
+_BACKOFF = Backoff(0.05, 1.0)
+"""Delays between a failed call and its retry."""
+
+
+class NameResolveError(Exception):
+    """Base of the errors of name resolution. Raised itself if a back end refuses access or is closed, or an entry is
+    damaged.
+    """
+
+
+class NameResolveUnavailable(NameResolveError):
+    """The back end does not answer, or fails (connection, stale handle, full disk). A later call may work."""
 
 
 class NameEntryExists(NameResolveError):
@@ -100,13 +126,97 @@ def is_below(name: str, root: str) -> bool:
     return not root or name == root or name.startswith(root + "/")
 
 
+class Subtree:
+    """The entries at or below a root, which the resolver keeps up to date. Reading makes no call. Any thread may call
+    it.
+
+    Args:
+        root: root of the entries.
+        clock: monotonic time in seconds.
+    """
+
+    def __init__(self, root: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.root = root
+        self.changes = 0
+        """Number of changes, and of failures to read them; see `await_change`."""
+        self.is_followed, self.waiting = False, 0
+        """For the resolver: who needs it, in `follow` and in `watch`."""
+        self._clock = clock
+        self._present: dict[str, str] | None = None  # None: not read yet
+        self._leaving: dict[str, tuple[str, float]] = {}  # entries held back: value, and end of the delay
+        self._refused: Exception | None = None
+        self._changed = threading.Condition()
+
+    def entries(self) -> dict[str, str]:
+        """Return the living entries by full name, sorted; during an outage the last known ones.
+
+        Raises:
+            NameResolveError: the back end refuses access.
+        """
+        with self._changed:
+            if self._refused is not None:
+                raise self._refused
+            now = self._clock()
+            self._leaving = {name: left for name, left in self._leaving.items() if now < left[1]}
+            held_back = {name: value for name, (value, _) in self._leaving.items()}
+            return dict(sorted((held_back | (self._present or {})).items()))
+
+    def get(self, name: str) -> str | None:
+        """Return the value under `name`; None without such an entry."""
+        return self.entries().get(name)
+
+    def await_first(self, timeout_s: float) -> bool:
+        """Wait until the entries have been read once, for `timeout_s` seconds at most; return True if they have."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._present is not None, timeout_s)
+
+    def await_change(self, seen: int, timeout_s: float) -> None:
+        """Return once `changes` differs from `seen`, after `timeout_s` seconds at the latest."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.changes != seen, timeout_s)
+
+    def replace(self, found: Mapping[str, str], *, in_trouble: bool = False) -> None:
+        """Store all entries. `in_trouble`: hold removals back."""
+        with self._changed:
+            before = self._present or {}
+            if found == self._present:
+                return
+            if in_trouble:
+                until = self._clock() + GRACE_S
+                self._leaving |= {name: (before[name], until) for name in before.keys() - found.keys()}
+            self._leaving = {name: left for name, left in self._leaving.items() if name not in found}
+            self._present = dict(found)
+            self._wake()
+
+    def away(self) -> None:
+        """Record that the back end is away: the owners of what is held back need as long again."""
+        with self._changed:
+            until = self._clock() + GRACE_S
+            self._leaving = {name: (value, until) for name, (value, _) in self._leaving.items()}
+            self._wake()
+
+    def refuse(self, error: Exception) -> None:
+        """Raise `error` from all reads: the back end refuses access for good."""
+        with self._changed:
+            self._refused = error
+            self._wake()
+
+    def wake(self) -> None:
+        """End all waits: the resolver is closed."""
+        with self._changed:
+            self._wake()
+
+    def _wake(self) -> None:
+        self.changes += 1
+        self._changed.notify_all()
+
+
 @dataclass(slots=True)
 class _Leased:
-    """An entry that this resolver keeps alive; `due` is the time of its next renewal (monotonic s)."""
+    """An entry that this resolver keeps alive."""
 
     value: str
     lease_s: float
-    due: float
     is_missed: bool = False  # it is not this owner's now
 
 
@@ -127,14 +237,18 @@ class NameResolver(ABC):
         self.fences: dict[str, str] = {}
         """Entries are added, and restored after their lease ran out, only while each of these names has this value or
         does not exist."""
-        self._outages = Outages(root, patience_s)
+        self._patience_s = patience_s
+        self._failing: dict[object, float] = {}
+        """Since when calls fail that are being retried, by call (monotonic s)."""
+        self._trouble_until = -math.inf
         self._closing = threading.Event()
         self._leased: dict[str, _Leased] = {}
-        self._leased_changed = threading.Condition()
+        self._leasing = threading.Lock()
         self._adding: list[str] = []
         self._renewer: threading.Thread | None = None
         self._renews = True
-        self._stop_limit_s = ANSWER_S
+        self._renewal_due = math.inf  # of all leases, monotonic s
+        self._renewer_woken = threading.Event()
         self._followed: dict[str, Subtree] = {}
         self._following = threading.Lock()
         self._follower: threading.Thread | None = None
@@ -143,8 +257,20 @@ class NameResolver(ABC):
 
     @property
     def outage_s(self) -> float:
-        """Seconds for which the back end has not answered; 0 while it does."""
-        return self._outages.outage_s
+        """Seconds for which calls have failed that are being retried; 0 if there are none."""
+        now = time.monotonic()
+        return now - min(list(self._failing.values()), default=now)
+
+    @property
+    def in_trouble(self) -> bool:
+        """True if owners may have lost their leases in an outage, and have not had time to put their entries back.
+
+        A lease expires if its owner could not renew it for two thirds of its length, and every owner renews each third.
+        So before any lease expires, a call of this process has failed, or its own renewals are late: the back end
+        hangs, or this process was paused itself.
+        """
+        now = time.monotonic()
+        return now < self._trouble_until or (bool(self._leased) and now > self._renewal_due + LATE_S)
 
     def add(self, name: str, value: str, *, lease_s: float | None = None, replace: bool = False) -> None:
         """Publish `value` under `name`.
@@ -165,7 +291,7 @@ class NameResolver(ABC):
         self._check_open()
         self._adding.append(name)
         try:
-            self._patiently("add", self._create, name, value, lease_s, replace)
+            self._patiently(self._create, name, value, lease_s, replace)
             if lease_s is None:
                 self._forget(name)
             else:
@@ -182,27 +308,29 @@ class NameResolver(ABC):
         Raises:
             NameEntryNotFound: there is no such entry.
         """
-        value = self._patiently("get", self._read, check_name(name))
+        value = self._patiently(self._read, check_name(name))
         if value is None:
             raise NameEntryNotFound(f"name {name!r} under {self.root!r} does not exist, or its lease has run out")
         return value
 
     def get_subtree(self, root: str = "") -> dict[str, str]:
         """Return all living entries at or below `root` ("" is everything), by full name, sorted."""
-        found = self._patiently("get_subtree", self._read_subtree, check_name(root) if root else "")
+        found = self._patiently(self._read_subtree, check_name(root) if root else "")
         return dict(sorted(found.items()))
 
     def follow(self, root: str) -> Subtree:
         """Return the living entries at or below `root` ("" is everything), kept up to date from now on until `close`.
 
-        Every call with the same `root` returns the same object; only the first call reads from the back end.
+        Every call with the same `root` returns the same object; only the first call waits for the back end.
 
         Raises:
             NameResolveError: the back end refuses access.
         """
         subtree = self._joined(check_name(root) if root else "", waits=False)
-        if not subtree.is_read:
-            subtree.replace(self.get_subtree(root), first=True)
+        if not subtree.await_first(0.0):  # the thread may have read it already, for a watch that has ended
+            self._wake()
+        while not subtree.await_first(LOOK_S):
+            self._check_followed()
         return subtree
 
     def watch(self, name: str, timeout_s: float, last: str | None = None) -> str | None:
@@ -212,27 +340,24 @@ class NameResolver(ABC):
             NameResolveTimeout: it did not change within `timeout_s` seconds.
         """
         deadline = time.monotonic() + timeout_s
-        subtree, failures = self._joined(check_name(name), waits=True), 0
+        subtree = self._joined(check_name(name), waits=True)
         try:
             while True:
-                left_s, seen = max(0.0, deadline - time.monotonic()), subtree.changes
+                pause_s = left_s = max(0.0, deadline - time.monotonic())
+                seen = subtree.changes
                 try:
                     value = self._read(name)  # not the follower's, which may be older than `last`
-                except NameResolveUnavailable as error:
-                    failures += 1
-                    self._pause("watch", error, failures, left_s)
-                else:
-                    failures = 0
-                    self._outages.worked("watch")
-                    if value != last:
-                        return value
-                    subtree.await_change(seen, left_s)
-                    self._check_open()
+                except NameResolveUnavailable:  # the follower finds out for how long
+                    value, pause_s = last, min(left_s, LOOK_S)
+                if value != last:
+                    return value
                 if not left_s:
                     awaited = "appear" if last is None else f"change from {last!r}"
                     raise NameResolveTimeout(
                         f"name {name!r} under {self.root!r} did not {awaited} within {timeout_s:g} s"
                     )
+                subtree.await_change(seen, pause_s)
+                self._check_followed()
         finally:
             with self._following:
                 subtree.waiting -= 1
@@ -259,16 +384,15 @@ class NameResolver(ABC):
         check_name(name)
         if value is None:
             self._forget(name)
-        return self._patiently("delete", self._remove, name, value, own)
+        return self._patiently(self._remove, name, value, own)
 
     def is_fenced(self) -> bool:
         """True if this owner was replaced, according to its `fences`."""
-        return self._patiently("get", self._fenced)
+        return self._patiently(self._fenced)
 
     def hurry(self, limit_s: float = HURRY_S) -> None:
         """Limit outages to `limit_s` seconds from now on: the process was asked to stop, or (0) is about to end."""
-        self._outages.limit_s = min(limit_s, self._outages.limit_s)
-        self._stop_limit_s = min(max(limit_s, CLOSE_S), self._stop_limit_s)
+        self._patience_s = min(limit_s, self._patience_s)
 
     def close(self) -> None:
         """Stop renewing, and remove the leased entries of this resolver; entries without a lease stay.
@@ -302,52 +426,56 @@ class NameResolver(ABC):
 
     def _keep(self, name: str, value: str, lease_s: float) -> None:
         """Renew the entry from now on."""
-        with self._leased_changed:
-            self._leased[name] = _Leased(value, lease_s, time.monotonic() + lease_s / RENEWALS_PER_LEASE)
+        with self._leasing:
+            self._leased[name] = _Leased(value, lease_s)
+            self._renewal_due = min(self._renewal_due, time.monotonic() + lease_s / RENEWALS_PER_LEASE)
             if self._renewer is None and self._renews:
                 self._renewer = threading.Thread(target=self._renew_leases, name="lease-renewer", daemon=True)
                 self._renewer.start()
-            self._leased_changed.notify()
+        self._renewer_woken.set()
 
     def _forget(self, name: str) -> None:
         """Stop renewing `name`, if it is renewed."""
-        with self._leased_changed:
+        with self._leasing:
             self._leased.pop(name, None)
-        self._outages.worked(f"renew {name}")
 
     def _stop_renewing(self) -> None:
         """End the thread; wait for a running renewal. The entries stay until their leases run out."""
-        with self._leased_changed:
+        with self._leasing:
             self._renews = False
-            self._leased_changed.notify()
+        self._renewer_woken.set()
         if self._renewer is not None:
-            self._renewer.join(self._stop_limit_s)
+            self._renewer.join(min(ANSWER_S, max(CLOSE_S, self._patience_s)))
 
     def _renew_leases(self) -> None:
-        while (name := self._next_due()) is not None:
+        while self._renews:
+            self._renewer_woken.wait(min(self._renewal_due - time.monotonic(), threading.TIMEOUT_MAX))
+            self._renewer_woken.clear()
+            if self._renews and time.monotonic() >= self._renewal_due:
+                self._renew_all()
+
+    def _renew_all(self) -> None:
+        """Renew every lease once, or put its entry back; find out which entries were lost."""
+        began, works = time.monotonic(), True
+        for name, entry in list(self._leased.items()):
+            if self._closing.is_set() or self._leased.get(name) is not entry:  # or its owner has deleted it meanwhile
+                continue
             try:
-                self._renew_entry(name)
+                self._renew_entry(name, entry)
+            except NameResolveError as error:
+                works = False
+                self._failed(self._renew_all, error)  # no limit: other processes may need this entry
             except Exception:  # a defect: the other leases must not end with this one
                 _log.exception("the lease of %r was not renewed; it is tried again at the next renewal", name)
+        if works:
+            self._failing.pop(self._renew_all, None)
+        with self._leasing:
+            if time.monotonic() > self._renewal_due + LATE_S:
+                self._trouble_until = time.monotonic() + GRACE_S
+            pause_s = min((entry.lease_s for entry in self._leased.values()), default=math.inf) / RENEWALS_PER_LEASE
+            self._renewal_due = began + (pause_s if works else min(pause_s, LOOK_S))
 
-    def _next_due(self) -> str | None:
-        """Wait until a renewal is due and return its name; None once stopped."""
-        with self._leased_changed:
-            while self._renews:
-                wait_s = None
-                if self._leased:
-                    name, entry = min(self._leased.items(), key=lambda item: item[1].due)
-                    wait_s = entry.due - time.monotonic()
-                    if wait_s <= 0:
-                        entry.due = time.monotonic() + entry.lease_s / RENEWALS_PER_LEASE
-                        return name
-                self._leased_changed.wait(wait_s)
-            return None
-
-    def _renew_entry(self, name: str) -> None:
-        """Renew the entry once, or put it back; find out whether it was lost."""
-        if (entry := self._leased.get(name)) is None:
-            return
+    def _renew_entry(self, name: str, entry: _Leased) -> None:
         try:
             state = self._renew(name)
             if state == "lapsed" or (state == "gone" and self.fences):
@@ -356,12 +484,6 @@ class NameResolver(ABC):
             _log.warning("%s", error)
             self._forget(name)
             return
-        except NameResolveError as error:
-            with contextlib.suppress(NameResolveUnavailable):  # no limit: other processes may need this entry
-                self._outages.failed(f"renew {name}", error, 1)
-            entry.due = min(entry.due, time.monotonic() + LOOK_S)
-            return
-        self._outages.worked(f"renew {name}")
         if name in self._adding or self._leased.get(name) is not entry:  # this owner has replaced or deleted it itself
             return
         was_missed, entry.is_missed = entry.is_missed, state == "gone"
@@ -399,9 +521,7 @@ class NameResolver(ABC):
     def _joined(self, root: str, *, waits: bool) -> Subtree:
         """Return the subtree at `root`, which the thread keeps up to date from now on."""
         with self._following:
-            self._check_open()
-            if self._refused is not None:
-                raise self._refused
+            self._check_followed()
             subtree = self._followed.setdefault(root, Subtree(root))
             subtree.is_followed |= not waits
             subtree.waiting += waits
@@ -420,18 +540,19 @@ class NameResolver(ABC):
         while not self._closing.is_set():
             try:
                 for found in self._snapshots():
-                    self._outages.worked("follow")
+                    self._failing.pop(self._keep_up_to_date, None)
                     for subtree in self._subtrees():
                         if subtree.root in found:
-                            subtree.replace(found[subtree.root], in_trouble=self._outages.in_trouble)
+                            subtree.replace(found[subtree.root], in_trouble=self.in_trouble)
             except NameResolveUnavailable as error:
                 if self._closing.is_set():
                     return
                 for subtree in self._subtrees():
                     subtree.away()
-                with contextlib.suppress(NameResolveUnavailable):  # no limit: no call waits for this thread
-                    self._outages.failed("follow", error, 1)
-                self._closing.wait(LOOK_S)
+                if lasting := self._failed(self._keep_up_to_date, error):
+                    self._refuse(lasting)
+                else:
+                    self._closing.wait(LOOK_S)
             except NameResolveError as error:
                 self._refuse(error)
             except Exception as error:  # a defect: the readers must not take old entries for the present ones
@@ -453,28 +574,49 @@ class NameResolver(ABC):
         """Let the follower look now: the resolver is closed, or `root` is awaited too."""
         self._woken.set()
 
+    def _check_followed(self) -> None:
+        """Raise the reason if the thread keeps nothing up to date any more."""
+        self._check_open()
+        if self._refused is not None:
+            raise self._refused
+
     # Outages.
 
-    def _patiently(self, kind: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Retry `call` until it succeeds, and return its result."""
-        for failures in itertools.count(1):
-            try:
-                result = call(*args, **kwargs)
-            except NameResolveUnavailable as error:
-                self._pause(kind, error, failures, math.inf)
-            else:
-                self._outages.worked(kind)
-                return result
-        raise AssertionError("unreachable")
-
-    def _pause(self, kind: str, error: NameResolveUnavailable, failures: int, limit_s: float) -> None:
-        """Wait before a failed call is retried, `limit_s` at most.
+    def _patiently(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Retry `call` until it succeeds, and return its result.
 
         Raises:
-            NameResolveUnavailable: the call has been failing for too long.
+            NameResolveUnavailable: it has been failing for too long.
         """
-        self._closing.wait(min(self._outages.failed(kind, error, failures), limit_s))
-        self._check_open()
+        failures, this_call = 0, object()
+        try:
+            while True:
+                try:
+                    return call(*args, **kwargs)
+                except NameResolveUnavailable as error:
+                    if lasting := self._failed(this_call, error):
+                        raise lasting from error
+                failures += 1
+                self._closing.wait(_BACKOFF.delay(failures))
+                self._check_open()
+        finally:
+            self._failing.pop(this_call, None)
+
+    def _failed(self, call: object, error: NameResolveError) -> NameResolveUnavailable | None:
+        """Record that `call`, which is retried, has failed; return the error to raise if it has been failing for too
+        long.
+        """
+        now = time.monotonic()
+        self._trouble_until = now + GRACE_S  # leases may run out meanwhile
+        if not self._failing:
+            _log.warning(
+                "name resolution under %r fails, calls are retried for up to %g s: %s",
+                self.root, self._patience_s, error,
+            )  # fmt: skip
+        failed_s = now - self._failing.setdefault(call, now)
+        if failed_s < self._patience_s:
+            return None
+        return NameResolveUnavailable(f"{error} (name resolution has failed for {failed_s:.0f} s)")
 
     def _check_open(self) -> None:
         if self._closing.is_set():

@@ -13,7 +13,7 @@ import importlib.machinery
 import importlib.util
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -102,6 +102,14 @@ def definition(path: str) -> Definition | None:
     if node is None and _EVERYTHING not in defined:
         raise PluginError(f"{path!r}: {source} defines no {name!r}; it has: {', '.join(sorted(defined)) or 'nothing'}")
     return None if node is None else Definition(module, node)
+
+
+def path_problems(group: str, path: str) -> Iterator[str]:
+    """Yield an error message if the setting `<group>.path` names nothing, as far as the source shows."""
+    try:
+        definition(path)
+    except PluginError as error:
+        yield f"{group}.path={error}"
 
 
 def top_level_functions(source: Path) -> list[ast.FunctionDef]:

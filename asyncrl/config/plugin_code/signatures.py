@@ -1,12 +1,10 @@
-"""Registrations and parameters of functions, read from Python source without an import.
+"""Parameters of functions, and the registrations of algorithms, which are read from Python source without an import.
 
-The launcher checks `algorithm.*.params`, `reward.args` and the like before anything starts. The source has all the
-information. A decorator (`@policy_loss("ppo_clip")`) names the kind and the algorithm. The arguments of the function
-(or of the constructor) are the parameters, and annotations and defaults are the rules.
-
-The source is parsed instead of imported (with `inspect`, in a separate process) for three reasons. Importing the
-algorithms imports torch, which takes longer than all other checks together. User code may need packages or GPUs that
-only the workers' hosts have. And a check must not run user code: importing a module may load a model or call a service.
+A decorator (`@policy_loss("ppo_clip")`) names the kind and the algorithm. The arguments of the function (or of the
+constructor) are the parameters, and annotations and defaults are the rules. All other code of the user is imported and
+checked in a process of its own before the start (`interfaces`). The source is read where no process of a start could
+import it: algorithms import torch, which takes longer than all checks together, and may need packages or GPUs that only
+the ranks' hosts have; and every process needs an agent's number of turns (`argument`), but only workers run agents.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.algorithms.registry import KINDS
-from asyncrl.config.plugin_code.import_paths import Definition, PluginError, definition, split_path, top_level_functions
+from asyncrl.config.plugin_code.import_paths import PluginError, definition, split_path, top_level_functions
 from asyncrl.config.suggestions import did_you_mean
 
 MODEL_FUNCTION = "model_function"
@@ -45,10 +43,10 @@ class Param:
     def accepts(self, value: object) -> bool:
         """Return True if `value` fits the annotation: scalars, `Literal[...]`, `None` and unions of these.
 
-        An int is a valid float, a bool is not a number. An annotation of any other form accepts everything: a user's
-        function must check such values itself.
+        An int is a valid float, a bool is not a number. An annotation of any other form accepts everything, also one
+        whose text is no Python: a user's function must check such values itself.
         """
-        return not self.annotation or _fits(ast.parse(self.annotation, mode="eval").body, value)
+        return not self.annotation or _fits_text(self.annotation, value)
 
     def __str__(self) -> str:
         suffix = "" if self.required else f" = {self.default!r}"
@@ -138,66 +136,6 @@ def check_arguments(
         raise ValueError(f"{label} needs {where}.{missing[0]} ({params[missing[0]]}); set it")
 
 
-def problems(
-    group: str, path: str, args: Mapping[str, Any], supplied: Collection[str] = (), positional: int = 0
-) -> Iterator[str]:
-    """Yield an error message for each problem with the class or function at `<group>.path` and its `<group>.args`.
-
-    Nothing is run. Arguments are checked as far as the source shows the parameters.
-
-    Args:
-        supplied: keyword arguments that asyncrl passes itself.
-        positional: number of arguments passed by position, before the configured ones.
-    """
-    try:
-        params = _params_at(path, positional)
-    except PluginError as error:
-        yield f"{group}.path={error}"
-        return
-    try:
-        if params is not None:
-            check_arguments(repr(path), params, args, "args", supplied)
-    except ValueError as error:
-        yield f"{group}.args={dict(args)}: {error}"
-
-
-def function_arguments(path: str) -> ast.arguments | None:
-    """Return the arguments of the function at `path`; None if the source shows no function there.
-
-    Raises:
-        PluginError: the path names nothing.
-    """
-    match definition(path):
-        case Definition(node=ast.FunctionDef(args=taken) | ast.AsyncFunctionDef(args=taken)):
-            return taken
-    return None
-
-
-def names(path: str, positional: int = 0) -> Collection[str]:
-    """Return the names that the class or function at `path` takes beside its first `positional` arguments, as far as
-    its source shows them.
-
-    Raises:
-        PluginError: the path names nothing.
-    """
-    return (_params_at(path, positional) or {}).keys()
-
-
-def named_bases(class_: ast.ClassDef) -> list[str]:
-    """Return the bases of a class that may have methods, as source text."""
-    bases = [ast.unparse(base).partition("[")[0] for base in class_.bases]
-    return [base for base in bases if base.rpartition(".")[2] not in _BASES_WITHOUT_METHODS]
-
-
-def takes(path: str, name: str) -> bool:
-    """Return False if the class or function at `path` takes no argument `name`, by its source."""
-    try:
-        params = _params_at(path, 0)
-    except PluginError:  # reported where the path is checked
-        return True
-    return params is None or name in params
-
-
 def argument(path: str, args: Mapping[str, Any], name: str) -> Any:
     """Return the value of the parameter `name` of the class or function at `path`: from `args`, else its default.
 
@@ -212,6 +150,12 @@ def argument(path: str, args: Mapping[str, Any], name: str) -> Any:
     return None if param is None or param.default is ... else param.default
 
 
+def _named_bases(class_: ast.ClassDef) -> list[str]:
+    """Return the bases of a class that may have methods, as source text."""
+    bases = [ast.unparse(base).partition("[")[0] for base in class_.bases]
+    return [base for base in bases if base.rpartition(".")[2] not in _BASES_WITHOUT_METHODS]
+
+
 def _params_at(path: str, positional: int) -> Params | None:
     """Return the parameters of the function or constructor at `path`; None if the source does not show them."""
     found = definition(path)
@@ -224,7 +168,7 @@ def _params_at(path: str, positional: int) -> Params | None:
             for member in class_.body:
                 if isinstance(member, ast.FunctionDef) and member.name == "__init__":
                     return _params(member, 1 + positional)
-            named = named_bases(class_)
+            named = _named_bases(class_)
             if class_.keywords or len(named) > 1 or not all(base.isidentifier() for base in named):
                 return None
             try:
@@ -283,6 +227,14 @@ def _registration(decorator: ast.expr) -> tuple[str, str] | None:
     return None
 
 
+def _fits_text(annotation: str, value: object) -> bool:
+    try:
+        expression = ast.parse(annotation, mode="eval")
+    except SyntaxError:
+        return True
+    return _fits(expression.body, value)
+
+
 def _fits(node: ast.expr, value: object) -> bool:
     match node:
         case ast.BinOp(left=left, op=ast.BitOr(), right=right):
@@ -290,11 +242,15 @@ def _fits(node: ast.expr, value: object) -> bool:
         case ast.Constant(value=None):
             return value is None
         case ast.Constant(value=str(quoted)):
-            return _fits(ast.parse(quoted, mode="eval").body, value)
+            return _fits_text(quoted, value)
         case ast.Name(id=name) if name in _SCALARS:
             return isinstance(value, _SCALARS[name]) and (name == "bool" or not isinstance(value, bool))
         case ast.Subscript(value=ast.Name(id="Literal"), slice=choices):
             elements = choices.elts if isinstance(choices, ast.Tuple) else [choices]
-            return any(value == ast.literal_eval(e) and type(value) is type(ast.literal_eval(e)) for e in elements)
+            try:
+                allowed = [ast.literal_eval(element) for element in elements]
+            except ValueError:  # a member of an enumeration
+                return True
+            return any(value == each and type(value) is type(each) for each in allowed)
         case _:
             return True

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.embedded.engine import CHUNKED_PREFILL_SIZE, GenerationEngine
-from asyncrl.inference.embedded.load_engine import load_model
-from asyncrl.inference.embedded.serving.server import serve
+from asyncrl.inference.embedded.host import load_model
+from asyncrl.inference.embedded.server import serve
 from asyncrl.models.parity import UnsupportedModelError
 from asyncrl.models.pictures.picture_processor import PictureModelError
 from asyncrl.models.pictures.picture_rows import Pictures

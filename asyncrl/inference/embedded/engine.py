@@ -26,32 +26,105 @@ import torch
 from transformers import PreTrainedModel
 
 from asyncrl.config.memory_advice import is_out_of_memory
-from asyncrl.inference.embedded.decoding.admission_queue import AdmissionQueue
-from asyncrl.inference.embedded.decoding.batch import DecodeBatch, Detokenize
 from asyncrl.inference.embedded.engine_io import (
     EngineStats,
     EngineStoppedError,
     GenerationOutput,
     Job,
+    JobTable,
     MemoryStateError,
 )
-from asyncrl.inference.embedded.limits import EngineLimits, longest_sequence, shown_prompts
-from asyncrl.inference.embedded.memory import EngineMemory
-from asyncrl.inference.embedded.model.engine_parity import check_parity
-from asyncrl.inference.embedded.model.model_io import ModelRunner
-from asyncrl.inference.embedded.model.prefix_forward import PrefixForward
-from asyncrl.inference.embedded.model.served_weights import ServedWeights
-from asyncrl.inference.embedded.serving.commands import Mailbox
-from asyncrl.inference.embedded.serving.jobs import JobTable
-from asyncrl.inference.embedded.statistics import Statistics
-from asyncrl.inference.embedded.weight_updates import WeightUpdates
+from asyncrl.inference.embedded.limits import EngineLimits, check_parity, longest_sequence, shown_prompts
+from asyncrl.inference.embedded.prefix import PrefixForward
+from asyncrl.inference.embedded.scheduler import AdmissionQueue, DecodeBatch, Detokenize, Mailbox
+from asyncrl.inference.embedded.step import ModelRunner
+from asyncrl.inference.embedded.weights import EngineMemory, ServedWeights, WeightUpdates
 from asyncrl.inference.messages import MemoryTag, PauseMode
 from asyncrl.models.fused_norms import fuse_norms
 from asyncrl.models.pictures.picture_rows import Pictures
 from asyncrl.models.storages import own_storage
+from asyncrl.models.torch_device import shortage
 from asyncrl.models.transformers_internals import eos_token_ids
 from asyncrl.models.weights.model_files.loading import WeightUpdateError
-from asyncrl.runtime.process.torch_device import shortage
+
+INTERVAL_S = 0.1
+"""Interval in seconds between readings of a working engine."""
+WINDOW_S = 1.0
+"""Longest time in seconds between two readings that gives a speed: the first reading after a pause does not."""
+
+
+class WorkMeter:
+    """Receives, after every step, the time in seconds and the number of tokens generated so far."""
+
+    def __init__(self) -> None:
+        self.busy_seconds = 0.0
+        self.tokens_per_s = 0.0
+        self._read_at = 0.0
+        self._tokens = 0
+
+    def worked(self, begin: float, end: float, tokens: int) -> bool:
+        """Record a step from `begin` to `end`; return True if a reading was due."""
+        self.busy_seconds += end - begin
+        passed = end - self._read_at
+        if passed <= INTERVAL_S:
+            return False
+        if passed < WINDOW_S:
+            self.tokens_per_s = (tokens - self._tokens) / passed
+        self._read_at, self._tokens = end, tokens
+        return True
+
+
+class Statistics:
+    """Takes snapshots on the engine's thread; any thread may read the `latest`.
+
+    Args:
+        pictures: pictures of the model; None if it serves text alone.
+
+    Attributes:
+        latest: the newest snapshot, at most `INTERVAL_S` old while the engine works.
+        due: something other than a step has changed the state, so that the next step takes a snapshot.
+        retractions: samples that pauses sent back to the queue.
+    """
+
+    def __init__(self, batch: DecodeBatch, jobs: JobTable, limits: EngineLimits, pictures: Pictures | None) -> None:
+        self._batch, self._jobs, self._limits, self._pictures = batch, jobs, limits, pictures
+        self._prefilled_before = batch.prefills.forward.computed_tokens  # by the check of the model
+        self._meter = WorkMeter()
+        self.latest = EngineStats()
+        self.due = True
+        self.retractions = 0
+
+    def worked(self, begin: float, end: float) -> None:
+        """Record a step from `begin` to `end`; take a snapshot if one is due."""
+        if self._meter.worked(begin, end, self._batch.counts.generated) or self.due:
+            self.take(paused=False)
+
+    def take(self, *, paused: bool) -> None:
+        """Take a snapshot."""
+        self.due = False
+        batch = self._batch
+        self.latest = EngineStats(
+            running=batch.samples.live,
+            waiting=batch.waiting,
+            paused=paused,
+            used_tokens=batch.used_tokens,
+            max_total_tokens=self._limits.max_total_tokens,
+            max_running_requests=self._limits.max_running_requests,
+            prompt_tokens=batch.counts.prompt,
+            cached_tokens=batch.counts.cached,
+            generated_tokens=batch.counts.generated,
+            prefilled_tokens=batch.prefills.forward.computed_tokens - self._prefilled_before,
+            kept_tokens=batch.prefills.kept_tokens,
+            finished_requests=self._jobs.finished,
+            aborted_requests=self._jobs.aborted,
+            retractions=self.retractions,
+            steps=batch.steps,
+            busy_seconds=self._meter.busy_seconds,
+            gen_throughput=0.0 if paused or not batch.runnable else self._meter.tokens_per_s,
+            weight_version=batch.version,
+            encoded_pictures=0 if self._pictures is None else self._pictures.tower.encoded,
+        )
+
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +149,6 @@ class GenerationEngine:
         pictures: pictures of `model`; None if it serves text alone.
         chunked_prefill_size: most tokens of one prompt that are computed between two decode steps.
         saves_memory: the memory of the weights may be released.
-        int8: linear layers are served with the values of int8.
 
     Raises:
         UnsupportedModelError: the engine would not compute what transformers does; the message names what to use.
@@ -103,7 +175,6 @@ class GenerationEngine:
         pictures: Pictures | None = None,
         chunked_prefill_size: int = CHUNKED_PREFILL_SIZE,
         saves_memory: bool = False,
-        int8: bool = False,
     ) -> None:
         if saves_memory:
             own_storage(model)
@@ -118,7 +189,7 @@ class GenerationEngine:
         room = full if max_total_tokens is None else max_total_tokens
         running = min(room, full)
         self.model, self._pictures = model, pictures
-        weights = ServedWeights(model, model_path, int8=int8)
+        weights = ServedWeights(model, model_path)
         if model.device.type != "cpu":
             fuse_norms(model, gradients=False)
         runner = ModelRunner(model, running, record_routing=record_routing, pictures=pictures)
@@ -192,7 +263,7 @@ class GenerationEngine:
         return self._pictures is not None
 
     def stats(self) -> EngineStats:
-        """Return the latest snapshot, at most `statistics.INTERVAL_S` old while the engine works."""
+        """Return the latest snapshot, at most `INTERVAL_S` old while the engine works."""
         return self._statistics.latest
 
     def prepare(self, job: Job) -> None:

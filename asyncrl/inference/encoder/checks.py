@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.plugin_code import signatures
+from asyncrl.config.plugin_code.import_paths import path_problems
 from asyncrl.inference.encoder.settings import EncoderConfig
 
 _FROM_SERVERS = "server"
@@ -25,7 +25,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
             )
     if not encoder.servers:
         return
-    yield from signatures.problems("rollout.encoder", encoder.path, encoder.args)
+    yield from path_problems("rollout.encoder", encoder.path)
     device = str(encoder.args.get("device", "cpu"))
     if device != "cpu" and not encoder.gpus:
         yield f"rollout.encoder.args has device={device!r}, and rollout.encoder.gpus is 0; set it to 1"

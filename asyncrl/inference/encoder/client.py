@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from asyncrl.api.picture import Picture
 from asyncrl.comm.http.calls import HttpRefused, HttpTimeout, HttpUnreachable, JsonHttp
-from asyncrl.comm.waits.backoff import Backoff
+from asyncrl.comm.waits import Backoff
 from asyncrl.inference.encoder.messages import MAX_BODY_BYTES, MAX_CLIPS, EmbedReply, EmbedRequest, clip_key
 
 BODY_BYTES = 16 << 20

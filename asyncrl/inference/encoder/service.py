@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from asyncrl.api.picture import Picture, PictureError
 from asyncrl.comm.http.server import HttpRoute, HttpServer, Refused, json_response
-from asyncrl.comm.security.run_secret import HttpSecurity
+from asyncrl.comm.security import HttpSecurity
 from asyncrl.comm.typed import decode_json
 from asyncrl.inference.encoder.messages import MAX_BODY_BYTES, MAX_CLIPS, MAX_FRAMES, EmbedReply, EmbedRequest, clip_key
 from asyncrl.runtime.process.waiting import cancel

@@ -24,7 +24,7 @@ from aiohttp import web
 from asyncrl.api.generation import SamplingParams
 from asyncrl.comm.http.server import Refused, careful_runner, read_body, refusal
 from asyncrl.comm.names import url_host
-from asyncrl.comm.waits.limits import CLOSE_S
+from asyncrl.comm.waits import CLOSE_S
 from asyncrl.inference.openai import anthropic, sse, token_calls
 from asyncrl.inference.openai.api_call import Api
 from asyncrl.inference.openai.api_errors import HEADERS, ApiError

@@ -10,7 +10,6 @@ from pathlib import Path
 from asyncrl.comm.names import GENERATION_SERVER
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
-from asyncrl.inference.settings import Quantization
 from asyncrl.inference.sglang.command import check_args, missing_for_pictures, pictures_served
 from asyncrl.models.model_config import read_model_config
 from asyncrl.runtime.planning.plan_workers import plan_workers, with_types
@@ -64,11 +63,6 @@ def warnings(config: ExperimentConfig) -> Iterator[str]:
 def _quantised(config: ExperimentConfig) -> Iterator[str]:
     """Yield an error message for each setting that does not go with quantised weights."""
     generation, said = config.generation, config.generation.engine.quantised
-    if generation.quantization != Quantization.none:
-        yield (
-            f"generation.quantization={str(generation.quantization)!r}: it is the embedded engine's; SGLang has "
-            "generation.sglang.args={quantization: fp8} and others"
-        )
     if not said:
         return
     try:

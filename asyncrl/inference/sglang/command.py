@@ -13,7 +13,6 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,13 @@ from asyncrl.comm.names import url_host
 from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
+from asyncrl.inference.child.ports import PortBlock
+from asyncrl.inference.child.process_tree import ServerCommand
 from asyncrl.inference.engine_host import BASE_VERSION
-from asyncrl.inference.sglang.ports import PortBlock
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.models.model_config import read_model_config
 from asyncrl.models.pictures.picture_rules import placeholder_id
-from asyncrl.runtime.planning.worker_plan import ALLOCATOR_VARIABLES
+from asyncrl.runtime.planning.plan_workers import ALLOCATOR_VARIABLES
 from asyncrl.trainer.settings import VisionMode
 
 _INPUT_MARGIN = 8
@@ -57,15 +57,6 @@ OWNED_FLAGS: Mapping[str, str] = {
 """Flags that `generation.sglang.args` may not hold, and what to do instead."""
 DROPPED_FLAGS: Mapping[str, str] = {"torchao_config": "use quantization (fp8, w8a8_int8)"}
 """Flags that SGLang had, and what to use instead."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServerCommand:
-    """Command of a server: `argv`, additions to the environment, and the URL where it will answer."""
-
-    argv: tuple[str, ...]
-    env: Mapping[str, str]
-    url: str
 
 
 def check_args(args: Mapping[str, Any]) -> None:
@@ -115,7 +106,7 @@ def build_command(
         "model_path": str(model_dir),
         "host": config.system.host,
         "port": ports.http,
-        "nccl_port": ports.nccl,
+        "nccl_port": ports.base + 1,
         "tp_size": generation.sglang.tensor_parallel,
         "dtype": generation.dtype.on(device),
         "context_length": _served_context(config, model_config),
@@ -126,6 +117,8 @@ def build_command(
         "log_level": "warning",  # info is a line per batch; generation.sglang.args.log_level=info brings them back
         "sleep_on_idle": True,
         "enable_fp32_lm_head": config.model.float32_head,
+        "max_running_requests": generation.max_running_requests or None,
+        "max_total_tokens": generation.max_total_tokens or None,
     }
     if config.manager.update_mode == UpdateMode.in_place:
         flags["disable_radix_cache"] = True  # it would never be emptied, and return keys of ever older weights
@@ -139,7 +132,8 @@ def build_command(
         flags["enable_precise_embedding_interpolation"] = True  # else some paths place patches differently
     user = generation.engine.flags
     if user.get("enable_dp_attention") or int(user.get("nnodes", 1)) > 1:
-        flags["dist_init_addr"] = f"{url_host(config.system.host)}:{ports.rendezvous}"
+        # SGLang counts six more ports up from this one
+        flags["dist_init_addr"] = f"{url_host(config.system.host)}:{ports.base + 2}"
     argv = [generation.sglang.python or sys.executable, "-m", "sglang.launch_server"]
     if secrets_file is not None:
         argv += ["--config", str(secrets_file)]
@@ -191,8 +185,8 @@ def _cpu_flags(config: ExperimentConfig) -> dict[str, Any]:
         "disable_cuda_graph": True,
         "disable_overlap_schedule": True,
         "skip_server_warmup": True,
-        "max_total_tokens": config.generation.max_total_tokens,
-        "max_running_requests": config.generation.max_running_requests,
+        "max_total_tokens": config.generation.cache_tokens,
+        "max_running_requests": config.generation.running_limit,
     }
 
 

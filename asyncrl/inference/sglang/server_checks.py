@@ -14,7 +14,7 @@ import numpy as np
 
 from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.comm.http.calls import HttpError
-from asyncrl.comm.security.run_secret import HttpSecurity
+from asyncrl.comm.security import HttpSecurity
 from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.client import GenerationServerClient, connect

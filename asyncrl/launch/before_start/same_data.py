@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Iterator
 
 from asyncrl.config.experiment import ExperimentConfig
@@ -10,10 +11,10 @@ from asyncrl.config.trained_policies import is_changing
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.observe.history.tail import read_rows
 from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
-from asyncrl.rollout.inputs import bring_inputs, not_on_other_hosts
 from asyncrl.rollout.user_code.prompts import load_train_set
-from asyncrl.runtime.planning.staging_hosts import brings_inputs
-from asyncrl.runtime.trials.resume import ADVICE, TrialError, newest_progress
+from asyncrl.runtime.planning.process_kinds import BRING_INPUTS, INPUT_ERRORS, brings_inputs
+from asyncrl.runtime.trials.claim import TrialError
+from asyncrl.runtime.trials.resume import ADVICE, newest_progress
 from asyncrl.verify.audit.ledger_files import read_ledger
 
 
@@ -104,14 +105,14 @@ def keep_data_record(config: ExperimentConfig) -> None:
 def keep_inputs(config: ExperimentConfig, *, training: bool = True) -> None:
     """Keep a copy of the RolloutWorkers' present inputs, if these are brought to hosts that share no folder."""
     if brings_inputs(config):
-        bring_inputs(config, run_dir_of(config), training=training)
+        pkgutil.resolve_name(BRING_INPUTS)(config, run_dir_of(config), training=training)
 
 
 def not_found_elsewhere(config: ExperimentConfig) -> Iterator[str]:
     """Yield an error message for each input or output of RolloutWorkers that is not shared with their hosts."""
     if not brings_inputs(config):
         return
-    yield from not_on_other_hosts(config)
+    yield from pkgutil.resolve_name(INPUT_ERRORS)(config)
     if config.samples.eval_every:
         yield (
             f"samples.eval_every={config.samples.eval_every}: RolloutWorkers write the answers into the run's folder, "

@@ -18,18 +18,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from asyncrl.comm.files.file_lock import is_held
-from asyncrl.comm.files.private_files import make_private_folder, open_private_file
+from asyncrl.comm.files import is_held, make_private_folder, open_private_file
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import EXIT_FILE, LAUNCHER_LOCK_FILE, LAUNCHER_LOG, OBSERVED_DIR, run_dir_of
 from asyncrl.launch.refusal import refuse
-from asyncrl.observe.history.appended import Appended
 from asyncrl.observe.history.process_history import ProcessHistory
+from asyncrl.observe.history.tail import Appended
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_OK
 from asyncrl.runtime.settings import Resume
 from asyncrl.runtime.supervisor import identity_of
-from asyncrl.runtime.trials.claim import detached_holder, is_here, read_holder
-from asyncrl.runtime.trials.resume import TrialError, changed_settings
+from asyncrl.runtime.trials.claim import TrialError, detached_holder, is_here, read_holder
+from asyncrl.runtime.trials.resume import changed_settings
 
 START_LIMIT_S = 600.0
 """Longest time, in s, to watch a run that starts in the background until its processes have started."""
@@ -115,7 +114,10 @@ def attach(run_dir: Path) -> int | None:
             f"{run_dir} is running as pid {holder.pid} on {holder.host}: on another host, or in another container, "
             f"which this one cannot signal; attach there. Its output is in {run_dir / LAUNCHER_LOG}"
         )
-    launcher = os.pidfd_open(holder.pid)
+    try:
+        launcher = os.pidfd_open(holder.pid)
+    except ProcessLookupError:
+        return None
     try:
         identity = identity_of(holder.pid)  # of the same process that the descriptor refers to
         if identity is None or identity.started != holder.started:

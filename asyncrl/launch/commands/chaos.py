@@ -28,15 +28,15 @@ from asyncrl.config.setting import ConfigError
 from asyncrl.launch.commands.audit import Audit, audit
 from asyncrl.launch.experiment_args import experiment_parser, load_rl
 from asyncrl.launch.refusal import ERROR, refuse
+from asyncrl.launch.summary import summary_lines
 from asyncrl.observe.history.tail import read_rows
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.planning.plan_workers import plan_workers
 from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS, Restart
-from asyncrl.runtime.trials.summary import read_summary, summary_lines
+from asyncrl.runtime.trials.resume import read_summary
 from asyncrl.trainer.parallel.placement import worker_grid
 from asyncrl.verify.audit.ledger_files import read_ledger
-from asyncrl.verify.chaos import full_disk
-from asyncrl.verify.chaos.chaos_run import ChaosRun, Watched
+from asyncrl.verify.chaos.chaos_run import ChaosRun, Watched, why_no_disk_is_filled
 from asyncrl.verify.chaos.fault_costs import LAUNCHER, add_costs, complete, find_work
 from asyncrl.verify.chaos.fault_plan import Fault, FaultKind, make_plan
 from asyncrl.verify.chaos.report import WIDTH, table, verdict
@@ -156,7 +156,8 @@ def _plan(args: argparse.Namespace, config: ExperimentConfig) -> tuple[tuple[Fau
     for name in _links(config):
         servers.setdefault(name.partition("/")[0], []).append(name)
     if config.generation.engine.urls:
-        left_out.append("cuts and delays of generation.sglang.urls: those servers are not the run's")
+        urls = config.generation.engine.named("urls")
+        left_out.append(f"cuts and delays of {urls}: those servers are not the run's")
     counts = {
         FaultKind.kill: args.kills,
         FaultKind.pause: args.pauses,
@@ -164,7 +165,7 @@ def _plan(args: argparse.Namespace, config: ExperimentConfig) -> tuple[tuple[Fau
         FaultKind.delay: args.delays,
         FaultKind.full_disk: args.full_disks,
     }
-    if args.full_disks and (why := full_disk.why_not(run_dir_of(config))) is not None:
+    if args.full_disks and (why := why_no_disk_is_filled(run_dir_of(config))) is not None:
         counts[FaultKind.full_disk] = 0
         left_out.append(f"full disks: {why}")
     targets: Mapping[FaultKind, Mapping[str, Sequence[str]]] = {

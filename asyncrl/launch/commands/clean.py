@@ -9,14 +9,12 @@ Exit codes: 0 removed, or nothing to remove; 1 not confirmed; 2 the folder is no
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from asyncrl.comm.files.file_lock import take_lock
-from asyncrl.comm.files.private_files import NotPrivate, open_private_file
-from asyncrl.comm.waits.limits import LOOK_S
+from asyncrl.comm.files import FileLock, NotPrivate
+from asyncrl.comm.waits import LOOK_S
 from asyncrl.config.run_dir import (
     ANNOUNCED_DIR,
     CHECKPOINTS_DIR,
@@ -48,15 +46,13 @@ def main(argv: Sequence[str], program: str) -> int:
     except ValueError as error:
         return refuse(error)
     try:
-        lock = open_private_file(history.folder / LOCK_FILE)
+        lock = FileLock(history.folder / LOCK_FILE)
     except (OSError, NotPrivate) as error:
         return refuse(error)
-    try:
-        if not take_lock(lock, LOOK_S):
+    with lock:
+        if not lock.take(LOOK_S):
             return refuse(f"{history.folder} is running; end it first")
         return _clean(history.folder, args)
-    finally:
-        os.close(lock)
 
 
 def _clean(folder: Path, args: argparse.Namespace) -> int:

@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl.launch.refusal import refuse
-from asyncrl.observe.dashboard.page import html
-from asyncrl.observe.dashboard.page_data import Decode, page_data
+from asyncrl.observe.dashboard.page import Decode, html, page_data
 from asyncrl.observe.dashboard.server import Dashboard, serve
 from asyncrl.observe.history import History
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer

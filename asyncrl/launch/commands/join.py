@@ -31,15 +31,14 @@ from asyncrl.comm.name_resolve import NameEntryExists, NameEntryNotFound, NameRe
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import CONFIG_FILE, read_run_config
 from asyncrl.launch.refusal import refuse
+from asyncrl.runtime.backends import WorkerHandle, open_backend
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
-from asyncrl.runtime.launchers import WorkerHandle, open_backend
+from asyncrl.runtime.planning.plan_workers import WorkerPlan
 from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS, Share
-from asyncrl.runtime.planning.worker_plan import Host, WorkerPlan
 from asyncrl.runtime.process.hardware import LOOPBACK, visible_gpus
-from asyncrl.runtime.trials.claim import read_holder
-from asyncrl.runtime.trials.open_resolver import open_resolver
-from asyncrl.runtime.trials.process_exit import was_killed
-from asyncrl.runtime.trials.restart_budget import RestartBudget
+from asyncrl.runtime.settings import HostConfig
+from asyncrl.runtime.trials.claim import open_resolver, read_holder
+from asyncrl.runtime.trials.restarts import RestartBudget
 
 GONE_S = 60.0
 """A run whose manager is missing for this many seconds is over; a manager that died is replaced earlier."""
@@ -88,7 +87,8 @@ def joinable(run_dir: Path, kind: str, host: str) -> tuple[ExperimentConfig, str
     config = read_run_config(run_dir)
     serves = kind == names.GENERATION_SERVER
     if serves and config.generation.engine.urls:
-        raise JoinError("generation.sglang.urls: the run uses the servers of that list, which it does not start")
+        urls = config.generation.engine.named("urls")
+        raise JoinError(f"{urls}: the run uses the servers of that list, which it does not start")
     if not PROCESS_KINDS[kind].count(config):
         raise JoinError(f"{run_dir} is a replay of kept samples, which plays no prompt and asks no server")
     if not config.system.encrypt and (host or config.system.host) not in LOOPBACK:
@@ -138,7 +138,7 @@ class _Joined:
             for offset in range(count):
                 index = await asyncio.to_thread(self._take_index, kind)
                 resources = PROCESS_KINDS[kind].resources(self._config, offset, Share(visible_gpus(), ranks=0))
-                await self._start(WorkerPlan(kind, index, resources, host=Host(address=host)))
+                await self._start(WorkerPlan(kind, index, resources, host=HostConfig(address=host)))
             return await self._keep_up()
         finally:
             await self._backend.close()
@@ -182,7 +182,7 @@ class _Joined:
             f"{worker.plan.name} ended with {worker.exit_code}{'; it is started again' if again else ':'}", flush=True
         )
         if again:
-            await self._start(worker.plan, killed=was_killed(worker))
+            await self._start(worker.plan, killed=worker.was_killed)
         else:
             print(*(f"    {line}" for line in worker.last_lines()), sep="\n", flush=True)
         return again

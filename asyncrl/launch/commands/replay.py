@@ -6,6 +6,7 @@ FOLDER is a run's folder, or its `samples/`. max_head_offpolicyness is raised if
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,12 @@ from pathlib import Path
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import SAMPLES_DIR
 from asyncrl.config.setting import ConfigError
-from asyncrl.launch.before_start.checks import validate
-from asyncrl.launch.before_start.input_checks import check_data, check_graph
+from asyncrl.launch.before_start.data import check_data
+from asyncrl.launch.before_start.setting_checks import check_graph, validate
 from asyncrl.launch.experiment_args import experiment_parser, load_rl
 from asyncrl.launch.refusal import refuse
 from asyncrl.launch.train import train
-from asyncrl.rollout.replay import summary_of
+from asyncrl.runtime.planning.process_kinds import KEPT_SAMPLES
 
 _FOLDER = "samples="
 
@@ -50,7 +51,7 @@ def of_samples(config: ExperimentConfig, folder: Path) -> ExperimentConfig:
         ValueError: a file has no samples.
     """
     config = replace(config, samples=replace(config.samples, replay=str(folder)))
-    kept, batch = summary_of(folder), config.train_batch_size
+    kept, batch = pkgutil.resolve_name(KEPT_SAMPLES)(folder), config.train_batch_size
     steps = min(config.total_train_steps, kept.rollouts // batch)
     if not steps:
         raise ConfigError(

@@ -14,23 +14,20 @@ from pathlib import Path
 
 from rich.console import Console
 
-from asyncrl.comm.files.private_files import PRIVATE_UMASK
+from asyncrl.comm.files import PRIVATE_UMASK
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import SAMPLES_DIR
 from asyncrl.config.setting import ConfigError
-from asyncrl.launch.before_start.checks import validate
-from asyncrl.launch.before_start.initial_model import with_model
-from asyncrl.launch.before_start.prompt_checks import check_prompts
-from asyncrl.launch.before_start.reachable import check_reachable
-from asyncrl.launch.before_start.rehearse import rehearsed
+from asyncrl.launch.before_start.models import with_model
+from asyncrl.launch.before_start.pipeline import StartChecks
 from asyncrl.launch.before_start.same_data import keep_data_record, keep_inputs
-from asyncrl.launch.before_start.whole_models import check_models
+from asyncrl.launch.before_start.setting_checks import validate
 from asyncrl.launch.experiment_args import experiment_parser, load_rl
 from asyncrl.launch.refusal import refuse
 from asyncrl.observe.display import make_display
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED
 from asyncrl.runtime.launcher import Launcher
-from asyncrl.runtime.trials.resume import TrialError
+from asyncrl.runtime.trials.claim import TrialError
 from asyncrl.trainer.supervised.base_model import BaseModelError
 
 
@@ -61,11 +58,8 @@ def open_gate(config: ExperimentConfig) -> ExperimentConfig:
 
 
 def _run(config: ExperimentConfig, console: Console) -> int:
-    found = [f"WARNING: {note}" for note in check_reachable(config)]
-    with rehearsed(config) as rehearsal_notes:
-        check_prompts(config)
-        check_models(config, evaluates=True)
-        notes = [*found, *rehearsal_notes()]
+    with StartChecks(config) as checks:
+        notes = checks.notes()
     title = f"asyncrl rollout {config.experiment_name}/{config.trial_name}"
     display = make_display(config.logging.display, title, config.total_train_steps, config.max_head_offpolicyness)
     launcher = Launcher(config, display)

@@ -12,10 +12,10 @@ from rich.console import Console
 from asyncrl.config.load import Config
 from asyncrl.config.run_dir import run_dir_of
 from asyncrl.config.secrets import hide
-from asyncrl.rollout.inputs import named_inputs
-from asyncrl.runtime.hosts.manifests import manifests
+from asyncrl.plugins.named_inputs import named_inputs
+from asyncrl.runtime.backends import backend_class
 from asyncrl.runtime.planning.plan_workers import plan_workers
-from asyncrl.runtime.planning.staging_hosts import brings_inputs
+from asyncrl.runtime.planning.process_kinds import brings_inputs
 from asyncrl.trainer.supervised.base_model import base_model_dir
 from asyncrl.trainer.supervised.settings import SFTConfig
 
@@ -35,8 +35,8 @@ def dry_run(config: Config, again: Sequence[str] = ()) -> int:
         console.print(f"1 process, {config.threads} threads, makes {base_model_dir(config)}")
         return 0
     run_dir, plans = run_dir_of(config), plan_workers(config)
-    in_pods = config.system.launcher == "kubernetes"
-    comment = "# " if in_pods else ""
+    objects = backend_class(config.system.launcher).objects(config, plans, again)
+    comment = "# " if objects else ""
     console.print(f"{comment}run folder: {run_dir}")
     environments = [set(plan.environment().items()) for plan in plans]
     shared = set.intersection(*environments)
@@ -56,8 +56,7 @@ def dry_run(config: Config, again: Sequence[str] = ()) -> int:
             console.print(f"  {named.setting}={named.value}: its files are brought to the hosts of the RolloutWorkers")
         elif named.module:
             console.print(f"  {named.setting}={named.value}: has to be the same on the hosts of the RolloutWorkers")
-    if in_pods:
-        objects = manifests(config, plans, again)
+    if objects:
         for secret in (each["stringData"] for each in objects if each["kind"] == "Secret" and sys.stdout.isatty()):
             console.print("# a terminal does not show the Secret's values: pipe this to kubectl")
             secret.update({name: hide(text) for name, text in secret.items()})

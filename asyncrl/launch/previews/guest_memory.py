@@ -17,9 +17,10 @@ from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.settings import guests_of
+from asyncrl.models.model_facts import ModelFacts
 from asyncrl.runtime.planning.plan_workers import plan_workers
 from asyncrl.trainer.sizing.memory_estimate import MemoryNeed
-from asyncrl.trainer.sizing.sized_model import ModelSizes, SizedModel
+from asyncrl.trainer.sizing.sized_model import SizedModel
 
 GIB = 1 << 30
 
@@ -69,16 +70,16 @@ class SharedDevice:
         )
 
 
-def cache_bytes_per_token(sizes: ModelSizes, value_bytes: int) -> int:
+def cache_bytes_per_token(sizes: ModelFacts, value_bytes: int) -> int:
     """Return the bytes of keys and values of one token in all layers."""
     return 2 * sizes.layers * sizes.key_value_heads * sizes.head_size * value_bytes
 
 
 def cache_bytes(config: ExperimentConfig, model: SizedModel, value_bytes: int) -> int:
-    """Return the bytes of an embedded engine's cache when it is full."""
+    """Return the bytes of the full cache of an engine that has `memory_is_counted`."""
     per_token = cache_bytes_per_token(model.sizes, value_bytes)
     spare = per_token // model.sizes.layers  # slots are laid out anew in a buffer of one layer
-    return (per_token + spare) * config.generation.max_total_tokens
+    return (per_token + spare) * config.generation.cache_tokens
 
 
 def server_bytes(config: ExperimentConfig, model: SizedModel) -> int:
@@ -89,9 +90,10 @@ def server_bytes(config: ExperimentConfig, model: SizedModel) -> int:
     value_bytes = 4 if generation.dtype.on("cuda") == Dtype.float32 else 2
     per_token = cache_bytes_per_token(model.sizes, value_bytes)
     weights = model.numel * value_bytes // generation.engine.shape.tensor
-    if generation.engine.fixed_cache:
+    if generation.engine.memory_is_counted:
         return weights + cache_bytes(config, model, value_bytes)
-    return weights + per_token * context_length(config, {})
+    tokens = generation.cache_tokens if generation.engine.fixed_cache else context_length(config, {})
+    return weights + per_token * tokens
 
 
 def shared_devices(

@@ -13,7 +13,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.config.trained_policies import config_of_policy, policy_and_role
 from asyncrl.inference.settings import guests_of
-from asyncrl.launch.before_start.initial_model import base_model_config
+from asyncrl.launch.before_start.models import base_model_config
 from asyncrl.launch.previews.guest_memory import SharedDevice, cache_bytes, shared_devices
 from asyncrl.master.graph.call_graph import Graph
 from asyncrl.models.model_config import read_model_config
@@ -57,13 +57,13 @@ def allocation(config: ExperimentConfig, graph: Graph, placed: Placement, folder
         shards = placed.shards_of(plan.index)
         needs = [
             need(
-                models[shard.role],
-                placed.grids[shard.role].layout,
-                placed.grids[shard.role].coordinates(plan.index),
-                _workload(config, shard.role),
-                trained=policy_and_role(config, shard.role)[1] in ("actor", "critic"),
+                models[role],
+                placed.grids[role].layout,
+                place,
+                _workload(config, role),
+                trained=policy_and_role(config, role)[1] in ("actor", "critic"),
             )
-            for shard in shards
+            for role, place in shards.items()
         ]
         gpu = plan.resources.gpus[0] if plan.resources.gpus else None
         rows.append(
@@ -71,7 +71,7 @@ def allocation(config: ExperimentConfig, graph: Graph, placed: Placement, folder
                 plan.index,
                 plan.host.name or plan.host.address or config.system.host,
                 gpu,
-                tuple(map(str, shards)),
+                tuple(f"{role}@{place}" for role, place in shards.items()),
                 total(needs, offload=config.trainer.offload),
             )
         )
@@ -93,17 +93,17 @@ def memory_checkpoint_bytes(config: ExperimentConfig, graph: Graph, placed: Plac
 
 
 def server_line(config: ExperimentConfig, graph: Graph, folder: Path | None) -> str:
-    """Return a line on the memory of each generation server of the embedded engine."""
+    """Return a line on the memory of each generation server whose engine has `memory_is_counted`."""
     generation = config.generation
     model = count(_described(config, model_of(config, graph, "actor"), folder))
     on_gpu = any(plan.resources.gpus for plan in plan_workers(config) if plan.kind == GENERATION_SERVER)
     exact = generation.dtype.on("cuda" if on_gpu else "cpu") == Dtype.float32
     weights = model.numel * (4 if exact else 2)
     head = 4 * model.sizes.vocabulary * model.sizes.hidden if config.model.float32_head and not exact else 0
-    packed = weights if exact and not on_gpu else head  # `inference.embedded.model.linears`
+    packed = weights if exact and not on_gpu else head  # matrices packed for the CPU's kernels, or a head in float32
     cache = cache_bytes(config, model, 4 if exact else 2)
     parts = f"weights {weights / GIB:.2f}, packed copies {packed / GIB:.2f}, KV cache up to {cache / GIB:.2f}"
-    return f"each generation server, in GiB: {parts} (generation.max_total_tokens={generation.max_total_tokens})"
+    return f"each generation server, in GiB: {parts} (generation.max_total_tokens={generation.cache_tokens})"
 
 
 def in_turns(

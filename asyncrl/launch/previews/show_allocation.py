@@ -64,7 +64,7 @@ def show_allocation(config: Config, folder: Path | None) -> int:
     console.print(table if fits else _stacked(table))
     if kept := memory_checkpoint_bytes(config, graph, placed, folder):
         console.print(f"in-memory checkpoint: {kept / GIB:.2f} GiB of /dev/shm on the ranks' hosts", soft_wrap=True)
-    if config.generation.engine.fixed_cache:
+    if config.generation.engine.memory_is_counted:
         console.print(server_line(config, graph, folder), soft_wrap=True)
     for line in warnings(rows, host_memory() - kept, gpu_bytes):
         console.print(f"warning: {line}", soft_wrap=True)

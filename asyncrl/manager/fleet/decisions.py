@@ -41,7 +41,7 @@ States of a server::
 - Every update pauses the server, also if it is drained: requests that still arrive are held, and never run while
   weights are replaced. A quarantined server has unknown weights, so its requests are always interrupted.
 
-Servers on the trainer's devices take turns with it, by two more states (`asyncrl.manager.fleet.guests.turns`).
+Servers on the trainer's devices take turns with it, by two more states (`asyncrl.colocated`).
 
 Every order carries its `attempt`; outcomes of cancelled attempts are ignored.
 """
@@ -52,19 +52,19 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from asyncrl.comm.names import GuestMemory
-from asyncrl.comm.waits.backoff import Backoff
+from asyncrl.comm.waits import Backoff
 from asyncrl.inference.client import MemoryTag, PauseMode
-from asyncrl.manager.fleet.guests.turns import GuestTurns
 from asyncrl.manager.fleet.servers import (
     BeginUpdate,
     CancelUpdate,
     CheckHealth,
+    GuestTurns,
     Order,
     Rest,
     ServerLife,
+    ServerTargets,
     host_of,
 )
-from asyncrl.manager.fleet.targets import ServerTargets
 from asyncrl.manager.messages import ServerState
 from asyncrl.manager.settings import UpdateMode
 

@@ -1,91 +1,111 @@
-"""Execute the orders of `FleetDecisions`: updates and health checks; and keep the router up to date.
+"""Execute the orders of `FleetDecisions`: updates and health checks; and keep the router and the gate up to date.
 
-The caller reports servers in name resolution (`registered`) and published weights (`publish`); `run` does the rest.
-Each server's update and health check is a separate task, so none waits for another.
+The caller reports servers in name resolution (`registered`) and published weights (`publish`); `FleetRunner.run` does
+the rest. Each server's update and health check is a separate task, so none waits for another. `ServerUpdater` has the
+calls of one update: pause, load, continue, check.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from asyncrl.comm import names
-from asyncrl.comm.http.calls import HttpError, HttpTimeout, JsonHttp
-from asyncrl.comm.waits.limits import ASK_S
-from asyncrl.comm.waits.notifier import Notifier
-from asyncrl.inference.client import DamagedVersion
+from asyncrl.comm.http.calls import HttpError, HttpTimeout, HttpUnreachable, JsonHttp
+from asyncrl.comm.name_resolve import NameResolver
+from asyncrl.comm.waits import ANSWER_S, ASK_S, Notifier
+from asyncrl.inference.client import DamagedVersion, GenerationServerClient, MemoryTag, PauseMode, PictureSender
+from asyncrl.inference.settings import backends_that
 from asyncrl.manager.fleet.decisions import FleetDecisions
-from asyncrl.manager.fleet.guests.residence import Residence
-from asyncrl.manager.fleet.health_checks import HealthChecks, Log
 from asyncrl.manager.fleet.logprob_check import WeightsDiffer
 from asyncrl.manager.fleet.servers import BeginUpdate, CancelUpdate, CheckHealth, Rest, Target
-from asyncrl.manager.fleet.servers_in_use import ServersInUse
-from asyncrl.manager.fleet.update import ServerUpdater
-from asyncrl.manager.messages import ServerState
+from asyncrl.manager.messages import ServerState, ServerStatus
+from asyncrl.manager.service import ManagerService
+from asyncrl.models.weights.transports.base import ManagerEnd
 from asyncrl.observe import observer
 from asyncrl.runtime.process.worker import CannotContinue
+from asyncrl.trainer.messages import SendWeights
 
+Log: TypeAlias = "logging.Logger | logging.LoggerAdapter[logging.Logger]"
+UpdateCheck = Callable[[int, GenerationServerClient, Target], Awaitable[None]]
+"""Checks that the server with this index has the target's weights. Raises `HttpError` if it has others."""
+
+UNKNOWN_VERSION = -1
+"""Version of a server whose weights are unknown; it gets no requests."""
+_UNUSED = (ServerState.QUARANTINED, ServerState.RESTING)
 _IF_NONE_AGREES = (
     "raise manager.logprob_check_tolerance if this is rounding; else the server computes this model otherwise than "
-    "transformers does, so use generation.backend=embedded, or another version of SGLang"
+    f"transformers does, so use generation.backend={backends_that(lambda kind: kind.same_arithmetic)}, or another "
+    "version of the engine"
 )
 
 
+class WeightsChanged(HttpError):
+    """The server has other weights than the last update loaded."""
+
+
 class FleetRunner:
-    """Runs the fleet of generation servers.
+    """Runs the fleet of generation servers of one policy.
 
     Args:
         decisions: decides each server's next action.
-        in_use: keeps the router and the gate up to date.
+        service: its router and gate are kept up to date, and its clients learn of lost servers.
         updater: makes the calls of updates and rests.
         http: connections to the servers, for health checks.
-        health_interval_s: time between two health checks of a server.
+        health_interval_s: time between two health checks of a server in service.
         kind: process kind of the servers.
+        policy: name in `policies` of the servers' policy; empty: the run's own.
+        served_version: returns the version by which the gate counts; None: the gate does not depend on these servers.
         frozen: the servers are not part of this run. They are never updated, and their answers count as version 0.
+        resolver: keeps what memory guests have released, for a later manager; None: it is not kept.
         clock: seconds in which this process ran, for the limits of updates.
         tell: shows a person that a server fell silent in an update, once until it serves again.
 
     Attributes:
-        in_use: the servers that get requests.
+        kind: process kind of the servers.
         changed: notified when a server's state changes.
-        residence: memory that the guests hold on their devices.
+        guest_memory: by index, the guests whose memory is released, or may be.
+        wake_s: seconds that the last woken guest took until it served.
     """
 
     def __init__(
         self,
         decisions: FleetDecisions,
-        in_use: ServersInUse,
+        service: ManagerService,
         updater: ServerUpdater,
         http: JsonHttp,
         *,
         health_interval_s: float,
         kind: str = names.GENERATION_SERVER,
+        policy: str = "",
+        served_version: Callable[[], int | None] | None = None,
         frozen: bool = False,
+        resolver: NameResolver | None = None,
         log: Log,
         clock: Callable[[], float] = time.monotonic,
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._decisions, self.in_use, self._updater = decisions, in_use, updater
-        self._log, self._clock, self._tell, self._kind = log, clock, tell, kind
+        self._decisions, self._service, self._updater, self._http = decisions, service, updater, http
+        self._health_interval_s, self._policy, self._frozen = health_interval_s, policy, frozen
+        self.kind = kind
+        self._resolver, self._log, self._clock, self._tell = resolver, log, clock, tell
+        self._router = service.routes.router_of(policy)
+        self._served_version = served_version or (lambda: None)
         self.changed = Notifier()
-        self.residence = Residence(decisions.guests, kind)
+        self.guest_memory: dict[int, names.GuestMemory] = {}
+        self.wake_s = 0.0
+        self._on_device_since: dict[int, float] = {}
         self._updates: dict[int, asyncio.Task[None]] = {}
         self._late_checks: dict[int, asyncio.Task[None]] = {}
+        self._health_checks: set[str] = set()  # URLs of the servers that are asked now
         self._tasks: set[asyncio.Task[None]] = set()
         self._statuses: dict[int, str] = {}
-        self._health = HealthChecks(
-            decisions,
-            http,
-            frozen=frozen,
-            interval_s=health_interval_s,
-            spawn=self._spawn,
-            changed=self._update_routes,
-            log=log,
-            clock=clock,
-        )
+        self._shown: dict[int, tuple[str, bool]] = {}  # to the router: URL, and whether clients may wait there
 
     def registered(self, servers: Mapping[int, tuple[str, int]]) -> None:
         """Set the servers that name resolution has now: index to (URL, version at registration)."""
@@ -93,12 +113,13 @@ class FleetRunner:
         for life in self._decisions.servers:
             if life.index not in servers:
                 self._log.warning("generation server %d (%s) is gone", life.index, life.url)
-                self.residence.left(life.index)
+                self._left_device(life.index)
                 changed |= self._decisions.deregister(life.index)
         for index, (url, version) in servers.items():
-            memory = self.residence.memory.get(index)
+            memory = self.guest_memory.get(index)
             if self._decisions.register(index, url, version, self._clock(), memory=memory):
-                self.residence.registered(index, url)
+                if memory is None or memory.url != url:  # a new process has its memory on the device
+                    self._entered_device(index)
                 self._log.info("generation server %d is at %s with version %d", index, url, version)
                 changed = True
         if changed:
@@ -126,6 +147,25 @@ class FleetRunner:
         self._decisions.targets.arrived(host, target)
         self.changed.notify()
 
+    def status(self) -> list[ServerStatus]:
+        """Return the state of each server for `/status`."""
+        views = {view.index: view for view in self._router.servers}
+        return [
+            ServerStatus(
+                index=life.index,
+                url=life.url,
+                state=life.state,
+                version=life.version,
+                goal=None if life.goal is None else life.goal.version,
+                reason=life.reason,
+                failures=life.failures,
+                sequences=views[life.index].sequences if life.index in views else 0,
+                tokens=views[life.index].tokens if life.index in views else 0,
+                policy=self._policy,
+            )
+            for life in self._decisions.servers
+        ]
+
     async def run(self) -> None:
         """Carry out the fleet's orders until cancelled.
 
@@ -134,17 +174,19 @@ class FleetRunner:
         """
         try:
             async with asyncio.TaskGroup() as loops:
-                loops.create_task(self._health.run())
+                loops.create_task(self._check_those_in_service())
                 loops.create_task(self._follow_orders())
         finally:
-            self.residence.all_left()
+            for server in [*self._on_device_since]:
+                self._left_device(server)
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _follow_orders(self) -> None:
         while True:
-            for order in self._decisions.poll(self._clock(), self.in_use.running()):
+            running = {view.index: view.sequences for view in self._router.servers}
+            for order in self._decisions.poll(self._clock(), running):
                 match order:
                     case BeginUpdate():
                         self._end_late_check(order.server)
@@ -155,8 +197,8 @@ class FleetRunner:
                     case CancelUpdate():
                         self._cancel(order)
                     case CheckHealth():
-                        self._health.begin(order)
-            self.in_use.update_routes()
+                        self._spawn(self._check_health(order.server, order.url, ordered=True))
+            self._show_servers()
             if reason := self._decisions.never_agree():
                 raise CannotContinue(f"{reason}: {_IF_NONE_AGREES}")
             await self._wait_for_change()
@@ -167,7 +209,7 @@ class FleetRunner:
         limit_s = ASK_S if due is None else min(ASK_S, max(0.0, due - self._clock()))
         changes = {self.changed.next()}
         if any(life.state is ServerState.DRAINING for life in self._decisions.servers):
-            changes.add(self.in_use.next_end())
+            changes.add(self._service.progress.next())
         await asyncio.wait(changes, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         for waiter in changes:
             waiter.cancel()
@@ -176,12 +218,12 @@ class FleetRunner:
         began, began_at, served = self._clock(), time.time(), False
         try:
             if order.released:
-                self.residence.entered(order.server)
-                await self.residence.record(order.server, names.GuestMemory(order.url, released=False))
+                self._entered_device(order.server)
+                await self._record_memory(order.server, names.GuestMemory(order.url, released=False))
             resumed = partial(self._decisions.resumed, order.server, order.attempt)
             await self._updater.update(order, resumed, lambda: self._decisions.worked(order.server, self._clock()))
             if order.released:
-                await self.residence.record(order.server, None)
+                await self._record_memory(order.server, None)
         except DamagedVersion as error:
             if self._decisions.refused(order.server, order.attempt, str(error), self._clock()):
                 told = "v%d is damaged; generation server %d keeps v%d: %s"
@@ -196,28 +238,28 @@ class FleetRunner:
             if served := self._decisions.succeeded(order.server, order.attempt):
                 took_ms = 1e3 * (self._clock() - began)
                 if order.rested:
-                    self.residence.wake_s = took_ms / 1e3
+                    self.wake_s = took_ms / 1e3
                 self._log.info("generation server %d serves v%d (%.0f ms)", order.server, order.target.version, took_ms)
                 if order.keeps_requests:
                     self._late_checks[order.server] = self._spawn(self._check_late(order))
         finally:
             self._updates.pop(order.attempt, None)
-            lane = self.residence.lane(order.server)
+            lane = f"{self.kind}/{order.server}"
             observer.span("update", began_at, time.time(), lane=lane, version=order.target.version, served=served)
         self._update_routes()
 
     async def _rest(self, order: Rest) -> None:
         began = self._clock()
         try:
-            await self.residence.record(order.server, names.GuestMemory(order.url, released=False))
+            await self._record_memory(order.server, names.GuestMemory(order.url, released=False))
             await self._updater.rest(order)
-            await self.residence.record(order.server, names.GuestMemory(order.url, released=True))
+            await self._record_memory(order.server, names.GuestMemory(order.url, released=True))
         except HttpError as error:
             if self._decisions.failed(order.server, order.attempt, str(error), self._clock()):
                 self._log.warning("generation server %d did not release its memory: %s", order.server, error)
         else:
             if self._decisions.released(order.server, order.attempt):
-                self.residence.left(order.server)
+                self._left_device(order.server)
                 took_ms = 1e3 * (self._clock() - began)
                 self._log.info("generation server %d has released its memory (%.0f ms)", order.server, took_ms)
         finally:
@@ -251,12 +293,92 @@ class FleetRunner:
             self._log.warning("generation server %d: an update was cancelled: %s", order.server, order.reason)
         for life in self._decisions.servers:
             if (life.index, life.reason, life.failures) == (order.server, order.reason, 1):
-                self._tell(f"WARNING: {self._kind}/{life.index} is left out and updated again: {order.reason}")
+                self._tell(f"WARNING: {self.kind}/{life.index} is left out and updated again: {order.reason}")
 
     def _update_routes(self) -> None:
         """Update the router and the gate, and notify all tasks that wait for a server's state."""
-        self.in_use.update_routes()
+        self._show_servers()
         self.changed.notify()
+
+    def _show_servers(self) -> None:
+        """Update the router and the gate, and report servers that left service to clients."""
+        lives = {life.index: life for life in self._decisions.servers}
+        self._router.returning = sum(
+            life.state is ServerState.UPDATING and not life.failures for life in lives.values()
+        )
+        for index, (url, in_use) in list(self._shown.items()):
+            life = lives.get(index)
+            if life is None or life.url != url:
+                self._router.remove(index)
+                self._service.routes.server_lost(url)
+                del self._shown[index]
+            elif in_use and life.state in _UNUSED:  # a resting server answers no request
+                self._service.routes.server_lost(url)
+        for index, life in lives.items():
+            self._shown[index] = (life.url, life.state not in _UNUSED)
+            version = UNKNOWN_VERSION if life.version is None else life.version
+            self._router.update(index, life.url, version, life.state is ServerState.SERVING)
+        self._service.routes_changed(self._served_version())
+
+    async def _check_those_in_service(self) -> None:
+        """Check the health of the servers in service until cancelled, each in a separate task."""
+        while True:
+            for life in self._decisions.servers:
+                if life.state in (ServerState.SERVING, ServerState.DRAINING) and life.url not in self._health_checks:
+                    self._spawn(self._check_health(life.index, life.url))
+            await asyncio.sleep(self._health_interval_s)
+
+    async def _check_health(self, server: int, url: str, *, ordered: bool = False) -> None:
+        """Check the server's health.
+
+        A healthy server in service causes no notification, since that happens for many servers each second.
+
+        Args:
+            ordered: the server is in quarantine until the check succeeds.
+        """
+        self._health_checks.add(url)
+        expected = self._decisions.expected_version(server, url)
+        client = GenerationServerClient(self._http, url, frozen=self._frozen)
+        try:
+            await client.ready(timeout_s=ANSWER_S)
+            served = await client.served_version()
+            if expected is not None and expected == self._decisions.expected_version(server, url) != served:
+                raise WeightsChanged(f"{url} reports v{served}, but was updated to v{expected}: was it started again?")
+        except HttpError as error:
+            gone = isinstance(error, (HttpUnreachable, WeightsChanged))
+            if changed := self._decisions.unhealthy(server, url, str(error), self._clock(), gone=gone):
+                self._log.warning("generation server %d gets no requests for now: %s", server, error)
+        else:
+            if changed := self._decisions.healthy(server, url):
+                self._log.info("generation server %d gets requests again", server)
+        finally:
+            self._health_checks.discard(url)
+        if changed or ordered:
+            self._update_routes()
+
+    async def _record_memory(self, server: int, memory: names.GuestMemory | None) -> None:
+        """Record the state of the guest's memory, before it changes and afterwards; None: it has all of it."""
+        if memory is None:
+            self.guest_memory.pop(server, None)
+        else:
+            self.guest_memory[server] = memory
+        if self._resolver is None:
+            return
+        key = names.guest_memory_key(server)
+        if memory is None:
+            await asyncio.to_thread(self._resolver.delete, key)
+        else:
+            await asyncio.to_thread(self._resolver.add, key, memory.encode(), replace=True)
+
+    def _entered_device(self, server: int) -> None:
+        """Record that the server has memory on its device from now on, if it had none."""
+        self._on_device_since.setdefault(server, time.time())
+
+    def _left_device(self, server: int) -> None:
+        """Write the span in which the server had memory on its device, if it is a guest."""
+        since = self._on_device_since.pop(server, None)
+        if since is not None and server in self._decisions.guests:
+            observer.span("resident", since, time.time(), lane=f"{self.kind}/{server}")
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -268,3 +390,138 @@ class FleetRunner:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._log.error("a task for a generation server failed", exc_info=error)
+
+
+class ServerUpdater:
+    """Makes the calls of one order to one server. Different servers' orders may run at the same time.
+
+    Args:
+        http: connections to the servers.
+        transport: brings weights to the servers.
+        timeout_s: limit of silence. The caller ends an update or a rest without a sign of life, so their calls have no
+            limit.
+        check: a check that a server must pass after each update; None: none.
+        keeps_pictures, pause_ends_requests: see `asyncrl.inference.settings.Backend`.
+    """
+
+    def __init__(
+        self,
+        http: JsonHttp,
+        transport: ManagerEnd,
+        *,
+        timeout_s: float,
+        check: UpdateCheck | None = None,
+        keeps_pictures: bool = True,
+        pause_ends_requests: bool = True,
+    ) -> None:
+        self._http, self._sender = http, PictureSender(http, inline=not keeps_pictures)
+        self._pause_ends_requests = pause_ends_requests
+        self._transport, self._timeout_s, self._check = transport, timeout_s, check
+
+    async def update(
+        self,
+        order: BeginUpdate,
+        resumed: Callable[[Collection[MemoryTag]], None] = lambda _: None,
+        sending: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Bring the server to the order's target, then let it generate again.
+
+        A rested server is already paused. It allocates the memory of its weights first, and the rest only after the
+        update, since reading the weights may need memory. `resumed` is called with the kinds that are allocated,
+        `sending` from time to time while the trainer sends weights.
+
+        Running requests are answered or kept, according to the order. New ones wait until the server has its weights.
+        If a step or a check fails the server stays paused: its weights are unknown, so it must not generate. A server
+        that refuses damaged files continues with the weights that it had (`order.had`).
+
+        A server whose requests were kept answers a check only after those in its queue. So it is checked by `check`,
+        while it serves already. Otherwise its version, and with it the gate, would wait for the queue.
+
+        Raises:
+            DamagedVersion: the server continues with the version that it had.
+            HttpError: a step or a check failed.
+        """
+        client = self._client(order.url)
+        if not order.rested:
+            await self._pause(order, client)
+        await self._resume_memory(order.released & {MemoryTag.weights}, client, resumed)
+        await self._load(order, client, sending)
+        await self._resume_memory(order.released - {MemoryTag.weights}, client, resumed)
+        await client.resume()
+        if not order.keeps_requests:
+            await self._check_or_pause(order, client)  # after `resume`, since a paused server answers nothing
+
+    async def check(self, order: BeginUpdate) -> None:
+        """Check a server that has the order's target.
+
+        Raises:
+            HttpTimeout: it was not checked within the limit of silence: it serves, so its requests come first.
+            HttpError: a check failed.
+        """
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._run_check(order, self._client(order.url))
+        except TimeoutError as error:
+            raise HttpTimeout(f"{order.url} did not answer within {self._timeout_s:g} s") from error
+
+    async def pause(self, url: str) -> None:
+        """Pause the server with its requests, so that it returns no token of its present weights.
+
+        Raises:
+            HttpError: the call failed.
+        """
+        await self._client(url).pause(PauseMode.retract, timeout_s=self._timeout_s)
+
+    async def rest(self, order: Rest) -> None:
+        """Have the server answer running requests with their tokens so far, and release its memory. It stays paused.
+
+        Raises:
+            HttpError: a call failed; the state of its memory is unknown.
+        """
+        client = self._client(order.url)
+        await client.pause(PauseMode.abort, timeout_s=math.inf)
+        await client.release_memory([*MemoryTag], timeout_s=math.inf)
+
+    def _client(self, url: str) -> GenerationServerClient:
+        return GenerationServerClient(self._http, url, self._sender)
+
+    async def _pause(self, order: BeginUpdate, client: GenerationServerClient) -> None:
+        if order.frozen:  # SGLang aborts frozen requests only once it runs again, but queued ones at once
+            await client.pause(PauseMode.retract, timeout_s=math.inf)
+        elif order.pause == PauseMode.abort and not self._pause_ends_requests and await client.end_running():
+            # SGLang's pause with `abort` looks once a second whether requests have ended.
+            await client.pause(PauseMode.retract, timeout_s=math.inf)
+            await client.abort_all()  # requests that came since, which wait in the queue
+            return
+        await client.pause(order.pause, timeout_s=math.inf)
+
+    async def _resume_memory(
+        self,
+        tags: Collection[MemoryTag],
+        client: GenerationServerClient,
+        resumed: Callable[[Collection[MemoryTag]], None],
+    ) -> None:
+        if tags:
+            await client.resume_memory(sorted(tags), timeout_s=math.inf)
+            resumed(tags)
+
+    async def _load(self, order: BeginUpdate, client: GenerationServerClient, sending: Callable[[], None]) -> None:
+        """Have the server load the order's version. If it refuses damaged files, it continues with its own weights."""
+        wanted = SendWeights(order.server, client.url, order.target.version, order.keeps_cache, self._timeout_s)
+        try:
+            await self._transport.bring(client, wanted, order.target.read_at, sending)
+        except DamagedVersion:
+            if order.had is not None:
+                await client.resume()
+            raise
+
+    async def _check_or_pause(self, order: BeginUpdate, client: GenerationServerClient) -> None:
+        try:
+            await self._run_check(order, client)
+        except HttpError:
+            await client.pause(PauseMode.retract, timeout_s=math.inf)  # it returns no token of these weights
+            raise
+
+    async def _run_check(self, order: BeginUpdate, client: GenerationServerClient) -> None:
+        if self._check is not None:
+            await self._check(order.server, client, order.target)

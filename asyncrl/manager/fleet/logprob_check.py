@@ -12,8 +12,6 @@ import asyncio
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 
@@ -23,7 +21,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.client import GenerationServerClient
 from asyncrl.manager.fleet.servers import Target
-from asyncrl.models.weights.versions.logprob_probe import LogprobProbe, read_probe
+from asyncrl.models.weights.versions.logprob_probe import read_probe
 from asyncrl.models.weights.versions.manifest import ManifestError
 
 FLOAT32_TOLERANCE = 1e-3
@@ -32,8 +30,6 @@ COARSE_TOLERANCE = 0.5
 """In nats. bfloat16 has 8 bits of mantissa: logits between 16 and 32 are rounded to multiples of 0.125. With trained
 weights (SmolLM2-135M) two right implementations differ by 0.09 in the mean, and by 0.45 at one of a hundred tokens.
 """
-
-
 QUANTISED_TOLERANCE = 1.0
 """In nats, for servers that quantise weights: fp8 has 3 bits of mantissa."""
 
@@ -52,29 +48,6 @@ def logprob_check_tolerance(config: ExperimentConfig) -> float:
     published = model.dtype if model.publish_dtype == Dtype.auto else model.publish_dtype
     exact = model.dtype == published == config.generation.dtype == Dtype.float32
     return FLOAT32_TOLERANCE if exact else COARSE_TOLERANCE
-
-
-@dataclass(frozen=True, slots=True)
-class _Scored:
-    """A token of the probe, with the trainer's and the server's score."""
-
-    sequence: int
-    place: int
-    trained: float
-    served: float
-
-    @property
-    def difference(self) -> float:
-        return abs(self.trained - self.served)
-
-
-def _scored(probe: LogprobProbe, served: Sequence[Sequence[float]]) -> list[_Scored]:
-    """Return all scored tokens; `served[i]` are the server's log-probabilities of sequence i after its start."""
-    return [
-        _Scored(index, each.start + 1 + offset, each.logprobs[each.start + 1 + offset], value)
-        for index, (each, values) in enumerate(zip(probe.sequences, served, strict=True))
-        for offset, value in enumerate(values)
-    ]
 
 
 class LogprobCheck:
@@ -120,22 +93,30 @@ class LogprobCheck:
                 for each, shown in zip(probe.sequences, pictures, strict=True)
             )
         )
-        self._compare(server, target.version, _scored(probe, served))
+        scores = [
+            [(place, each.logprobs[place], value) for place, value in enumerate(values, each.start + 1)]
+            for each, values in zip(probe.sequences, served, strict=True)
+        ]
+        self._compare(server, target.version, scores)
 
-    def _compare(self, server: int, version: int, scored: Sequence[_Scored]) -> None:
-        sequences = [list(tokens) for _, tokens in groupby(scored, key=lambda each: each.sequence)]
-        means = [fmean(each.difference for each in tokens) for tokens in sequences]
-        difference, most = max(zip(means, sequences, strict=True), key=lambda pair: (math.isnan(pair[0]), pair[0]))
-        worst = max(most, key=lambda each: each.difference)
+    def _compare(self, server: int, version: int, scores: Sequence[Sequence[tuple[int, float, float]]]) -> None:
+        """Compare the `scores`: by sequence, the place of each token, with the trainer's and the server's score."""
+        means = {
+            sequence: fmean(abs(trained - served) for _, trained, served in tokens)
+            for sequence, tokens in enumerate(scores)
+            if tokens
+        }
+        sequence, difference = max(means.items(), key=lambda mean: (math.isnan(mean[1]), mean[1]))
+        place, trained, served = max(scores[sequence], key=lambda token: abs(token[1] - token[2]))
         self.differences[server] = difference
         if difference <= self.tolerance:
             self._log.info("generation server %d agrees with the trainer on v%d to %.1e", server, version, difference)
             return
         self.alarms += 1
         message = (
-            f"generation server {server} does not serve the trainer's v{version}: it gives token {worst.place} of "
-            f"the probe's sequence {worst.sequence} the log-probability {worst.served:.6g}, the trainer "
-            f"{worst.trained:.6g}; the difference {difference:.3g} is above "
+            f"generation server {server} does not serve the trainer's v{version}: it gives token {place} of "
+            f"the probe's sequence {sequence} the log-probability {served:.6g}, the trainer "
+            f"{trained:.6g}; the difference {difference:.3g} is above "
             f"manager.logprob_check_tolerance={self.tolerance:g}"
         )
         self._log.error("%s; the server is updated again. Raise the tolerance if this is rounding", message)

@@ -1,8 +1,9 @@
-"""Servers of `policies`: further trained policies, fixed models, and older versions of the run's own policy.
+"""The generation servers, by policy: the run's own, and those of `policies`, which are further trained policies, fixed
+models, and older versions of the run's own policy.
 
-Each policy has its own servers, router and `FleetDecisions`, so that its servers are updated, quarantined and routed to
-like those of the run's own policy. The servers of a trained policy follow its versions in the same way. The staleness
-gate counts by the least version among the servers of all trained policies. The other servers do not affect the gate.
+Each policy has its own servers, router and `FleetDecisions`, so that all servers are updated, quarantined and routed to
+in the same way. The servers of a trained policy follow its versions. The staleness gate counts by the least version
+among the servers of all trained policies, the run's own among them. The other servers do not affect the gate.
 
 Whenever a version is published, each server of a pool is assigned a member (`VersionPoolConfig.choose`). The server is
 drained first, so every answer comes from one version. Before the first version joins the pool, its servers have the
@@ -16,22 +17,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from asyncrl.comm.http.calls import JsonHttp
-from asyncrl.comm.names import POLICY_SERVER, WinRatesOfPools
+from asyncrl.comm.name_resolve import NameResolver
+from asyncrl.comm.names import GENERATION_SERVER, POLICY_SERVER, WinRatesOfPools
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.inference.settings import Backend, guests_of
 from asyncrl.manager.fleet.decisions import FleetDecisions
-from asyncrl.manager.fleet.fleet_runner import FleetRunner
+from asyncrl.manager.fleet.fleet_runner import FleetRunner, ServerUpdater
 from asyncrl.manager.fleet.logprob_check import LogprobCheck, logprob_check_tolerance
-from asyncrl.manager.fleet.servers import Target
-from asyncrl.manager.fleet.servers_in_use import ServersInUse
-from asyncrl.manager.fleet.update import ServerUpdater
+from asyncrl.manager.fleet.servers import GuestTurns, ServerTargets, Target
 from asyncrl.manager.messages import ServerStatus
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import PolicyConfig, UpdateMode
+from asyncrl.models.weights.transports.base import ManagerEnd
 from asyncrl.models.weights.transports.disk import DiskManagerEnd
 from asyncrl.models.weights.versions.manifest import ManifestError, verify
 
@@ -43,79 +46,117 @@ class _PolicyLog(logging.LoggerAdapter[logging.Logger]):
         return f"policy {(self.extra or {})['policy']}: {msg}", kwargs
 
 
+@dataclass(frozen=True, slots=True)
+class PolicyFleet:
+    """The servers of one policy.
+
+    Attributes:
+        indices: indices of the policy's servers among those of the kind; None: all.
+        logprob_check: checks each update; None if it is turned off.
+    """
+
+    decisions: FleetDecisions
+    runner: FleetRunner
+    indices: Collection[int] | None
+    logprob_check: LogprobCheck | None
+
+
 class PolicyFleets:
-    """The servers of all `policies`, with a fleet for each policy.
+    """A fleet for each policy.
 
     Args:
         config: has the policies, and the seed that decides which server gets which version.
-        own: the fleet of the run's own policy, whose least version counts too.
+        service: its router and gate are kept up to date.
         http: connections to the servers.
+        transport: brings the versions of the run's own policy to its servers.
+        resolver: keeps what memory guests have released, for a later manager; None: it is not kept.
         clock: seconds in which this process ran.
+        tell: see `FleetRunner`.
+
+    Attributes:
+        own: the fleet of the run's own policy.
     """
 
     def __init__(
         self,
         config: ExperimentConfig,
-        own: FleetDecisions,
         service: ManagerService,
         http: JsonHttp,
+        transport: ManagerEnd,
+        *,
+        resolver: NameResolver | None = None,
         log: logging.Logger,
         clock: Callable[[], float],
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._seed, self._log = config.seed, log
-        self._of_server = config.policy_of_server
-        self._trained, self._own = config.trained_policies, own
-        self._decisions: dict[str, FleetDecisions] = {}
-        self._runners: dict[str, FleetRunner] = {}
-        tolerance, updates = logprob_check_tolerance(config), config.manager
+        self._config, self._service, self._http, self._transport = config, service, http, transport
+        self._resolver, self._log, self._clock, self._tell = resolver, log, clock, tell
+        updates = config.manager
+        as_trained = (updates.update_mode, updates.update_timeout_s, updates.update_fraction)
+        targets = ServerTargets(staged=not config.system.shared_filesystem, initial=str(config.model.path))
+        decisions = FleetDecisions(*as_trained, targets=targets, guests=GuestTurns(guests_of(config.generation)))
+        self.own = self._fleet(None, decisions, transport)
+        self._fleets = {"": self.own}
         for policy in config.policies:
-            mode, share = (updates.update_mode, updates.update_fraction) if policy.trained else (UpdateMode.finish, 1.0)
-            decisions = FleetDecisions(mode, updates.update_timeout_s, share)
-            own_log = _PolicyLog(log, {"policy": policy.name})
-            checks = [LogprobCheck(tolerance, log)] if tolerance else []
-            self._decisions[policy.name] = decisions
-            self._runners[policy.name] = FleetRunner(
-                decisions,
-                ServersInUse(decisions, service, policy.name, self.served_version if policy.trained else None),
-                ServerUpdater(
-                    http,
-                    DiskManagerEnd(),
-                    timeout_s=updates.update_timeout_s,
-                    checks=checks,
-                    own_api=config.generation.engine.own_api,
-                ),
-                http,
-                health_interval_s=updates.health_interval_s,
-                kind=POLICY_SERVER,
-                frozen=policy.url is not None,
-                log=own_log,
-                clock=clock,
-                tell=tell,
-            )
+            as_fixed = (UpdateMode.finish, updates.update_timeout_s)
+            decisions = FleetDecisions(*as_trained) if policy.trained else FleetDecisions(*as_fixed)
+            self._fleets[policy.name] = self._fleet(policy, decisions, DiskManagerEnd())
+
+    def _fleet(self, policy: PolicyConfig | None, decisions: FleetDecisions, transport: ManagerEnd) -> PolicyFleet:
+        """Return the fleet of `policy`; None: of the run's own."""
+        config, updates, name = self._config, self._config.manager, "" if policy is None else policy.name
+        tolerance = logprob_check_tolerance(config)
+        check = LogprobCheck(tolerance, self._log) if tolerance else None
+        foreign = policy is not None and policy.url is not None
+        engine = Backend(config.generation) if foreign else config.generation.engine
+        runner = FleetRunner(
+            decisions,
+            self._service,
+            ServerUpdater(
+                self._http,
+                transport,
+                timeout_s=updates.update_timeout_s,
+                check=check,
+                keeps_pictures=engine.keeps_pictures,
+                pause_ends_requests=engine.pause_ends_requests,
+            ),
+            self._http,
+            health_interval_s=updates.health_interval_s,
+            kind=GENERATION_SERVER if policy is None else POLICY_SERVER,
+            policy=name,
+            served_version=self.served_version if policy is None or policy.trained else None,
+            frozen=foreign,
+            resolver=self._resolver,
+            log=self._log if policy is None else _PolicyLog(self._log, {"policy": name}),
+            clock=self._clock,
+            tell=self._tell,
+        )
+        indices = [index for index, each in enumerate(config.policy_of_server) if each.name == name]
+        return PolicyFleet(decisions, runner, None if policy is None else indices, check)
 
     def served_version(self) -> int | None:
         """Return the least version that servers of a trained policy have; None while one of these policies has no
         server.
         """
-        fleets = [self._own, *(self._decisions[name] for name in self._trained)]
+        fleets = [self._fleets[name].decisions for name in ("", *self._config.trained_policies)]
         served = [version for fleet in fleets if (version := fleet.served_version) is not None]
         return min(served) if len(served) == len(fleets) else None
 
     def versions_in_use(self) -> set[int]:
-        """Versions that servers of pools and of trained policies serve or load."""
-        versioned = {policy.name for policy in self._of_server if policy.trained or policy.is_pool}
-        return {version for name in versioned for version in self._decisions[name].versions_in_use()}
+        """Versions that servers of trained policies and of pools serve or load; their weights may still be read."""
+        versioned = [policy.name for policy in self._config.policies if policy.trained or policy.is_pool]
+        return {version for name in ("", *versioned) for version in self._fleets[name].decisions.versions_in_use()}
 
-    def registered(self, servers: Mapping[int, tuple[str, int]]) -> None:
-        """Set the servers that name resolution has now: index to (URL, version at registration)."""
-        for name, runner in self._runners.items():
-            runner.registered({index: servers[index] for index in self._servers_of(name) if index in servers})
+    def registered(self, kind: str, servers: Mapping[int, tuple[str, int]]) -> None:
+        """Set the servers of a kind that name resolution has now: index to (URL, version at registration)."""
+        for fleet in self._of_kind(kind):
+            known = servers.keys() if fleet.indices is None else servers.keys() & fleet.indices
+            fleet.runner.registered({index: servers[index] for index in sorted(known)})
 
-    def reported(self, statuses: Mapping[int, str]) -> None:
+    def reported(self, kind: str, statuses: Mapping[int, str]) -> None:
         """See `FleetRunner.reported`."""
-        for runner in self._runners.values():
-            runner.reported(statuses)
+        for fleet in self._of_kind(kind):
+            fleet.runner.reported(statuses)
 
     def check(self, target: Target) -> None:
         """Check that all further trained policies have the version of `target`, which belongs to the run's own policy.
@@ -123,35 +164,36 @@ class PolicyFleets:
         Raises:
             ManifestError: a policy's version is incomplete.
         """
-        for name in self._trained:
+        for name in self._config.trained_policies:
             verify(Path(_of_policy(target, name).path), checksums=False)
 
     async def published(self, target: Target, win_rates: WinRatesOfPools | None = None) -> None:
-        """Make `target`, a checked version of the run's own policy, the goal of the servers of trained policies too.
+        """Make `target`, a checked version of the run's own policy, the goal of the servers of all trained policies.
 
         Each server of a pool is assigned its member, by `win_rates` if the pool is prioritised.
         """
-        for name in self._trained:
-            self._runners[name].publish(_of_policy(target, name))
+        self.own.runner.publish(target)
+        for name in self._config.trained_policies:
+            self._fleets[name].runner.publish(_of_policy(target, name))
         version, path = target.version, target.path
-        for index, policy in enumerate(self._of_server):
+        for index, policy in enumerate(self._config.policy_of_server):
             rates = (win_rates or {}).get(policy.name)
-            member = policy.versions.choose(version, self._seed, index, rates) if policy.is_pool else None
+            member = policy.versions.choose(version, self._config.seed, index, rates) if policy.is_pool else None
             if member is not None and (chosen := await self._target(policy, member, Path(path).parent)) is not None:
-                self._runners[policy.name].assign(index, chosen)
+                self._fleets[policy.name].runner.assign(index, chosen)
 
     async def run(self) -> None:
         """Carry out the fleets' orders until cancelled."""
         async with asyncio.TaskGroup() as loops:
-            for runner in self._runners.values():
-                loops.create_task(runner.run())
+            for fleet in self._fleets.values():
+                loops.create_task(fleet.runner.run())
 
     def status(self) -> list[ServerStatus]:
         """Return the state of each server."""
-        return [status for runner in self._runners.values() for status in runner.in_use.status()]
+        return [status for fleet in self._fleets.values() for status in fleet.runner.status()]
 
-    def _servers_of(self, name: str) -> Collection[int]:
-        return [index for index, policy in enumerate(self._of_server) if policy.name == name]
+    def _of_kind(self, kind: str) -> Iterator[PolicyFleet]:
+        return (fleet for fleet in self._fleets.values() if fleet.runner.kind == kind)
 
     async def _target(self, policy: PolicyConfig, version: int, folder: Path) -> Target | None:
         """Return the member `version`; None if its folder is incomplete, so that the server keeps its weights."""

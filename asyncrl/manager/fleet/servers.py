@@ -1,10 +1,14 @@
-"""A generation server as `FleetDecisions` sees it, the weights that it is to have, and the orders to it."""
+"""A generation server as `FleetDecisions` sees it, the weights that it is to have, the orders to it, and the turns
+of servers on the trainer's devices. Pure state.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from asyncrl.comm.names import TrainerTurn
 from asyncrl.inference.client import MemoryTag, PauseMode
 from asyncrl.manager.messages import ServerState
 
@@ -125,3 +129,107 @@ Order = BeginUpdate | CancelUpdate | CheckHealth | Rest
 def host_of(url: str) -> str:
     """Return the address of the host in a server's URL."""
     return urlsplit(url).hostname or ""
+
+
+class ServerTargets:
+    """Weights that servers are to have, and those that they can have now.
+
+    Args:
+        staged: hosts share no folder, so that a server can only have weights that `arrived` on its host.
+        initial: folder of the initial model.
+
+    Attributes:
+        newest: newest published weights; None before the first.
+    """
+
+    def __init__(self, *, staged: bool = False, initial: str = "") -> None:
+        self.newest: Target | None = None
+        self._before: Target | None = None
+        self._initial = Target(0, initial)
+        self._assigned: dict[int, Target] = {}
+        self._on_hosts: dict[str, Target] | None = {} if staged else None
+
+    def publish(self, target: Target) -> None:
+        """Set the newest weights. An older target than the present one is ignored."""
+        if self.newest is None or target.version > self.newest.version:
+            self._before, self.newest = self.newest, target
+
+    def assign(self, server: int, target: Target) -> None:
+        """Set this server's weights to `target`, even if they are older than its present ones. Published targets no
+        longer apply to it.
+        """
+        self._assigned[server] = target
+
+    def arrived(self, host: str, target: Target) -> None:
+        """Record that the host at this address has these weights. Ignored if it has newer ones."""
+        assert self._on_hosts is not None, "hosts share a folder"
+        present = self._on_hosts.get(host)
+        if present is None or target.version >= present.version:
+            self._on_hosts[host] = target
+
+    def lost(self, host: str) -> None:
+        """Record that the host has no weights any more."""
+        assert self._on_hosts is not None, "hosts share a folder"
+        self._on_hosts.pop(host, None)
+
+    def on_host(self, host: str | None = None) -> set[int]:
+        """Return the version that arrived on this host, if any; without a host those on all hosts."""
+        return {target.version for where, target in (self._on_hosts or {}).items() if host in (None, where)}
+
+    def wanted(self, server: int) -> Target | None:
+        """Return the weights that the server should have; None if it keeps those that it began with."""
+        return self._assigned.get(server, self.newest)
+
+    def available(self, life: ServerLife) -> Target | None:
+        """Return the newest weights that the server can have now."""
+        return self.wanted(life.index) if self._on_hosts is None else self._on_hosts.get(host_of(life.url))
+
+    def goal(self, life: ServerLife) -> Target | None:
+        """Return the weights that the next update loads.
+
+        A server that has released its memory gets the initial model if there is no version. If it found the newest
+        version's files damaged, it gets the previous version.
+        """
+        target = self.available(life)
+        if not life.released:
+            return target
+        if target is not None and target.version == life.damaged:
+            target = self._before
+        return target or self._initial
+
+
+class GuestTurns:
+    """Turns of the trainer and of servers on its devices (guests); `asyncrl.colocated` has the rules.
+
+    Args:
+        guests: indices of the servers on the trainer's devices; without any the turns have no effect.
+
+    Attributes:
+        turn: newest announced turn. Before the first one the trainer has the devices, as its ranks load their models.
+        announced: newest version that was announced to the manager, even if servers cannot load it.
+    """
+
+    def __init__(self, guests: Collection[int] = ()) -> None:
+        self._guests = frozenset(guests)
+        self.turn = TrainerTurn(0, training=bool(guests), version=0)
+        self.announced = 0
+
+    def __contains__(self, server: int) -> bool:
+        return server in self._guests
+
+    def __bool__(self) -> bool:
+        return bool(self._guests)
+
+    def begin(self, turn: TrainerTurn) -> None:
+        """Begin the announced turn. A turn older than the current one is ignored."""
+        if turn.number > self.turn.number:
+            self.turn = turn
+
+    def must_rest(self, server: int) -> bool:
+        """True if the server may have no memory now."""
+        return self.turn.training and server in self._guests
+
+    @property
+    def may_wake(self) -> bool:
+        """True if guests may wake: the version that they will load is known, so each loads only once."""
+        return not self.turn.training and self.announced >= self.turn.version

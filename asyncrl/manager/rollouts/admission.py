@@ -10,11 +10,11 @@ A call is also answered, without a rollout, if some of its ids will not start, a
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from asyncrl.comm.waits.notifier import Notifier
+from asyncrl.comm.waits import Notifier
 from asyncrl.manager import messages as m
 from asyncrl.manager.rollouts.pacing import DeadlinePacing
 from asyncrl.manager.rollouts.rollout_state import RolloutState
@@ -40,36 +40,6 @@ class WaitingCall:
     changed: Notifier = field(default_factory=Notifier)
 
 
-class WaitingCalls:
-    """The waiting calls, in the order of their turns."""
-
-    def __init__(self) -> None:
-        self._calls: OrderedDict[int, WaitingCall] = OrderedDict()
-
-    def __iter__(self) -> Iterator[WaitingCall]:
-        """Iterate over a copy of the calls, the next one first."""
-        return iter(list(self._calls.values()))
-
-    def __len__(self) -> int:
-        return len(self._calls)
-
-    def add(self, call: WaitingCall) -> None:
-        """Add a call, which comes last."""
-        self._calls[id(call)] = call
-
-    def remove(self, call: WaitingCall) -> None:
-        """Remove the call if it waits."""
-        self._calls.pop(id(call), None)
-
-    def serve(self, start: Callable[[WaitingCall], bool], room: Callable[[], int]) -> None:
-        """Start rollouts for the calls in turn while there is `room`, until no call can start one."""
-        refused = 0
-        while refused < len(self._calls) and room():
-            key, call = next(iter(self._calls.items()))
-            self._calls.move_to_end(key)
-            refused = 0 if start(call) else refused + 1
-
-
 class Admission:
     """Answers allocations.
 
@@ -89,7 +59,8 @@ class Admission:
         pacing: DeadlinePacing | None,
         clock: Callable[[], float],
     ) -> None:
-        self.calls = WaitingCalls()
+        self.calls: deque[WaitingCall] = deque()
+        """The waiting calls, in the order of their turns."""
         self._rollouts, self._begun = rollouts, False
         self._place, self._first = place, first
         self._pacing, self._clock = pacing, clock
@@ -129,7 +100,7 @@ class Admission:
                 self._grant(waiting, rollout_id)  # the reply to this call was lost once
             elif rollout_id not in gone:
                 waiting.ids.append(rollout_id)
-        self.calls.add(waiting)
+        self.calls.append(waiting)
         closed_before = self._gate.closed
         try:
             self.admit()
@@ -160,7 +131,7 @@ class Admission:
         # Until all awaited ends are reported, it is not known which prompts rest.
         unmeasured = self._rollouts.curriculum is not None and self._rollouts.awaits_ends
         if self.calls and self._begun and not unmeasured:
-            self.calls.serve(self._start, self._capacity)
+            self._serve()
         idle = not self._gate.live.running_count and self._capacity() == 0
         if idle and self._idle_since is None:
             self._idle_since = self._clock()
@@ -190,6 +161,14 @@ class Admission:
         if self._pacing is not None:
             self._pacing.asked(self._gate.finished, self._clock())
 
+    def _serve(self) -> None:
+        """Start rollouts for the calls in turn while there is room, until no call can start one."""
+        refused = 0
+        while refused < len(self.calls) and self._capacity():
+            call = self.calls[0]
+            self.calls.rotate(-1)
+            refused = 0 if self._start(call) else refused + 1
+
     def _capacity(self) -> int:
         """Number of rollouts that gate and pacing let start now."""
         allowed = self._gate.capacity
@@ -218,9 +197,10 @@ class Admission:
 
     def _grant(self, waiting: WaitingCall, rollout_id: str) -> None:
         """Add the grant of a running rollout to the call's answer."""
-        ticket, version = self._gate.live.running(rollout_id), self._gate.admitted_at(rollout_id)
-        if ticket is None or version is None:
+        live = self._gate.live.get(rollout_id)
+        if live is None or live.finished:
             return
+        ticket = live.ticket
         ref = self._rollouts.order.ref(ticket.order)
         curriculum = self._rollouts.curriculum
         rests = curriculum is not None and curriculum.rests(ref.prompt_id)
@@ -232,5 +212,5 @@ class Admission:
             route = None if server is None else m.Route(server.url, server.version)
         tries = ticket.attempt, ticket.failures
         waiting.granted.append(
-            m.GrantedRollout(rollout_id, ref.prompt_id, ref.order, ref.row, *tries, version, route, rests)
+            m.GrantedRollout(rollout_id, ref.prompt_id, ref.order, ref.row, *tries, live.version, route, rests)
         )

@@ -1,11 +1,17 @@
-"""The run's ledger on disk: how every rollout ended (`asyncrl.comm.ended_rollouts.ledger_lines`, `docs/ledger.md`).
+"""The run's ledger on disk: how every rollout ended (`asyncrl.comm.ended_rollouts`, `docs/ledger.md`).
 
 The gate decides what becomes of a rollout, and its process writes it down. Lines collect in memory and are handed to
 the kernel with each step's line, before anybody hears of the step, and a few times a second besides. They are on the
-disk before a checkpoint that continues after them.
+disk before a checkpoint that continues after them. Lines that were handed to the kernel outlive the process; synced
+ones outlive the host.
 
 A line that a kill cut off is removed when the run begins again. Complete lines stay, even those later than the
 checkpoint; the `begin` line says which of them no longer count.
+
+The files are `000001.jsonl` and so on, of which the newest is written. A thread writes and syncs, so that a slow or
+full disk never holds up the process's event loop. If the disk refuses writes for a while, they are retried
+(`asyncrl.comm.files`). Data that was written but could not be synced is written again in the same place:
+after a failed sync the kernel may have dropped it, and would report the next sync as a success.
 """
 
 from __future__ import annotations
@@ -13,82 +19,48 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import os
 import time
-from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 
 import msgspec
 
-from asyncrl.comm.ended_rollouts.ledger_lines import (
+from asyncrl.comm.ended_rollouts import (
     SEAL_BYTES,
     SEAL_END,
     Abandoned,
-    Admitted,
     Begin,
     Dropped,
     End,
-    Finished,
     Line,
-    PromptGoes,
+    RecentIds,
     RolloutCounts,
     RolloutLine,
     RunSettings,
     SealedLine,
     Step,
     Trained,
+    ids_remembered,
 )
-from asyncrl.comm.ended_rollouts.recent_ids import RecentIds, ids_remembered
+from asyncrl.comm.files import AppendedFile, retry_write_blocking
 from asyncrl.comm.typed import json_decoder
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import LEDGER_DIR
 from asyncrl.manager.messages import GateCheckpoint, TrainedRollout
-from asyncrl.manager.rollouts.ledger_files import FILE_BYTES, LedgerFiles, cut_torn_line, ledger_files, lines_in
-from asyncrl.manager.rollouts.live_rollouts import RolloutTicket
+from asyncrl.manager.rollouts.staleness_gate import ABANDONED, TRAINED
 
-TRAINED, ABANDONED = "trained", "abandoned"
-"""Outcomes of rollouts, besides the reasons of drops."""
+FILE_BYTES = 16 << 20
+"""Size from which a new file begins, after the next seal; about 50,000 rollouts."""
 
 _log = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder().encode
 _decode = json_decoder(Line).decode
 _decode_begin = json_decoder(Begin).decode
 _ENDS = (b'{"kind":"dropped"', b'{"kind":"trained"', b'{"kind":"abandoned"')
-
-
-class RolloutLines:
-    """Makes the lines about rollouts, and hands each to `add`.
-
-    Args:
-        now: seconds since 1970.
-    """
-
-    def __init__(self, add: Callable[[RolloutLine], None], now: Callable[[], float] = time.time) -> None:
-        self._add, self._now = add, now
-
-    def admitted(self, ticket: RolloutTicket, version: int, *, adopted: bool = False) -> None:
-        """Add that the gate, or that of an earlier lineage if `adopted`, admitted the rollout while `version` was
-        served.
-        """
-        head = (ticket.rollout_id, ticket.prompt_id, ticket.order, ticket.attempt, ticket.owner, version)
-        self._add(Admitted(*head, self._at(), ticket.failures, adopted))
-
-    def finished(self, rollout_id: str, tokens: int) -> None:
-        """Add that the trainer has the rollout."""
-        self._add(Finished(rollout_id, tokens, self._at()))
-
-    def dropped(
-        self, rollout_id: str, reason: str, prompt: PromptGoes, attempt: int | None = None, failures: int = 0
-    ) -> None:
-        """Add that the rollout left the count for `reason`. A returned prompt is tried again with this `attempt`."""
-        self._add(Dropped(rollout_id, reason, prompt, self._at(), attempt, failures))
-
-    def abandoned(self, rollout_id: str) -> None:
-        """Add that the run ended before the rollout did."""
-        self._add(Abandoned(rollout_id, self._at()))
-
-    def _at(self) -> float:
-        return round(self._now(), 3)
 
 
 class Ledger:
@@ -253,6 +225,115 @@ class Ledger:
                         ended.put(end.rollout, ABANDONED)
             number = surviving.stop - 1
         return True
+
+
+class LedgerFiles:
+    """Writes the newest file. Until `open`, appended lines are kept in memory.
+
+    `write` and `sync` return futures. Once one has failed, all later ones fail with its error.
+
+    Args:
+        folder: folder of the ledger; created if it is missing.
+        file_bytes: size from which a new file begins.
+    """
+
+    def __init__(self, folder: Path, file_bytes: int = FILE_BYTES) -> None:
+        self._folder, self._file_bytes = folder, file_bytes
+        self._number = 1
+        self._appended = bytearray()
+        self._unsynced = bytearray()  # this and the following belong to the thread
+        self._file: AppendedFile | None = None
+        self._error: Exception | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
+
+    def open(self) -> None:
+        """Begin to write, after the existing lines. Blocks; nothing may have been written before."""
+        if files := ledger_files(self._folder):
+            self._number = int(files[-1].stem)
+        self._file = AppendedFile(self._path)
+
+    def append(self, line: bytes) -> None:
+        """Add `line`, which is in memory until it is written."""
+        self._appended += line
+
+    def write(self) -> Future[None]:
+        """Hand all lines so far to the kernel."""
+        return self._submit(sealed=False, sync=False)
+
+    def sync(self, *, sealed: bool = False) -> Future[None]:
+        """Bring all lines so far to the disk; `sealed`: they end with a seal, after which a new file may begin."""
+        return self._submit(sealed=sealed, sync=True)
+
+    def close(self) -> None:
+        """Write the remaining lines. Blocks.
+
+        Raises:
+            OSError: the disk has refused lines.
+        """
+        if self._file is not None:
+            try:
+                self.sync().result()
+            finally:
+                self._file.close()
+                self._file = None
+        self._thread.shutdown()
+
+    def _submit(self, *, sealed: bool, sync: bool) -> Future[None]:
+        data = b""
+        if self._file is not None:
+            data = bytes(self._appended)
+            self._appended.clear()
+        return self._thread.submit(self._write, data, sealed=sealed, sync=sync)
+
+    def _write(self, data: bytes, *, sealed: bool, sync: bool) -> None:
+        if self._error is not None:
+            raise self._error
+        file = self._file
+        if file is None:
+            return
+        try:
+            if data:
+                file.write(data)
+                self._unsynced += data
+            if sync and self._unsynced:
+                file.sync(bytes(self._unsynced), file.size - len(self._unsynced))
+                self._unsynced.clear()
+            if sealed and file.size >= self._file_bytes:
+                self._number += 1
+                self._file = AppendedFile(self._path)
+                file.close()
+        except Exception as error:  # also one that is not the disk's: the lines are lost
+            self._error = error
+            raise
+
+    @property
+    def _path(self) -> Path:
+        return self._folder / f"{self._number:06d}.jsonl"
+
+
+def ledger_files(folder: Path) -> list[Path]:
+    """Return the files of the ledger in `folder`, oldest first."""
+    return sorted(folder.glob("*.jsonl"))
+
+
+def lines_in(folder: Path) -> Iterator[bytes]:
+    """Yield the lines of the ledger in `folder`, each with its end."""
+    return chain.from_iterable(_lines(file) for file in ledger_files(folder))
+
+
+def cut_torn_line(folder: Path) -> None:
+    """Remove an incomplete last line, which a kill left."""
+    for file in ledger_files(folder)[-1:]:
+        data = file.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        if whole != len(data):
+            _log.warning("%s ends within a line: the last %d bytes are cut away", file, len(data) - whole)
+            retry_write_blocking(partial(os.truncate, file, whole), f"{file}", _log)
+
+
+def _lines(file: Path) -> Iterator[bytes]:
+    with file.open("rb") as lines:
+        yield from lines
 
 
 def trained_line(rollout: TrainedRollout, lineage: int, step: int) -> Trained:

@@ -1,7 +1,7 @@
 """State of the run's rollouts and of the prompts that wait: gate, prompt queue, used prompts, lines of the ledger.
 
 Pure state without sockets. Its `checkpoint` is part of the run's after each step. Live rollouts are not in it: after a
-death their workers and the training ranks say which they have (`asyncrl.manager.rollouts.rebuild`).
+death their workers and the training ranks say which they have (`asyncrl.manager.rollouts.workers`).
 
 The manager owns the order of prompts: it chooses the prompt of a rollout when it admits the rollout (`next_for`). A
 drop names its reason only: its prompt waits again (`PromptQueue`).
@@ -12,22 +12,28 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from asyncrl.comm.ended_rollouts.drop_reasons import DropReason
-from asyncrl.comm.ended_rollouts.ledger_lines import PromptGoes, RolloutLine
-from asyncrl.comm.ended_rollouts.recent_ids import RecentIds
+from asyncrl.comm.ended_rollouts import (
+    Abandoned,
+    Admitted,
+    Dropped,
+    DropReason,
+    Finished,
+    PromptGoes,
+    RecentIds,
+    RolloutLine,
+)
 from asyncrl.manager.messages import (
     DroppedRollout,
     FinishedRollout,
     GateCheckpoint,
     GrantedRollout,
     HeldReport,
+    HeldRollout,
     ReceivedRollout,
     TrainedRollout,
 )
-from asyncrl.manager.rollouts.ledger import RolloutLines
-from asyncrl.manager.rollouts.live_rollouts import RolloutTicket
-from asyncrl.manager.rollouts.staleness_gate import WORKER_LOST, StalenessGate
-from asyncrl.manager.rollouts.suspects import Suspects
+from asyncrl.manager.rollouts.staleness_gate import WORKER_LOST, RolloutTicket, StalenessGate
+from asyncrl.manager.rollouts.workers import Suspects
 from asyncrl.plugins.datasets.queue.curriculum import Curriculum
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.prompt_queue import NextTry, PromptQueue
@@ -73,11 +79,9 @@ class RolloutState:
         self.used = UsedPrompts() if checkpoint.used is None else UsedPrompts.from_json(checkpoint.used)
         retries = {place: (attempt, failures) for place, attempt, failures in checkpoint.retries}
         self.queue = PromptQueue(order.num_rows, order.orders_of(self.used).tolist(), retries, order.end)
-        self.lines = RolloutLines(record, now)
+        self._record, self._now = record, now
         self.suspects = Suspects(self.gate.live.prompts_of)
-        self.incarnations: dict[str, int] = {}
         self.tokens_finished = 0
-        self._heard: dict[str, int] = {}
         self._ends_told: set[str] = set()
         self._ends_awaited: dict[str, tuple[str, str]] = {}
 
@@ -130,25 +134,34 @@ class RolloutState:
         version = self.gate.start(ticket)
         assert version is not None, "admitted without room"
         self.queue.enter(turn.order)
-        self.lines.admitted(ticket, version)
+        self._admitted(ticket, version)
         self.suspects.began(worker, ticket.prompt_id)
 
     def enter(self, ticket: RolloutTicket, version: int) -> None:
         """Enter a live rollout that another manager admitted at `version`."""
         self.gate.enter(ticket, version)
         self.queue.enter(ticket.order)
-        self.lines.admitted(ticket, version, adopted=True)
+        self._admitted(ticket, version, adopted=True)
 
-    def adopt(self, report: HeldReport) -> None:
-        """Enter the rollouts that a worker's process holds. Its first report counts, since a late copy lacks later
-        grants.
+    def rebuild(self, received: Iterable[ReceivedRollout], reports: Iterable[HeldReport]) -> None:
+        """Enter the live rollouts into the state of a checkpoint: those `received` by the trainer, and those that the
+        workers report. Then apply the ends that the workers report.
+
+        Of two rollouts of a prompt, which only a dead manager could have told apart, the first counts; one that its
+        worker dropped comes last, as the other may be the next try.
         """
-        if report.incarnation <= self._heard.get(report.worker, -1):
-            return
-        self._heard[report.worker] = report.incarnation
-        self.incarnations[report.worker] = max(report.incarnation, self.incarnations.get(report.worker, 0))
-        for held in report.held:
-            self.enter_held(report.worker, held.granted)
+        held = {each.granted.rollout_id: (report.worker, each) for report in reports for each in report.held}
+        for worker, each in held.values():
+            if not _is_dropped(each):
+                self.enter_held(worker, each.granted)
+        for arrived in received:
+            self.enter_received(arrived)
+            self.receive(arrived.rollout_id, arrived.tokens)
+        for worker, each in held.values():
+            if _is_dropped(each):
+                self.enter_held(worker, each.granted)
+            if each.end is not None:
+                self.finish(each.end)
 
     def enter_held(self, worker: str, granted: GrantedRollout) -> None:
         """Enter a rollout that `worker` holds, unless it or another one of its prompt is known."""
@@ -185,7 +198,7 @@ class RolloutState:
         if (ticket := self.gate.finish(rollout_id)) is not None:
             self.suspects.ended(ticket.owner, ticket.prompt_id)
             self.tokens_finished += tokens
-            self.lines.finished(rollout_id, tokens)
+            self._record(Finished(rollout_id, tokens, self._at()))
             if rollout_id in self._ends_told:
                 self._ends_told.discard(rollout_id)
             elif ticket.owner != NOBODY:
@@ -218,21 +231,19 @@ class RolloutState:
         self.suspects.silent(worker)
         return self._lose_running(worker)
 
-    def replaced(self, worker: str, incarnation: int, *, killed: bool) -> list[str]:
+    def replaced(self, worker: str, *, killed: bool) -> list[str]:
         """Drop the running rollouts of a worker whose process died and was replaced; return them.
 
         Args:
-            incarnation: number of the new process.
             killed: the launcher reports that the old process was killed from outside.
         """
-        self.incarnations[worker] = incarnation
         self._drop_crashing(worker, killed=killed)
         return self._lose_running(worker)
 
     def abandon(self) -> None:
         """Abandon every live rollout."""
         for rollout_id in self.gate.abandon():
-            self.lines.abandoned(rollout_id)
+            self._record(Abandoned(rollout_id, self._at()))
 
     def _to_be_tried_alone(self, worker: str) -> NextTry | None:
         """Return the suspect that `worker` runs next, alone: the first that is promised to no other worker."""
@@ -249,15 +260,23 @@ class RolloutState:
     def _is_known(self, rollout_id: str) -> bool:
         return rollout_id in self.gate.live or self.gate.outcome(rollout_id) is not None
 
+    def _admitted(self, ticket: RolloutTicket, version: int, *, adopted: bool = False) -> None:
+        head = (ticket.rollout_id, ticket.prompt_id, ticket.order, ticket.attempt, ticket.owner, version)
+        self._record(Admitted(*head, self._at(), ticket.failures, adopted))
+
     def _dropped(self, ticket: RolloutTicket, reason: str, again: NextTry) -> None:
         """Record a drop with its prompt, which waits `again`."""
         self.queue.leave(again)
-        self.lines.dropped(ticket.rollout_id, reason, PromptGoes.returned, again.attempt, again.failures)
+        tries = again.attempt, again.failures
+        self._record(Dropped(ticket.rollout_id, reason, PromptGoes.returned, self._at(), *tries))
 
     def _drop_for_good(self, ticket: RolloutTicket, reason: str) -> None:
         """Record a drop with its prompt, which is not tried again."""
         self._use(ticket)
-        self.lines.dropped(ticket.rollout_id, reason, PromptGoes.given_up)
+        self._record(Dropped(ticket.rollout_id, reason, PromptGoes.given_up, self._at()))
+
+    def _at(self) -> float:
+        return round(self._now(), 3)
 
     def _use(self, ticket: RolloutTicket) -> None:
         self.used.add(ticket.prompt_id)
@@ -302,3 +321,7 @@ class RolloutState:
 def _as_before(ticket: RolloutTicket) -> NextTry:
     """Return the same try of the rollout's prompt again."""
     return NextTry(ticket.order, ticket.attempt, ticket.failures)
+
+
+def _is_dropped(held: HeldRollout) -> bool:
+    return held.end is not None and not held.end.accepted

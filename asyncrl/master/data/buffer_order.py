@@ -1,9 +1,9 @@
 """The user's order of the buffer (`buffer.order.path`), which ranks the waiting rollouts.
 
 A step does not depend on the user's function: if it fails, or takes longer than `buffer.order.timeout_s` for all
-waiting rollouts, the step takes the order of `BatchOrder`, and the log says why. It runs in a daemon
-thread beside the master's event loop. A call that hangs cannot be ended, so the function is not called again before it
-has returned. An object of a user's class may have a state, which is saved in every checkpoint.
+waiting rollouts, the step does without it, and the log says why. It runs in a daemon thread beside the master's event
+loop. A call that hangs cannot be ended, so the function is not called again before it has returned. An object of a
+user's class may have a state, which is saved in every checkpoint.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from typing import Any, TypeVar
 from asyncrl.api import ReadyRollout
 from asyncrl.config.plugin_code.daemon_threads import DaemonThreads
 from asyncrl.config.plugin_code.import_paths import PluginError, load_plugin
+from asyncrl.config.plugin_code.interfaces import call_problems
 from asyncrl.config.plugin_code.plugin_state import plain_state
 from asyncrl.config.setting import ConfigError
-from asyncrl.master.settings import BatchOrder, BufferOrderConfig
+from asyncrl.master.settings import BufferOrderConfig
 from asyncrl.trainer.messages import RolloutRecord
 
 _log = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ class ConfiguredOrder:
     """The order that the settings name.
 
     Attributes:
-        failures: steps in the order of `BatchOrder` because the function failed or was too slow.
+        failures: steps that did without the function because it failed or was too slow.
 
     Raises:
         ConfigError: the path names nothing that can be called.
@@ -64,7 +65,7 @@ class ConfiguredOrder:
                 raise BufferOrderFailed(f"buffer.order {self._path} returned {wrong}; a rank is a finite number")
         except BufferOrderFailed as error:
             self.failures += 1
-            _log.warning("%s; %s in step %d", error, BatchOrder.words, version + 1, exc_info=error.__cause__)
+            _log.warning("%s; step %d does without it", error, version + 1, exc_info=error.__cause__)
             return {}
         return {name: rank for (name, _), rank in zip(ready, found, strict=True)}
 
@@ -130,9 +131,10 @@ def _made(config: BufferOrderConfig) -> Any:
         found = load_plugin(config.path)
     except PluginError as error:
         raise ConfigError(f"buffer.order.path={error}") from error
-    if not isinstance(found, type):
-        if not callable(found):
-            raise ConfigError(f"buffer.order.path={config.path!r}: it is a {type(found).__name__}; name a function")
+    is_class = isinstance(found, type)
+    if problems := list(call_problems("buffer.order", config.path, found, config.args, positional=int(not is_class))):
+        raise ConfigError(problems[0])
+    if not is_class:
         return functools.partial(found, **config.args)
     try:
         made = found(**config.args)

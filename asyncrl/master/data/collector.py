@@ -1,4 +1,5 @@
-"""Brings the metadata of received rollouts to the sample buffer while training continues.
+"""The received rollouts: their metadata comes from the ranks to the gate and the sample buffer while training continues
+(`Collector`), and what was trained or dropped is reported to the gate (`Reports`).
 
 One task per data-parallel head keeps a long poll open, which the worker's I/O thread answers even while its main thread
 computes. Each poll acknowledges the previous reply by its cursor, so the content of a lost reply is sent again; the
@@ -9,8 +10,9 @@ paced: slowly while no step waits for data, and otherwise too fast for a step to
 rollouts are missing, and a poll is answered when a head has its share of them, or `GATHER_S` after its first one.
 
 What arrives is reported to the manager, whose gate says which of it counts: a rollout whose worker was given up does
-not, as its prompt is played again. Only what counts comes to the buffer. At the beginning the manager first hears what
-the ranks have (`Reports.begin`); until then all of it waits in the buffer.
+not, as its prompt is played again. Only what counts comes to the buffer. The gate also records the end of each rollout
+in the ledger. Master and manager die and begin together, so a report needs no acknowledgement of its own: what a
+checkpoint does not have did not happen.
 
 A silent worker is asked again as long as its connection is open: it may be suspended for a while. The launcher decides
 whether it died, and the train loop how long a run may make no step.
@@ -20,19 +22,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Iterable, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
-from asyncrl.comm.request_reply.client import RequestClient, RequestTimeout
-from asyncrl.comm.request_reply.messages import R, Request
-from asyncrl.comm.waits.limits import BURST_S, CALL_S, GATHER_S, HOLD_S
-from asyncrl.manager.client import ManagerClient
-from asyncrl.manager.messages import ReceivedRollout
-from asyncrl.master.data.sample_buffer import SampleBuffer
-from asyncrl.runtime.process.waiting import cancel
+from asyncrl.api.trajectory import GENERATED, OPPONENTS, policy_of
+from asyncrl.comm.ended_rollouts import PolicyTokens, RolloutCounts
+from asyncrl.comm.names import ACTOR
+from asyncrl.comm.request_reply import R, Request, RequestClient, RequestTimeout
+from asyncrl.comm.waits import ANSWER_S, BURST_S, CALL_S, GATHER_S, HOLD_S
+from asyncrl.manager.client import GateStatus, ManagerClient
+from asyncrl.manager.messages import ConsumedReply, GateCheckpoint, ReceivedRollout, RunBegin, TrainedRollout
+from asyncrl.master.data.sample_buffer import Drop, SampleBuffer, TrainBatch
+from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
+from asyncrl.runtime.process.waiting import StopRequested, cancel, or_stop
 from asyncrl.trainer.messages import Discard, PollBuffer, PolledBuffer, RolloutRecord
 
+_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
+
+
+class BooksError(RuntimeError):
+    """A rollout is unaccounted for at the end of the run."""
 
 
 class _Head:
@@ -109,15 +120,20 @@ class Collector:
         self.generated_tokens = 0
         self.generated_samples = 0
         self._heads = [_Head(client) for client in heads]
-        self._buffer, self._manager, self._confirms = buffer, manager, False
+        self._buffer, self._manager = buffer, manager
         self._changed = asyncio.Event()
         self._awaited = asyncio.Event()
         self._missing = 0
         self._tasks: list[asyncio.Task[None]] = []
 
+    async def held(self) -> list[RolloutRecord]:
+        """Return what the workers hold, for the manager's beginning. The polls bring all of it again."""
+        replies = await asyncio.gather(*(head.call(PollBuffer(0, 0.0)) for head in self._heads))
+        return list({record.rollout_id: record for reply in replies for record in reply.rollouts}.values())
+
     def start(self) -> None:
-        """Begin to poll, unless that has begun."""
-        self._tasks = self._tasks or [asyncio.create_task(self._follow(head)) for head in self._heads]
+        """Begin to poll: the manager has begun, and says what counts."""
+        self._tasks = [asyncio.create_task(self._follow(head)) for head in self._heads]
 
     @property
     def silent(self) -> list[int]:
@@ -163,12 +179,6 @@ class Collector:
         """
         await self._unless_failed(asyncio.gather(*(head.refresh() for head in self._heads)))
 
-    async def confirm(self) -> None:
-        """From now on only rollouts that the manager counts are in the buffer; it has been told of the others."""
-        self._confirms = True
-        records = self._buffer.live()
-        await self._free(self._buffer.refuse(await self._refused(records)))
-
     async def discard(self, records: Iterable[RolloutRecord], limit_s: float) -> None:
         """Have the workers free the tensors of `records`.
 
@@ -201,20 +211,16 @@ class Collector:
         return PollBuffer(cursor, HOLD_S, share, GATHER_S)
 
     async def _take_in(self, records: Sequence[RolloutRecord]) -> None:
-        before, refused = self._buffer.received, await self._refused(records) if self._confirms else []
+        refused = await self._manager.received(list(map(received, records))) if records else []
+        before = self._buffer.received
         count = [record for record in records if record.rollout_id not in refused]
         copies = self._buffer.add(count)
         if self._buffer.received > before:
             self.generated_tokens += sum(record.generated_tokens for record in count)
             self.generated_samples += sum(len(record.lengths) for record in count)
             self._changed.set()
-        await self._free([*copies, *(record for record in records if record.rollout_id in refused)])
-
-    async def _refused(self, records: Sequence[RolloutRecord]) -> list[str]:
-        return await self._manager.received(list(map(received, records))) if records else []
-
-    async def _free(self, records: Iterable[RolloutRecord]) -> None:
-        for head, rollouts in _by_head(records):
+        unused = [*copies, *(record for record in records if record.rollout_id in refused)]
+        for head, rollouts in _by_head(unused):
             await self._heads[head].call(Discard(rollouts))
 
     async def _unless_failed(self, waiting: Awaitable[Any]) -> None:
@@ -226,6 +232,139 @@ class Collector:
                 ended.result()
         finally:
             await cancel(task)
+
+
+class Reports:
+    """Calls the manager; a `version` argument is always the model's current version.
+
+    Args:
+        collector: polls the ranks, and has them free dropped rollouts.
+        buffer: has the received rollouts, and the dropped ones.
+        stop: shortens the waits.
+        limit_s: time limit of each call.
+
+    Attributes:
+        counts: the gate's counters in its newest reply.
+        status: the gate's state in its newest reply.
+        checkpoint: the gate's part of the run's state at its newest version.
+    """
+
+    def __init__(
+        self,
+        manager: ManagerClient,
+        collector: Collector,
+        buffer: SampleBuffer,
+        stop: asyncio.Event,
+        *,
+        limit_s: float,
+    ) -> None:
+        self.counts, self.status = RolloutCounts(), GateStatus()
+        self.checkpoint = GateCheckpoint(used=UsedPrompts().to_json())
+        self._manager, self._collector, self._buffer, self._stop = manager, collector, buffer, stop
+        self._limit_s, self._begun = limit_s, False
+        self._drops: list[Drop] = []
+
+    def restore(self, trained: int, checkpoint: GateCheckpoint) -> None:
+        """Continue from `checkpoint`, with the counters that the gate begins with: B trained per version, even if B was
+        different at the time.
+        """
+        self.checkpoint = checkpoint
+        self.counts = checkpoint.counts(trained)
+
+    async def look(self) -> None:
+        """Ask for the manager's status without a report."""
+        self.status = await or_stop(self._manager.status(), self._stop, self._limit_s)
+
+    async def begin(self, version: int) -> None:
+        """Bring the manager the checkpoint and the rollouts that the ranks hold, unless that is done; then it opens its
+        gate, and says which of them count.
+
+        Raises:
+            HttpRefused: the manager refuses, so that it would admit no rollout.
+        """
+        if self._begun:
+            return
+        held = list(map(received, await self._collector.held()))
+        await self._manager.begin_run(RunBegin(version, self.checkpoint, held))
+        self._begun = True
+        self._collector.start()
+
+    async def trained(self, batch: TrainBatch) -> None:
+        """Report the complete step of `batch`, and what the buffer dropped; have the ranks free the latter.
+
+        Raises:
+            TimeoutError: the manager does not answer.
+        """
+        version, trained = batch.version + 1, [trained_rollout(record) for record in batch.records]
+        reply = await self._send(version, trained)
+        assert reply.checkpoint is not None, "the gate answers a step with its checkpoint"
+        self.checkpoint = reply.checkpoint
+
+    async def dropped(self, version: int) -> None:
+        """Report what the buffer drops, which takes up room at the gate, and have the ranks free it."""
+        while self._drops or self._buffer.has_drops:
+            await self._send(version, [])
+
+    async def end(self, version: int) -> None:
+        """Close the gate and account for every rollout.
+
+        Raises:
+            BooksError: the manager does not answer.
+        """
+        try:
+            await self._answered(self._end(version))
+        except TimeoutError as error:
+            raise BooksError("the GserverManager did not account for the rollouts at the end of the run") from error
+
+    async def _end(self, version: int) -> None:
+        await self.begin(version)  # a stop request may have come before the beginning had done it
+        await self._manager.close_gate()
+        await self.dropped(version)
+        self.counts = await self._manager.end_run(version)
+
+    async def _send(self, version: int, trained: list[TrainedRollout]) -> ConsumedReply:
+        """Send one report and process the reply. Drops that the manager may not have stay for the next report."""
+        self._drops += self._buffer.pop_drops()
+        drops = list(self._drops)
+        messages = [drop.message for drop in drops]
+        reply = await self._answered(self._manager.consumed(version, trained, messages))
+        self.counts = reply.counts
+        self.status = GateStatus(reply.idle_s, frozenset(reply.versions_in_use), reply.counts.dropped)
+        del self._drops[: len(drops)]
+        if drops:
+            await self._collector.discard([drop.record for drop in drops], self._limit_s)
+        return reply
+
+    async def _answered(self, call: Awaitable[_T]) -> _T:
+        """Await `call`, after a stop request for `ANSWER_S` at most.
+
+        Raises:
+            TimeoutError: it does not end in time.
+        """
+        task = asyncio.ensure_future(call)
+        try:
+            return await or_stop(asyncio.shield(task), self._stop, self._limit_s)
+        except StopRequested:
+            async with asyncio.timeout(min(ANSWER_S, self._limit_s)):
+                return await asyncio.shield(task)
+        finally:
+            await cancel(task)
+
+
+def check_books(books: RolloutCounts, trained: int) -> None:
+    """Check that every rollout is accounted for, and that the gate saw `trained` of them reach the optimizer.
+
+    Raises:
+        BooksError: the counters do not add up; the message names them.
+    """
+    if not books.balanced or books.running or books.finished_untrained:
+        raise BooksError(
+            f"the books do not balance: submitted {books.submitted}, trained {books.trained}, dropped "
+            f"{sum(books.dropped.values())} {dict(books.dropped)}, abandoned {books.abandoned}, "
+            f"still running {books.running}, finished but untrained {books.finished_untrained}"
+        )
+    if books.trained != trained:
+        raise BooksError(f"the gate counts {books.trained} trained rollouts, the trainer {trained}")
 
 
 def _by_head(records: Iterable[RolloutRecord]) -> list[tuple[int, tuple[str, ...]]]:
@@ -240,3 +379,31 @@ def received(record: RolloutRecord) -> ReceivedRollout:
     """Return the rollout of `record` as the manager expects it."""
     oldest = max(0, record.oldest_version)
     return ReceivedRollout(record.rollout_id, record.prompt_id, record.order, oldest, max(1, sum(record.lengths)))
+
+
+def trained_rollout(record: RolloutRecord) -> TrainedRollout:
+    """Return what the ledger says about a trained rollout."""
+    samples, rewards = len(record.rewards), record.episode_rewards
+    reward = sum(rewards) / len(rewards)
+    head = (record.rollout_id, record.prompt_id, record.order, record.version_tokens)
+    return TrainedRollout(*head, len(rewards), samples, reward, _opponents(record.metrics), _policies(record))
+
+
+def _opponents(metrics: Mapping[str, float]) -> dict[str, tuple[int, int]]:
+    """Return the oldest and newest version of each policy that answered in a rollout with these metrics."""
+    versions: dict[str, dict[str, int]] = {}
+    for name, number in metrics.items():
+        if name.startswith(OPPONENTS):
+            policy, _, which = name.removeprefix(OPPONENTS).partition("/")
+            versions.setdefault(policy, {})[which] = int(number)
+    return {policy: (each["oldest_version"], each["newest_version"]) for policy, each in versions.items()}
+
+
+def _policies(record: RolloutRecord) -> dict[str, PolicyTokens]:
+    """Return the share of each trained policy in a rollout, from what its worker and the trainer counted."""
+    generated = {name.removeprefix(GENERATED): n for name, n in record.metrics.items() if name.startswith(GENERATED)}
+    of_sample = [policy_of(group, generated) or ACTOR for group in record.groups or [""] * len(record.generated)]
+    trained, samples = Counter[str](), Counter(of_sample)
+    for policy, tokens in zip(of_sample, record.generated, strict=True):
+        trained[policy] += tokens
+    return {name: PolicyTokens(int(each), trained[name], samples[name]) for name, each in generated.items()}

@@ -17,9 +17,9 @@ Under `drop` and `wait` a record expires by its oldest token; under `mask` by it
 tells the workers which tokens carry no loss. A record without generated tokens never expires. Under `wait` the master
 holds the step until no running rollout would expire; the check remains as a last safeguard.
 
-The order (`master.settings.BatchOrder`, before it the user's, `buffer.order.path`) decides which live records a step
-takes. Those that could not wait for another step are taken before all others, so no order loses a rollout that this
-step can train or trains a stale token. Within the batch the order is the data order.
+The order (`take`) decides which live records a step takes. Those that could not wait for another step are taken before
+all others, so no order loses a rollout that this step can train or trains a stale token. Within the batch the order is
+the data order.
 """
 
 from __future__ import annotations
@@ -28,12 +28,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import Any
 
-from asyncrl.comm.ended_rollouts.drop_reasons import DropReason
-from asyncrl.comm.ended_rollouts.recent_ids import RecentIds, ids_remembered
+from asyncrl.comm.ended_rollouts import DropReason, RecentIds, ids_remembered
 from asyncrl.manager.messages import DroppedRollout
-from asyncrl.master.settings import BatchOrder, OnStale
+from asyncrl.master.settings import OnStale
 from asyncrl.trainer.messages import RolloutRecord
 
 
@@ -112,13 +110,6 @@ class SampleBuffer:
                 self._by_age.setdefault(self._decisive(record), {})[record.rollout_id] = record
         return copies
 
-    def refuse(self, rollout_ids: Iterable[str]) -> list[RolloutRecord]:
-        """Remove live records that the gate does not count; return them, which are to be freed."""
-        refused = [self._pop(each) for each in rollout_ids if each in self._live]
-        for record in refused:
-            self._finished.put(record.rollout_id, None)
-        return refused
-
     def expire(self, version: int) -> None:
         """Drop the live records that neither the step at `version` nor a later one may train.
 
@@ -138,16 +129,20 @@ class SampleBuffer:
         """Take the batch of the step at `version`; None while fewer than B live records are left after the expiry
         check.
 
-        `ranks`: the user's order, by rollout id; records without a rank, which arrived later, come last.
+        The order is the user's (`buffer.order.path`), then the oldest tokens first, as they expire next, then the data
+        order. `ranks` has the user's, by rollout id; records without a rank, which arrived later, come last.
+
+        Example, η = 2, B = 2, version 3, no ranks: of live records with oldest versions {a: 3, b: 2, c: 0, d: 3} (data
+        order a b c d), c is stale (3 - 0 > 2), b goes first, then a; d waits.
         """
         self.expire(version)
         if len(self._live) < self.batch_size:
             return None
         known = ranks or {}
 
-        def turn(record: RolloutRecord) -> tuple[bool, float, float, int, str]:
+        def turn(record: RolloutRecord) -> tuple[bool, float, int, int, str]:
             can_wait, rank = not self._expires(record, version + 1), known.get(record.rollout_id, inf)
-            return can_wait, rank, BatchOrder.rank(record), *_data_order(record)
+            return can_wait, rank, record.oldest_version, *_data_order(record)
 
         chosen = sorted(self._live.values(), key=turn)[: self.batch_size]
         for record in chosen:
@@ -182,18 +177,6 @@ class SampleBuffer:
             f"{len(self._live)} of {self.batch_size} rollouts in the buffer "
             f"({self.received} received, {self.trained} trained, {len(self._taken)} in training, dropped: {reasons})"
         )
-
-    def state(self) -> dict[str, Any]:
-        """Return the buffer's part of a checkpoint: its counters. The ranks have the live records."""
-        return {
-            "trained": self.trained,
-            "dropped": {str(reason): count for reason, count in self.dropped.items()},
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from `state`."""
-        self.trained = state["trained"]
-        self.dropped = Counter(state["dropped"])
 
     def _pop(self, rollout_id: str) -> RolloutRecord:
         """Remove the live record of this rollout, and return it."""

@@ -13,28 +13,40 @@ while there are signs. For a wait for rollouts these are, by counters of buffer 
 An evaluation pins the served version, and with it the gate, so while one runs no rollout is expected; nor is one while
 all generation servers or all RolloutWorkers are still starting. Both have limits of their own. The ranks' signs are
 those of `asyncrl.master.peers.rank_clients`; a rank that does not answer makes all other signs void.
+
+Rollouts may show signs of life and yet complete no batch: a wait for them also warns if filters drop nearly all.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
-from typing import Any, NoReturn, TypeVar
+import time
+from collections.abc import Coroutine, Mapping
+from pathlib import Path
+from typing import Any, Final, NoReturn, TypeVar
 
-from asyncrl.comm.ended_rollouts.drop_reasons import DropReason, is_filter_reason
+from asyncrl.comm.ended_rollouts import DropReason, is_filter_reason
 from asyncrl.comm.http.calls import HttpError
-from asyncrl.comm.waits.limits import ANSWER_S, ASK_S, LOOK_S
-from asyncrl.comm.waits.running_time import RunningClock, running_wait
+from asyncrl.comm.waits import ANSWER_S, ASK_S, LOOK_S, RunningClock, running_wait
 from asyncrl.manager.client import GateStatus, ManagerClient, ManagerGone
 from asyncrl.master.data.collector import Collector
 from asyncrl.master.data.sample_buffer import SampleBuffer
+from asyncrl.master.peers.connections import NameBoard
+from asyncrl.master.peers.policy_versions import VersionAnnouncer
 from asyncrl.master.peers.rank_clients import Stalled
+from asyncrl.observe.metrics.learning import ADVICE
+from asyncrl.runtime.process.remarks import remark
 from asyncrl.runtime.process.waiting import StopRequested, cancel
 
 _T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
+
+LEAST_GROUPS: Final = 64
+"""Warn if filters drop at least so many groups between two steps ..."""
+LEAST_KEPT: Final = 0.05
+"""... and keep less than this share of all groups meanwhile."""
 
 
 class PromptsUsedUp(Exception):  # it ends a wait; nothing went wrong
@@ -84,16 +96,62 @@ class RolloutSigns:
         return f"; since the last rollout that arrived, {sum(self.lost.values())} were lost ({reasons})"
 
 
+class FilteredOut:
+    """Finds that filters drop nearly all groups, so that a step waits in vain.
+
+    Under dynamic sampling (`rollout.filters`) a group whose rewards are all equal is not trained, and another prompt
+    takes its place. If the reward is always the same, rollouts are made and dropped without end. Nothing fails, and no
+    row of metrics is written that could show it.
+
+    Args:
+        batch_size: number of groups of a step.
+    """
+
+    def __init__(self, batch_size: int) -> None:
+        self._batch_size = batch_size
+        self._version: int | None = None
+        self._before: dict[str, int] = {}
+        self._warned = False
+
+    def take(self, version: int, kept: int, dropped: Mapping[str, int]) -> str | None:
+        """Process the state of the run; return a warning, at most once for each step.
+
+        Args:
+            version: the policy's version.
+            kept: number of groups that wait to be trained.
+            dropped: number of groups dropped in the run, by reason, from all processes.
+        """
+        by_filter = {reason: count for reason, count in dropped.items() if is_filter_reason(reason)}
+        if version != self._version:
+            self._version, self._before, self._warned = version, by_filter, False
+        counts = {reason: count - self._before.get(reason, 0) for reason, count in by_filter.items()}
+        total = sum(counts.values())
+        if self._warned or total < LEAST_GROUPS or kept >= LEAST_KEPT * (kept + total):
+            return None
+        self._warned = True
+        shown = sorted((reason.partition(": ")[2], count) for reason, count in counts.items() if count)
+        reasons = ", ".join(f"{count} {reason}" for reason, count in shown)
+        return (
+            f"WARNING: since step {version} filters dropped {total} groups ({reasons}) and kept {kept} of the "
+            f"{self._batch_size} that a step needs; {ADVICE}, or change rollout.filters. The run goes on, without a "
+            f"step until there are enough"
+        )
+
+
 class StallWatch:
     """Ends a run that shows no sign of life for too long, with a message about what it waited for.
+
+    Silence is counted within waits: what goes on between them has limits of its own. An arrival is a sign of life,
+    which also ends a wait; what else shows one is looked for at most every `ASK_S`, in whatever wait.
 
     Args:
         limit_s: `system.stall_timeout_s`.
         stop: set when the run is asked to stop.
-        free_since: end of the last evaluation, by `clock`; the present time while an evaluation runs.
+        announcer: knows whether an evaluation pins the served version.
+        board: knows whether the processes that make a step's data are starting.
         manager, buffer, collector: sources of the counters.
-        starting: returns True while the processes that make a step's data are starting.
         ahead: see `RolloutSigns`.
+        run_dir: for the warning about filters.
     """
 
     def __init__(
@@ -101,22 +159,25 @@ class StallWatch:
         limit_s: float,
         clock: RunningClock,
         stop: asyncio.Event,
-        free_since: Callable[[], float],
+        announcer: VersionAnnouncer,
+        board: NameBoard,
         manager: ManagerClient,
         buffer: SampleBuffer,
         collector: Collector,
-        starting: Callable[[], bool],
-        ahead: int = 1,
+        ahead: int,
+        run_dir: Path,
     ) -> None:
-        self.limit_s, self.clock, self._starting = limit_s, clock, starting
-        self._stop, self._free_since = stop, free_since
+        self.limit_s, self.clock = limit_s, clock
+        self._stop, self._announcer, self._board, self._run_dir = stop, announcer, board, run_dir
         self._manager, self._buffer, self._collector = manager, buffer, collector
-        self._signs = RolloutSigns(ahead)
+        self._signs, self._filtered = RolloutSigns(ahead), FilteredOut(buffer.batch_size)
+        self._received = buffer.received
         self.progressed()
+        self._waited_at = self._progress_at
 
     def progressed(self) -> None:
         """Restart the limit: there was a sign of life."""
-        self._progress_at = self.clock()
+        self._progress_at, self._looked_at = self.clock(), time.monotonic()
 
     async def wait(self, waiting: Coroutine[Any, Any, _T], version: int, what: str, *, rollouts: bool = False) -> _T:
         """Await `waiting`, for the step at `version`, as long as there are signs of life; `what` describes it in the
@@ -131,11 +192,14 @@ class StallWatch:
             Stalled: there was no sign of life for too long.
         """
         task, stopping = asyncio.ensure_future(waiting), asyncio.ensure_future(self._stop.wait())
-        following = [asyncio.ensure_future(self._follow_rollouts())] if rollouts else []
+        following = [asyncio.ensure_future(self._follow_rollouts(version))] if rollouts else []
+        now = self.clock()
+        arrived, self._received = self._buffer.received != self._received, self._buffer.received
+        self._progress_at = now if arrived else min(now, self._progress_at + now - self._waited_at)
         try:
             while (left_s := self._stalls_at() - self.clock()) > 0:
                 await running_wait(task, stopping, *following, limit_s=min(left_s, LOOK_S))
-                if self._starting():
+                if self._board.producers_start():
                     self.progressed()
                 if task.done():
                     return task.result()
@@ -146,16 +210,18 @@ class StallWatch:
                         follower.result()
             raise Stalled(await self._diagnosis(version, what))
         finally:
+            self._waited_at = self.clock()
             await cancel(task, stopping, *following)
 
-    async def _follow_rollouts(self) -> NoReturn:
-        """Restart the limit whenever rollouts show a sign of life.
+    async def _follow_rollouts(self, version: int) -> NoReturn:
+        """Restart the limit whenever rollouts show a sign of life; warn if filters drop nearly all of them.
 
         Raises:
             PromptsUsedUp: none will come.
         """
         while True:
-            await asyncio.sleep(min(ASK_S, self.limit_s / 4))
+            await asyncio.sleep(max(0.0, self._looked_at + min(ASK_S, self.limit_s / 4) - time.monotonic()))
+            self._looked_at = time.monotonic()  # before the answer: the end of the wait may leave it out
             try:
                 status = await self._manager.status()
             except (HttpError, ManagerGone) as error:
@@ -163,11 +229,14 @@ class StallWatch:
                 continue
             if status.rebuilt and status.used_up:
                 raise PromptsUsedUp
+            warning = self._filtered.take(version, len(self._buffer), status.dropped) if status.rebuilt else None
+            if warning is not None:
+                remark(self._run_dir, warning)
             if self._signs.take(self._buffer.received, status) and not self._collector.silent:
                 self.progressed()
 
     def _stalls_at(self) -> float:
-        return max(self._progress_at, self._free_since()) + self.limit_s
+        return max(self._progress_at, self._announcer.free_since) + self.limit_s
 
     async def _diagnosis(self, version: int, what: str) -> str:
         try:

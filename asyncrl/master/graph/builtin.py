@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from asyncrl.algorithms.spec import KLPlace, ProximalMode
+from asyncrl.algorithms.registry import KLPlace, ProximalMode
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.catalog import known
 from asyncrl.config.plugin_code.import_paths import PluginError, definition, load_plugin

@@ -24,8 +24,7 @@ import time
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
-from asyncrl.comm.request_reply.client import RequestClient
-from asyncrl.comm.request_reply.messages import R, Request
+from asyncrl.comm.request_reply import R, Request, RequestClient
 from asyncrl.master.graph.call_graph import Call, Graph
 from asyncrl.master.peers.rank_clients import while_ranks_work
 from asyncrl.trainer.messages import MoveColumns, RunCall
@@ -99,38 +98,33 @@ class Executor:
             await asyncio.gather(*running, return_exceptions=True)
         return stats
 
-    async def _move(self, moves: Sequence[MoveColumns]) -> None:
-        """Move the columns that a call wrote to the roles in other layouts that read them."""
-        for move in moves:
-            hosts = sorted({*self._placement[move.source], *self._placement[move.target]})
-            replies = [asyncio.ensure_future(self._send(worker, move)) for worker in hosts]
-            try:
-                await asyncio.gather(*replies)
-            finally:
-                for reply in replies:
-                    reply.cancel()
-
     async def _run_call(self, call: Call) -> Stats:
         started = time.perf_counter()
-        request = RunCall.of(call)
-        # Tasks start in the order of their creation: all workers are sent this call before any is sent the next one.
-        replies = [asyncio.ensure_future(self._send(worker, request)) for worker in self._placement[call.role]]
-        try:
-            first, *_ = await asyncio.gather(*replies)
-        finally:
-            for reply in replies:
-                reply.cancel()
-        await self._move(self._moves[call.name])
+        first, *_ = await self._on(self._placement[call.role], RunCall.of(call))
+        for move in self._moves[call.name]:
+            await self._on(sorted({*self._placement[move.source], *self._placement[move.target]}), move)
         # Functions reduce their statistics over all ranks, so every worker reports the same ones.
         took = {f"time/{call.name.removeprefix(f'{call.policy}/')}_s": time.perf_counter() - started}
         about = f"policy/{call.policy}/" if call.policy else ""
         return {about + name: value for name, value in {**first.stats, **took}.items()}
 
+    async def _on(self, workers: Sequence[int], request: Request[R]) -> list[R]:
+        # Tasks start in the order of their creation: all workers are sent this call before any is sent the next one.
+        replies = [asyncio.ensure_future(self._send(worker, request)) for worker in workers]
+        try:
+            return await asyncio.gather(*replies)
+        finally:
+            for reply in replies:
+                reply.cancel()
+
     async def _send(self, worker: int, request: Request[R]) -> R:
         try:
             return await self._workers[worker].call(request, timeout_s=math.inf)
         except Exception as error:
-            raise ExecutionError(f"{_named(request)} on model_worker/{worker} failed: {error}") from error
+            what = f"{request}"
+            if isinstance(request, RunCall):
+                what = f"call {request.name!r} (function {request.function!r}, role {request.role!r})"
+            raise ExecutionError(f"{what} on model_worker/{worker} failed: {error}") from error
 
 
 def column_moves(graph: Graph, layouts: Mapping[str, Hashable]) -> dict[str, tuple[MoveColumns, ...]]:
@@ -150,9 +144,3 @@ def column_moves(graph: Graph, layouts: Mapping[str, Hashable]) -> dict[str, tup
             MoveColumns(tuple(keys), call.role, role, call.policy) for role, keys in wanted.values()
         )
     return moves
-
-
-def _named(request: Request[Any]) -> str:
-    if isinstance(request, RunCall):
-        return f"call {request.name!r} (function {request.function!r}, role {request.role!r})"
-    return f"{request}"

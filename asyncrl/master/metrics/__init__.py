@@ -1,1 +1,1 @@
-"""Rows of metrics, statistics of evaluations, win rates, warnings about filters."""
+"""Rows of metrics, evaluations, win rates."""

@@ -1,1 +1,1 @@
-"""Connections to ranks, workers and name resolution, announcement of versions, turns on shared devices."""
+"""Connections to ranks, workers and name resolution, and announcement of versions."""

@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import math
-from collections.abc import Sequence
-from operator import attrgetter
-from typing import Protocol, Self
+from typing import Self
 
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameEntryNotFound, NameResolver
-from asyncrl.comm.request_reply import PeerGone, RequestClient
-from asyncrl.comm.request_reply.client import RequestTimeout
-from asyncrl.comm.request_reply.messages import R, Request
+from asyncrl.comm.request_reply import PeerGone, R, Request, RequestClient
 from asyncrl.comm.sockets import DESCRIPTORS_PER_CONNECTION, PeerRouter
-from asyncrl.comm.waits.limits import ASK_S, LOOK_S
-from asyncrl.comm.waits.running_time import running_wait
-from asyncrl.rollout.messages import Evaluate, EvaluationResult, StillThere
-from asyncrl.runtime.process.descriptors import allow_connections
+from asyncrl.comm.waits import LOOK_S
+from asyncrl.runtime.process.open_files import allow_connections
 from asyncrl.runtime.process.waiting import cancel
 from asyncrl.runtime.process.worker import AsyncWorker
-
-_log = logging.getLogger(__name__)
-
-
-class Evaluates(Protocol):
-    """A RolloutWorker, seen from the process that asks it for a share of an evaluation."""
-
-    async def call(self, request: Request[R], *, timeout_s: float) -> R:
-        """Make the call and return its reply."""
 
 
 class ReplaceableWorker:
@@ -44,13 +27,7 @@ class ReplaceableWorker:
         router: see `RequestClient`.
     """
 
-    def __init__(
-        self,
-        resolver: NameResolver,
-        key: str,
-        registered: str,
-        router: PeerRouter,
-    ) -> None:
+    def __init__(self, resolver: NameResolver, key: str, registered: str, router: PeerRouter) -> None:
         self._resolver, self._key, self._router = resolver, key, router
         self._follow(registered)
 
@@ -132,53 +109,6 @@ def router_of_peers(worker: AsyncWorker, peers: int) -> PeerRouter:
     """
     allow_connections(DESCRIPTORS_PER_CONNECTION * peers, f"{peers} other processes")
     return PeerRouter(worker.security)
-
-
-class NothingEvaluated(RuntimeError):
-    """No prompt of a set was answered."""
-
-
-async def evaluate(workers: Sequence[Evaluates], name: str, version: int, limit_s: float) -> EvaluationResult:
-    """Evaluate `version` on the whole set `name`; each RolloutWorker does a share. It may take any time: each episode
-    has a limit of its own.
-
-    Args:
-        limit_s: longest silence of a worker, in seconds in which this process ran.
-
-    Raises:
-        NothingEvaluated: the agent answered not a single prompt of the set.
-        TimeoutError: a worker is silent.
-        Exception: a worker failed.
-    """
-    request = Evaluate(name, version)
-    replies = await asyncio.gather(*(_share(worker, at, request, limit_s) for at, worker in enumerate(workers)))
-    shares = [share for share in replies if share.answers]
-    left_out = sum(share.left_out for share in replies)
-    if not shares:
-        raise NothingEvaluated(f"none of the {left_out} rows of {name!r} was answered: they make no prompt")
-    return EvaluationResult(
-        answers=tuple(sorted((answer for share in shares for answer in share.answers), key=attrgetter("row"))),
-        left_out=left_out,
-        min_version=min(share.min_version for share in shares),
-        max_version=max(share.max_version for share in shares),
-    )
-
-
-async def _share(worker: Evaluates, number: int, request: Evaluate, limit_s: float) -> EvaluationResult:
-    """Return the worker's share of an evaluation."""
-    evaluating = asyncio.ensure_future(worker.call(request, timeout_s=math.inf))
-    try:
-        while True:
-            await running_wait(evaluating, limit_s=min(ASK_S, limit_s / 4))
-            if evaluating.done():
-                return evaluating.result()
-            await worker.call(StillThere(), timeout_s=limit_s)
-    except RequestTimeout as error:
-        raise TimeoutError(
-            f"RolloutWorker {number} showed no sign of life for {limit_s:g} s (system.stall_timeout_s)"
-        ) from error
-    finally:
-        await cancel(evaluating)
 
 
 class NameBoard:

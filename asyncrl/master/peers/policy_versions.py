@@ -15,50 +15,103 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from operator import attrgetter
 from typing import TypeAlias
 
-from asyncrl.comm.ended_rollouts.drop_reasons import CUT_SHORT
-from asyncrl.comm.request_reply.client import RequestClient
+from asyncrl.comm.ended_rollouts import CUT_SHORT
+from asyncrl.comm.request_reply import RequestClient, RequestTimeout
+from asyncrl.comm.waits import ASK_S, LOOK_S, RunningClock, running_wait
 from asyncrl.manager.settings import VersionPoolConfig
+from asyncrl.master.metrics.evaluations import Outcomes
+from asyncrl.master.metrics.metrics_log import MetricsLog
+from asyncrl.master.metrics.win_rates import WinRates
+from asyncrl.master.peers.connections import NameBoard, ReplaceableWorker
 from asyncrl.master.peers.rank_clients import RankClients
 from asyncrl.observe import observer
-from asyncrl.rollout.messages import EvaluationResult
+from asyncrl.rollout.messages import Evaluate, EvaluationResult, StillThere
+from asyncrl.runtime.process.waiting import cancel
 from asyncrl.trainer.messages import CollectWeights, Publish
 
 _log = logging.getLogger(__name__)
 
-Outcomes: TypeAlias = Mapping[str, EvaluationResult | str]
-"""For each set, its result or the reason why it has none."""
+_Worker: TypeAlias = RequestClient | ReplaceableWorker
+
+
+class NothingEvaluated(RuntimeError):
+    """No prompt of a set was answered."""
+
+
+async def evaluate(workers: Sequence[_Worker], name: str, version: int, limit_s: float) -> EvaluationResult:
+    """Evaluate `version` on the whole set `name`; each RolloutWorker does a share. It may take any time: each episode
+    has a limit of its own.
+
+    Args:
+        limit_s: longest silence of a worker, in seconds in which this process ran.
+
+    Raises:
+        NothingEvaluated: the agent answered not a single prompt of the set.
+        TimeoutError: a worker is silent.
+        Exception: a worker failed.
+    """
+    request = Evaluate(name, version)
+    replies = await asyncio.gather(*(_share(worker, at, request, limit_s) for at, worker in enumerate(workers)))
+    shares = [share for share in replies if share.answers]
+    left_out = sum(share.left_out for share in replies)
+    if not shares:
+        raise NothingEvaluated(f"none of the {left_out} rows of {name!r} was answered: they make no prompt")
+    return EvaluationResult(
+        answers=tuple(sorted((answer for share in shares for answer in share.answers), key=attrgetter("row"))),
+        left_out=left_out,
+        min_version=min(share.min_version for share in shares),
+        max_version=max(share.max_version for share in shares),
+    )
+
+
+async def _share(worker: _Worker, number: int, request: Evaluate, limit_s: float) -> EvaluationResult:
+    """Return the worker's share of an evaluation."""
+    evaluating = asyncio.ensure_future(worker.call(request, timeout_s=math.inf))
+    try:
+        while True:
+            await running_wait(evaluating, limit_s=min(ASK_S, limit_s / 4))
+            if evaluating.done():
+                return evaluating.result()
+            await worker.call(StillThere(), timeout_s=limit_s)
+    except RequestTimeout as error:
+        raise TimeoutError(
+            f"RolloutWorker {number} showed no sign of life for {limit_s:g} s (system.stall_timeout_s)"
+        ) from error
+    finally:
+        await cancel(evaluating)
 
 
 class VersionAnnouncer:
-    """Announces versions and evaluates those that are due.
+    """Announces versions to the servers and evaluates those that are due.
 
     Args:
-        announce: makes a version known to the servers; also gets the folder of its weights.
-        evaluate: measures a version on the set of a name; it has its own time limit.
-        due: returns the names of the sets on which to evaluate a version.
-        on_end: called after every evaluation with its version, and for each set its result (or the reason why it has
-            none) and the seconds it took.
-        clock: time in seconds, for the end of the last evaluation.
+        board: where versions are announced.
+        rollouts: the RolloutWorkers, which evaluate.
+        metrics_log: knows which evaluations are due, and records them.
+        win_rates: announced with each version.
+        clock: tells when the last evaluation ended.
+        limit_s: longest silence of a worker that evaluates.
+
+    Attributes:
+        announced: version that the servers have to load; 0 is the initial model, which is never announced.
     """
 
     def __init__(
         self,
-        announce: Callable[[int, str], None],
-        evaluate: Callable[[str, int], Awaitable[EvaluationResult]],
-        due: Callable[[int], Sequence[str]],
-        on_end: Callable[[int, Outcomes, Mapping[str, float]], None],
-        clock: Callable[[], float],
+        board: NameBoard,
+        rollouts: Sequence[_Worker],
+        metrics_log: MetricsLog,
+        win_rates: WinRates,
+        clock: RunningClock,
+        limit_s: float,
     ) -> None:
-        self._announce = announce
-        self._evaluate = evaluate
-        self._due = due
-        self._on_end = on_end
-        self._clock = clock
         self.announced = 0
-        """The version that servers have to load; 0 is the initial model, which is never announced."""
+        self._board, self._rollouts, self._metrics_log = board, rollouts, metrics_log
+        self._win_rates, self._clock, self._limit_s = win_rates, clock, limit_s
         self._put_off: tuple[int, str] | None = None
         self._abandoned = False
         self._running: asyncio.Task[None] | None = None
@@ -89,7 +142,7 @@ class VersionAnnouncer:
             Exception: an earlier evaluation could not be recorded, or the version put off not be announced.
         """
         self._check()
-        if self._due(version):
+        if self._metrics_log.evaluations.due(version):
             self._put_off = None  # of the versions put off only the newest would be announced: this one
             await self.evaluation_ended()
         elif self._running is not None:
@@ -100,12 +153,12 @@ class VersionAnnouncer:
 
     def announce(self, version: int, path: str) -> None:
         """Announce `version`, which servers have to load from now on."""
-        self._announce(version, path)
+        self._board.announce_version(version, path, self._win_rates.at(version))
         self.announced = version
 
     def evaluate_if_due(self) -> None:
         """Evaluate the version announced last, if that is due."""
-        if names := self._due(self.announced):
+        if names := self._metrics_log.evaluations.due(self.announced):
             self._running = asyncio.create_task(self._run(self.announced, names))
             self._running.add_done_callback(self._keep_failure)
 
@@ -137,7 +190,9 @@ class VersionAnnouncer:
             for name in names:
                 began = time.time()
                 try:
-                    outcomes[name] = await self._evaluate(name, version)
+                    while self._board.producers_start():  # noqa: ASYNC110 - the resolver's thread has no event of this loop
+                        await asyncio.sleep(LOOK_S)
+                    outcomes[name] = await evaluate(self._rollouts, name, version, self._limit_s)
                 except Exception as error:
                     _log.warning("the evaluation of version %d on %s failed", version, name, exc_info=error)
                     outcomes[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -159,7 +214,7 @@ class VersionAnnouncer:
             self._failure = ended.exception()
 
     def _tell_end(self, version: int, outcomes: Outcomes, seconds: Mapping[str, float]) -> None:
-        self._on_end(version, outcomes, seconds)
+        self._metrics_log.evaluated(version, outcomes, seconds)
         if self._put_off is not None:
             self.announce(*self._put_off)
             self._put_off = None

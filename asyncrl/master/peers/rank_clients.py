@@ -4,6 +4,10 @@ A rank's I/O thread answers questions even while the rank computes or waits in a
 answer is frozen, cut off, or held up by its own code. Ranks that answer are at work if one of them begins a micro-batch
 or reads or writes data; CPU time alone, or neither, is believed for some limits' time only: a deadlock or an endless
 loop looks like that.
+
+While the run continues, the MasterWorker waits for a rank that does not respond, since it may recover. After a stop
+request it waits only briefly (`await_while_responsive`): the current step and a checkpoint need all ranks. Ranks that
+wait for a silent one answer, so only the silent one is named.
 """
 
 from __future__ import annotations
@@ -11,11 +15,10 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from asyncrl.comm.request_reply.client import PeerGone, RequestClient, RequestTimeout
-from asyncrl.comm.request_reply.messages import R, Request
-from asyncrl.comm.waits.limits import ASK_S
+from asyncrl.comm.request_reply import PeerGone, R, Request, RequestClient, RequestTimeout
+from asyncrl.comm.waits import ASK_S, LOOK_S
 from asyncrl.runtime.process.starting import BUSY_SHARE
 from asyncrl.runtime.process.waiting import cancel
 from asyncrl.runtime.process.worker import CannotContinue
@@ -46,14 +49,49 @@ async def while_ranks_work(
     Raises:
         Stalled: a rank is silent, or none of them makes progress.
     """
-    task, watching = asyncio.ensure_future(working), asyncio.ensure_future(_standstill(workers, limit_s))
+
+    async def watch() -> NoReturn:
+        standstill = await _standstill(workers, limit_s)
+        raise Stalled(f"{what()} waits: {standstill}; its log, and py-spy dump, show where it is")
+
+    return await _unless(watch(), working)
+
+
+class RanksUnresponsive(CannotContinue):
+    """Ranks do not answer, so nothing can be finished or saved; the message names them."""
+
+
+async def await_while_responsive(
+    running: Coroutine[Any, Any, None], workers: Sequence[RequestClient], stop: asyncio.Event, limit_s: float
+) -> None:
+    """Await `running`, after `stop` is set only as long as all `workers`, the ranks by index, answer.
+
+    Raises:
+        RanksUnresponsive: one has not answered for `limit_s` seconds in which this process ran; `running` is cancelled.
+        Exception: raised by `running`.
+    """
+
+    async def watch() -> NoReturn:
+        await stop.wait()
+        pulses = Pulses(workers)
+        while not (silent := await pulses.ask(limit_s)):  # noqa: ASYNC110  # what is waited for is in other processes
+            await asyncio.sleep(LOOK_S)
+        raise RanksUnresponsive(
+            f"no answer from {silent} for {limit_s:g} s (system.stop_timeout_s) after the request to stop: the current "
+            f"step cannot be finished and no checkpoint can be written. The same command continues from the newest one"
+        )
+
+    await _unless(watch(), running)
+
+
+async def _unless(watching: Coroutine[Any, Any, NoReturn], working: Coroutine[Any, Any, _T]) -> _T:
+    """Await `working`, unless `watching` raises first; `working` is cancelled then."""
+    task, watch = asyncio.ensure_future(working), asyncio.ensure_future(watching)
     try:
-        await asyncio.wait({task, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise Stalled(f"{what()} waits: {watching.result()}; its log, and py-spy dump, show where it is")
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else watch.result()
     finally:
-        await cancel(task, watching)
+        await cancel(task, watch)
 
 
 class Pulses:
@@ -114,47 +152,31 @@ async def _standstill(workers: Sequence[RequestClient], limit_s: float) -> str:
 
 
 class RankClients:
-    """The ModelWorkers.
+    """The ModelWorkers. Each call raises `Stalled` if they show no signs of life (`while_ranks_work`).
 
     Args:
         workers: the ModelWorkers by index.
         publisher: index of the rank that publishes the actor, and commits checkpoints.
-        limit_s: longest silence (`while_ranks_work`).
+        limit_s: longest silence.
     """
 
     def __init__(self, workers: Sequence[RequestClient], publisher: int, limit_s: float) -> None:
         self._workers, self._publisher, self._limit_s = workers, publisher, limit_s
 
     async def all(self, request: Request[R]) -> list[R]:
-        """Make the call to every rank; return the replies by worker index.
-
-        Raises:
-            Stalled: see `while_ranks_work`.
-        """
+        """Make the call to every rank; return the replies by worker index."""
         return await self.some(self._workers, request)
 
     async def each(self, requests: Sequence[Request[R]]) -> list[R]:
-        """Make a different call to each rank; calls and replies are by worker index.
-
-        Raises:
-            Stalled: see `while_ranks_work`.
-        """
+        """Make a different call to each rank; calls and replies are by worker index."""
         return await self._answers(list(zip(self._workers, requests, strict=True)))
 
     async def some(self, workers: Sequence[RequestClient], request: Request[R]) -> list[R]:
-        """Make the call to `workers`; return the replies in the same order.
-
-        Raises:
-            Stalled: see `while_ranks_work`.
-        """
+        """Make the call to `workers`; return the replies in the same order."""
         return await self._answers([(worker, request) for worker in workers])
 
     async def publisher(self, request: Request[R]) -> R:
-        """Make the call to the rank that publishes the actor and commits checkpoints.
-
-        Raises:
-            Stalled: see `while_ranks_work`.
-        """
+        """Make the call to the rank that publishes the actor and commits checkpoints."""
         return (await self.some([self._workers[self._publisher]], request))[0]
 
     async def _answers(self, calls: Sequence[tuple[RequestClient, Request[R]]]) -> list[R]:

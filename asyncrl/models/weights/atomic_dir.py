@@ -20,8 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from asyncrl.comm.files.leftovers import delete_tree, remove_leftover
-from asyncrl.comm.files.retry_write import PASSING, retry_write_blocking
+from asyncrl.comm.files import PASSING, delete_tree, remove_leftover, retry_write_blocking
 
 _log = logging.getLogger(__name__)
 WRITING_SUFFIX = ".writing"

@@ -13,8 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from asyncrl.comm.http.server import HttpRoute, HttpServer, Refused, json_response
-from asyncrl.observe.dashboard.page import html
-from asyncrl.observe.dashboard.page_data import Decode, page_data
+from asyncrl.observe.dashboard.page import Decode, html, page_data
 from asyncrl.observe.history import History
 from asyncrl.observe.metrics.prometheus import CONTENT_TYPE, prometheus_text
 

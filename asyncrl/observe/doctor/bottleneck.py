@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from asyncrl.observe.doctor.finding import Finding, Level
+from asyncrl.observe.doctor.finding import Finding, Level, bottleneck, percent, waits
 from asyncrl.observe.doctor.measured import LITTLE_WAITING, Measured
-from asyncrl.observe.doctor.sentences import bottleneck, percent, waits
 from asyncrl.observe.doctor.server_rules import (
     LATE_S,
     STARVED,

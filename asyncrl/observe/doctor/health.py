@@ -1,4 +1,10 @@
-"""Rules on a run's health: lost rollouts, failing learning, limits in effect, growing memory."""
+"""Rules on a run's health: lost rollouts, failing learning, an exploited reward, limits in effect, growing memory.
+
+A reward is exploited if it rises while the evaluation falls: the policy exploits something that only the reward
+measures. The evaluations of a set are cut into three equal parts, in order. Of the first two parts, the better one is
+compared with the last. The set has fallen if each evaluation of the last part is below each of the better part, and the
+mean fell by more than `FALLEN`.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +12,96 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from asyncrl.comm.ended_rollouts.drop_reasons import DropReason, failure, is_filter_reason
-from asyncrl.observe.doctor.exploited import exploited_rewards
+from asyncrl.comm.ended_rollouts import DropReason, failure, is_filter_reason
 from asyncrl.observe.doctor.finding import Finding, Level
 from asyncrl.observe.doctor.measured import WINDOW_STEPS, Measured
 from asyncrl.observe.history import History, Process
 from asyncrl.observe.history.history import Row
 from asyncrl.observe.metrics.learning import FLAT_STEPS, is_constant, is_flat
+
+FEWEST_EVALUATIONS = 6
+FALLEN = 0.1
+"""Least mean drop, as a share of the better evaluations' mean."""
+RISEN = 0.1
+"""Least rise of the batches' rewards meanwhile, as a share of their range."""
+NO_PARTS = frozenset({"mean", "std", "min", "max", "frac_zero_std"})
+"""Metrics `reward/<name>` that do not measure a part of the reward."""
+Point = tuple[int, float]
+
+
+def exploited_rewards(history: History) -> Iterator[Finding]:
+    """Yield a finding for each evaluated set that falls while the reward of the batches rises."""
+    rows = [history.rows[step] for step in sorted(history.rows)]
+    for name, figure in _figures(rows).items():
+        points = [
+            (int(row["step"]), float(row[f"eval/{name}/{figure}"])) for row in rows if f"eval/{name}/{figure}" in row
+        ]
+        if (parts := _fallen(points)) is None:
+            continue
+        better, last = parts
+        before, after = _between(rows, better), _between(rows, last)
+        rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
+        if not before or not after:
+            continue
+        risen = _mean_of(after, "reward/mean") - _mean_of(before, "reward/mean")
+        if risen <= RISEN * (max(rewards) - min(rewards)):
+            continue
+        yield Finding(
+            "reward-exploited",
+            Level.problem,
+            "The reward rises and the evaluation falls",
+            f"{figure.removesuffix('_mean')} on {name} fell from {fmean(value for _, value in better):.3f} (steps "
+            f"{better[0][0]} to {better[-1][0]}) to {fmean(value for _, value in last):.3f} (steps {last[0][0]} to "
+            f"{last[-1][0]}), while the reward of the batches rose from {_mean_of(before, 'reward/mean'):.3f} to "
+            f"{_mean_of(after, 'reward/mean'):.3f}{_part(before, after)}.",
+            f"Look at answers that the reward likes (show RUN --step {last[0][0]}: --reward "
+            f"{_mean_of(after, 'reward/mean'):.2g}:); change the reward, or continue from an earlier checkpoint.",
+        )
+
+
+def _figures(rows: Sequence[Row]) -> dict[str, str]:
+    """Return the evaluated sets, each with the figure that shows how good the policy is."""
+    found: dict[str, str] = {}
+    for row in rows:
+        for key in row:
+            group, _, rest = key.partition("/")
+            name, _, figure = rest.rpartition("/")
+            if group == "eval" and (figure == "accuracy" or (figure == "reward_mean" and name not in found)):
+                found[name] = figure
+    return found
+
+
+def _fallen(points: Sequence[Point]) -> tuple[Sequence[Point], Sequence[Point]] | None:
+    """Return the better part and the last part of the evaluations, if they have fallen."""
+    third = len(points) // 3
+    if len(points) < FEWEST_EVALUATIONS:
+        return None
+    first, second, last = points[-3 * third : -2 * third], points[-2 * third : -third], points[-third:]
+    better = max(first, second, key=lambda part: fmean(value for _, value in part))
+    falls = min(value for _, value in better) > max(value for _, value in last)
+    before, after = (fmean(value for _, value in part) for part in (better, last))
+    return (better, last) if falls and before - after > FALLEN * abs(before) else None
+
+
+def _between(rows: Sequence[Row], points: Sequence[Point]) -> list[Row]:
+    """Return the steps' rows from the first of `points` to the last."""
+    return [row for row in rows if points[0][0] <= row["step"] <= points[-1][0] and "reward/mean" in row]
+
+
+def _mean_of(rows: Sequence[Row], name: str) -> float:
+    return fmean(row[name] for row in rows if name in row)
+
+
+def _part(before: Sequence[Row], after: Sequence[Row]) -> str:
+    """Name the part of the reward that rose most, if it has parts."""
+    keys = {key for key in before[-1].keys() & after[-1].keys() if key.count("/") == 1 and key.startswith("reward/")}
+    parts = sorted(key for key in keys if key.removeprefix("reward/") not in NO_PARTS)
+    if not parts:
+        return ""
+    most = max(parts, key=lambda key: _mean_of(after, key) - _mean_of(before, key))
+    name = most.removeprefix("reward/")
+    return f"; of its parts {name} rose most, from {_mean_of(before, most):.3f} to {_mean_of(after, most):.3f}"
+
 
 FEWEST_ROLLOUTS = 8
 MANY_FAILED = 0.1

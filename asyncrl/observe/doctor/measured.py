@@ -16,7 +16,7 @@ from math import log
 from statistics import median
 from typing import Any
 
-from asyncrl.comm.ended_rollouts.drop_reasons import DropReason
+from asyncrl.comm.ended_rollouts import DropReason
 from asyncrl.inference.settings import ALL_GUESTS, NO_GUESTS
 from asyncrl.observe.doctor.server_load import POLICY_SERVER, SERVER, Fleet, ServerLoad, server_loads
 from asyncrl.observe.history import History, Process, Rollout

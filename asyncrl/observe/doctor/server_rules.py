@@ -10,9 +10,8 @@ import math
 from statistics import median
 
 from asyncrl.inference.settings import GenerationBackend, GenerationConfig
-from asyncrl.observe.doctor.finding import Finding
+from asyncrl.observe.doctor.finding import Finding, bottleneck, percent, waits
 from asyncrl.observe.doctor.measured import LITTLE_WAITING, Measured
-from asyncrl.observe.doctor.sentences import bottleneck, percent, waits
 from asyncrl.observe.doctor.server_load import Fleet, ServerLoad
 
 LATE_S = 0.3
@@ -82,7 +81,7 @@ def _limit(m: Measured, fleet: Fleet) -> Finding | None:
     retracted = fleet.total("retracted_s") or 0.0
     seen = f"{waits(m)}; {queued:.0f} samples wait in {fleet.name} while {running:.0f}"
     if kv > 0.7 or retracted > 0 or (most and running < 0.6 * most and kv > 0.3):
-        backend = GenerationBackend(m.settings.get("generation.backend") or GenerationBackend.embedded)
+        backend = GenerationBackend(m.settings.get("generation.backend") or GenerationConfig().backend)
         cache = GenerationConfig(backend).engine.memory_setting
         return bottleneck(
             m,

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from asyncrl.observe.doctor.finding import Finding, Level
-from asyncrl.observe.doctor.sentences import percent
+from asyncrl.observe.doctor.finding import Finding, Level, percent
 from asyncrl.observe.doctor.server_load import policy_of_server
 from asyncrl.observe.history import History, Process, State
 from asyncrl.observe.history.ledger_history import Rollout

@@ -9,7 +9,7 @@ from enum import StrEnum, auto
 from pathlib import Path
 from typing import Any
 
-from asyncrl.comm.files.file_lock import is_held
+from asyncrl.comm.files import is_held
 from asyncrl.config.run_dir import (
     CONFIG_FILE,
     LEDGER_DIR,
@@ -23,10 +23,9 @@ from asyncrl.config.run_dir import (
     read_document,
     read_settings,
 )
-from asyncrl.observe.history.appended import Appended, ReadAgain
 from asyncrl.observe.history.ledger_history import LedgerHistory, Rollout, StepOf
 from asyncrl.observe.history.process_history import Process, ProcessHistory
-from asyncrl.observe.history.tail import read_rows
+from asyncrl.observe.history.tail import Appended, ReadAgain, read_rows
 
 Row = dict[str, Any]
 KEEP_STEPS = 100
@@ -127,7 +126,7 @@ class History:
 
     @property
     def restarts(self) -> list[Row]:
-        """The restarts, in order (`asyncrl.runtime.trials.restart_log`)."""
+        """The restarts, in order (`asyncrl.runtime.trials.restarts`)."""
         return self._lines(RESTARTS_FILE)
 
     @property

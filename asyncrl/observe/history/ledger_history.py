@@ -1,4 +1,4 @@
-"""The ledger, folded into steps and rollouts as it grows (`asyncrl.comm.ended_rollouts.ledger_lines`).
+"""The ledger, folded into steps and rollouts as it grows (`asyncrl.comm.ended_rollouts`).
 
 Steps that a later launch dropped are dropped here too. The figures of all steps are kept. Rollouts are kept while they
 run, and if they ended within the newest `keep_steps` steps, so that memory does not grow with the run. With
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.comm.ended_rollouts.ledger_lines import (
+from asyncrl.comm.ended_rollouts import (
     Abandoned,
     Admitted,
     Begin,
@@ -28,7 +28,7 @@ from asyncrl.comm.ended_rollouts.ledger_lines import (
     Trained,
 )
 from asyncrl.comm.typed import json_decoder
-from asyncrl.observe.history.appended import Appended, ReadAgain
+from asyncrl.observe.history.tail import Appended, ReadAgain
 
 _decode = json_decoder(Line).decode
 TRAINED = "trained"

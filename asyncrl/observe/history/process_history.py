@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncrl.observe.history.appended import Appended, ReadAgain
+from asyncrl.observe.history.tail import Appended, ReadAgain
 from asyncrl.observe.observer import START, Activity
 
 Line = dict[str, Any]

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
-from asyncrl.observe.metrics.glossary import METRICS, Metric
-from asyncrl.observe.metrics.observed_figures import OBSERVED, Figure
+from asyncrl.comm.ended_rollouts import DROPPED
+from asyncrl.observe.metrics.glossary import Figure, Metric, glossary
 from asyncrl.observe.metrics.prometheus import metric_name
 
 BOARD: dict[str, dict[str, tuple[str, ...]]] = {
@@ -26,7 +27,7 @@ BOARD: dict[str, dict[str, tuple[str, ...]]] = {
         "Difference between engines": ("ppo/engine_gap", "ppo/engine_gap_max"),
         "Movement of the policy": ("ppo/approx_kl", "ppo/behave_kl"),
         "Gradient": ("grad_norm", "grad_norm/max"),
-        "Dropped rollouts": ("rollout/dropped_stale", "rollout/dropped_failed", "rollout/dropped_filter: <reason>"),
+        "Dropped rollouts": (DROPPED + "*",),
         "Restarts": ("restarts",),
     },
     "Why is it slow?": {
@@ -52,7 +53,8 @@ BOARD: dict[str, dict[str, tuple[str, ...]]] = {
         "Free memory of hosts": ("host_free",),
     },
 }
-"""By row of the board the panels, each with its metrics and figures by their names in the glossary."""
+"""By row of the board the panels, each with its metrics and figures by their names in the glossary; with `*` at its end
+a name stands for all that begin so."""
 WIDTH, HEIGHT, PER_LINE = 8, 7, 3
 """Size of a panel in Grafana's units, of which a line has 24."""
 _UNITS = {"s": "s", "bytes": "bytes", "share": "percentunit", "tokens/s": "short"}
@@ -64,6 +66,8 @@ def board() -> dict[str, Any]:
     Raises:
         KeyError: a panel names a metric that the glossary does not have.
     """
+    entries: dict[str, Metric | Figure] = {metric.name: metric for metric in glossary().metrics}
+    entries |= {figure.name: figure for figure in glossary().figures}
     panels: list[dict[str, Any]] = []
     y = 0
     for title, chosen in BOARD.items():
@@ -73,7 +77,8 @@ def board() -> dict[str, Any]:
         )
         for number, (panel, names) in enumerate(chosen.items()):
             place = {"x": number % PER_LINE * WIDTH, "y": y + 1 + number // PER_LINE * HEIGHT, "w": WIDTH, "h": HEIGHT}
-            panels.append(_panel(len(panels) + 1, panel, [_ENTRIES[name] for name in names], place))
+            shown = [entry for name in names for entry in _named(name, entries)]
+            panels.append(_panel(len(panels) + 1, panel, shown, place))
         y += 1 + -(-len(chosen) // PER_LINE) * HEIGHT
     return {
         "title": "asyncrl",
@@ -87,10 +92,12 @@ def board() -> dict[str, Any]:
     }
 
 
-_ENTRIES: dict[str, Metric | Figure] = {
-    **{metric.name: metric for metric in METRICS},
-    **{figure.name: figure for figure in OBSERVED},
-}
+def _named(name: str, entries: Mapping[str, Metric | Figure]) -> list[Metric | Figure]:
+    if not name.endswith("*"):
+        return [entries[name]]
+    return [entry for each, entry in entries.items() if each.startswith(name[:-1])]
+
+
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _SOURCE = {"name": "datasource", "type": "datasource", "query": "prometheus"}
 _RUN = {

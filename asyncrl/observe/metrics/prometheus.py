@@ -20,16 +20,23 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
 from asyncrl.observe.history import History
-from asyncrl.observe.metrics.glossary import Metric, match
-from asyncrl.observe.metrics.observed_figures import NO_FIGURES, Figure, find_figure
+from asyncrl.observe.metrics.glossary import NO_FIGURES, Figure, Metric, find_figure, match
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 NOW_AND_THEN = ("eval/", "checkpoint/")
 """Metrics that not every row has: the newest value stays until there is another, for `LOOK_BACK` rows at most."""
 LOOK_BACK = 1000
-WRITTEN_AT = Figure("written_at", "every process", "s", "When the process wrote its newest line, since 1970.")
-RUN_STATE = Metric("state", "", "State of the run: 1 for the state in the label.", "Running or finished.")
-OWN = Metric("own/<name>", "", "Metric that the glossary does not have: of your own code.", "Depends on your code.")
+WRITTEN_AT = Figure(
+    name="written_at", of="every process", unit="s", meaning="When the process wrote its newest line, since 1970."
+)
+RUN_STATE = Metric(
+    name="state", meaning="State of the run: 1 for the state in the label.", healthy="Running or finished."
+)
+OWN = Metric(
+    name="own/<name>",
+    meaning="Metric that the glossary does not have: of your own code.",
+    healthy="Depends on your code.",
+)
 
 
 class _Value(NamedTuple):

@@ -1,4 +1,5 @@
-"""Sinks of a run's metrics: `metrics.jsonl` always, TensorBoard and Weights & Biases by setting.
+"""Sinks of a run's metrics: `metrics.jsonl` always, TensorBoard and Weights & Biases by setting. There, a few samples
+of each step are a table.
 
 The run needs `metrics.jsonl`: the audit reads it, and a resume goes on from it. The others serve only to watch. Each of
 these has a thread of its own, so a run never waits for it, and one that fails is off for the rest of the launch, with a
@@ -20,20 +21,81 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from asyncrl.comm.files.appended_file import AppendedFile
-from asyncrl.comm.files.retry_write import retry_write_blocking
+from asyncrl.comm.files import AppendedFile, retry_write_blocking
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.secrets import hide, without_secrets
-from asyncrl.observe.metrics.sample_tables import COLUMNS, Table, as_markdown
+from asyncrl.observe.samples import read_samples, sample_files, step_of
 
 _log = logging.getLogger(__name__)
+_MARKS = frozenset("&<>\\|`*_[]#")
+COLUMNS = ("prompt", "sample", "reward", "staleness", "text")
+Table = Sequence[Sequence[str]]
+"""Rows of cells, in the order of `COLUMNS`."""
+
+
+class SampleTables:
+    """Finds the steps whose samples are new.
+
+    Args:
+        folder: folder of the samples.
+        size: limit on the samples of a step.
+        after: steps up to this one already have their table.
+    """
+
+    def __init__(self, folder: Path, size: int, after: int) -> None:
+        self._folder, self._size, self._after = folder, size, after
+        self._unread: set[int] = set()
+
+    def new(self, before: int) -> list[tuple[int, Table]]:
+        """Return new tables of steps below `before`, in order; later steps may still be being written.
+
+        A step with a file that cannot be read is logged, and tried once more by the next call.
+        """
+        steps: dict[int, list[Path]] = {}
+        for file in sample_files(self._folder):
+            if (step := step_of(file)) in self._unread or self._after < step < before:
+                steps.setdefault(step, []).append(file)
+        self._after = max(self._after, before - 1)
+        tables: list[tuple[int, Table]] = []
+        unread: set[int] = set()
+        for step, files in steps.items():
+            try:
+                tables.append((step, self._table(files)))
+            except (OSError, ValueError) as error:
+                _log.warning("kept samples of step %d could not be shown: %s", step, error)
+                unread.add(step)
+        self._unread = unread - self._unread
+        return tables
+
+    def _table(self, files: Sequence[Path]) -> Table:
+        columns = ["prompt", "sample", "total_reward", "staleness", "text"]
+        rows = islice(read_samples(files, columns), self._size)
+        return [[_shown(row[name]) for name in columns] for row in rows]
+
+
+def as_markdown(table: Table) -> str:
+    """Return the table as TensorBoard shows it: Markdown, in which a sample's text stays text."""
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+    lines += ["| " + " | ".join(_cell(cell) for cell in row) + " |" for row in table]
+    return "\n".join(lines)
+
+
+def _shown(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else "" if value is None else str(value)
+
+
+def _cell(text: str) -> str:
+    return "".join(f"&#{ord(char)};" if char in _MARKS else char for char in text).replace("\n", "<br>")
+
+
 Row = Mapping[str, Any]
 """Numbers by name; a few entries are lists of numbers, which only `metrics.jsonl` keeps."""
 

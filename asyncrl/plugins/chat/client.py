@@ -1,4 +1,13 @@
-"""The client of one episode: takes messages, returns the policy's answers, and records everything in token ids."""
+"""The client of one episode: takes messages, returns the policy's answers, and records everything in token ids.
+
+The context of an answer is a recorded conversation with the ids that follow, or a new rendering (`find_context`).
+
+Drift
+-----
+An extended conversation can be compared with rendering and tokenising its messages again (`compare`). Extending by ids
+is correct: these are the tokens that the policy sampled and saw. Other programs render the messages again: a server
+behind an OpenAI API, or an evaluation of the trained model. The comparison shows how far they deviate.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +18,7 @@ import itertools
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -24,21 +33,154 @@ from asyncrl.api import (
     Sample,
     SamplingParams,
     ToolSchema,
+    messages_of,
 )
 from asyncrl.api.picture import PictureError, PlacedPicture
 from asyncrl.api.seeds import seed_from
 from asyncrl.api.trajectory import check_group, role_of
-from asyncrl.plugins.chat.answer_context import Context, find_context, with_reasoning
-from asyncrl.plugins.chat.conversation import Turn
-from asyncrl.plugins.chat.drift import DriftError, compare
-from asyncrl.plugins.chat.reply import empty_reply, no_completion, reply_of
-from asyncrl.plugins.chat.request import ChatLimits, ChatRequest, Finish, Phase
+from asyncrl.plugins.chat.conversation import ChatLimits, ChatRequest, Finish, Phase, Turn, TurnRecorder, bytes_of_ids
 from asyncrl.plugins.chat.settings import DriftCheck, Reasoning
 from asyncrl.plugins.chat.stop_strings import check_stop_strings
-from asyncrl.plugins.chat.template import ChatFormat
-from asyncrl.plugins.chat.turn_recorder import TurnRecorder, bytes_of_ids
-from asyncrl.plugins.datasets.templates.chat_template import ChatError
-from asyncrl.plugins.datasets.templates.picture_parts import with_content
+from asyncrl.plugins.chat.template import ChatFormat, empty_reply, no_completion, reply_of
+from asyncrl.plugins.datasets.templates.chat_template import ChatError, wrong_turns
+from asyncrl.plugins.datasets.templates.picture_parts import Rendered, with_content
+
+
+class DriftError(RuntimeError):
+    """A conversation drifts, and `rollout.chat.drift=strict`; the message shows the difference."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """The first difference. `text` is True if the texts differ: the template rewrites history. Otherwise only the
+    tokens differ: the tokenizer splits the same text in another way than the policy did.
+    """
+
+    position: int
+    text: bool
+    own: str
+    anew: str
+
+    def __str__(self) -> str:
+        what = "the template shows earlier messages otherwise" if self.text else "the same text has other tokens"
+        return f"from token {self.position} on {what}: {self.own!r}, anew {self.anew!r}"
+
+
+_SHOWN = 8
+"""Number of tokens of each side that a message shows."""
+
+
+def compare(own: Sequence[int], anew: Sequence[int], decode: Callable[[Sequence[int]], str]) -> Drift | None:
+    """Return the first difference between a conversation's ids and those of its new rendering; None if equal."""
+    if list(own) == list(anew):
+        return None
+    pairs = enumerate(zip(own, anew, strict=False))
+    position = next((at for at, (one, other) in pairs if one != other), min(len(own), len(anew)))
+    shown = slice(position, position + _SHOWN)
+    return Drift(position, decode(own) != decode(anew), decode(own[shown]), decode(anew[shown]))
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Context of an answer: a recorded turn and the ids after it, or the ids of the whole conversation."""
+
+    parent: Turn | None
+    given: Rendered
+    messages: tuple[Message, ...]
+    before: Turn | None
+    """The recorded turn that the messages begin with. It is also `parent` if its ids are kept."""
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return (*self.parent.ids, *self.given.ids) if self.parent else tuple(self.given.ids)
+
+    @property
+    def pictures(self) -> tuple[PlacedPicture, ...]:
+        """The pictures of the context, at spans of `ids`."""
+        if self.parent is None:
+            return self.given.pictures
+        length = len(self.parent.ids)
+        return (*self.parent.pictures, *(placed.shifted(length) for placed in self.given.pictures))
+
+
+def find_context(
+    chat: ChatFormat,
+    recorder: TurnRecorder,
+    prompt: Prompt,
+    reasoning: Reasoning,
+    messages: Sequence[Message],
+    tools: Sequence[ToolSchema],
+    *,
+    continue_last: bool = False,
+) -> Context:
+    """Return the context of the answer to `messages`: a recorded conversation, extended, or a new rendering.
+
+    Args:
+        reasoning: treatment of earlier reasoning that the template hides.
+        continue_last: the answer continues the last message, which is always rendered anew.
+
+    Raises:
+        ChatError: the messages are not a conversation, or the template refuses them.
+    """
+    if (wrong := wrong_turns(messages)) is not None:
+        raise ChatError(f"these messages are not a valid conversation: {wrong}")
+    if continue_last:
+        turn, _ = recorder.find(messages[:-1], tools)
+        return Context(None, chat.continued(with_reasoning(turn, messages), tools), tuple(messages[:-1]), turn)
+    turn, covered = recorder.find(messages, tools)
+    if turn is not None and (given := _extension(chat, reasoning, turn, messages, covered, tools)) is not None:
+        return Context(turn, given, tuple(messages[covered:]), turn)
+    if not tools and "prompt" in prompt.data and list(messages) == messages_of(prompt):
+        first = Rendered([*prompt.input_ids], prompt.pictures)  # the prompt may have been shortened
+        return Context(None, first, tuple(messages), None)
+    given = chat.begin(with_reasoning(turn, messages), tools)
+    return Context(None, given, tuple(messages), turn)
+
+
+def _extension(
+    chat: ChatFormat,
+    reasoning: Reasoning,
+    turn: Turn,
+    messages: Sequence[Message],
+    covered: int,
+    tools: Sequence[ToolSchema],
+) -> Rendered | None:
+    """Return the ids that `messages[covered:]` append to those of `turn`; None if the turn cannot be extended."""
+    assert turn.reply is not None, "a turn that messages find has a message"
+    bridge = chat.bridge(turn.reply.message, messages[covered:], tools)
+    if bridge is None:
+        return None
+    if reasoning is Reasoning.branch:
+        reasoned = _reasoned(turn)
+        if reasoned and chat.hides_reasoning_of(messages, tools, reasoned):
+            return None  # rendered again, as the template shows the history
+    end_id, sampled = chat.end_id(tools), turn.completion.token_ids
+    assert end_id is not None, "only a template with an end-of-turn token has bridges"
+    if sampled and sampled[-1] == end_id:
+        return bridge
+    return Rendered([end_id, *bridge.ids], tuple(placed.shifted(1) for placed in bridge.pictures))
+
+
+def _reasoned(turn: Turn) -> list[int]:
+    """Return the positions of the answers in `turn`'s conversation whose reasoning is part of its ids."""
+    positions, said = [], 0
+    for each in turn.path:
+        said += len(each.messages)
+        if each.reply is not None and each.reply.reasoning:
+            positions.append(said)
+        said += 1
+    return positions
+
+
+def with_reasoning(turn: Turn | None, messages: Sequence[Message]) -> list[Message]:
+    """Return `messages`, with recorded reasoning added to answers that the agent passes without it."""
+    whole = list(messages)
+    for position, said in enumerate(turn.conversation if turn else ()):
+        reasoning = said.get("reasoning_content")
+        if reasoning and not whole[position].get("reasoning_content"):
+            whole[position] = {**whole[position], "reasoning_content": reasoning}
+    return whole
+
 
 _log = logging.getLogger(__name__)
 

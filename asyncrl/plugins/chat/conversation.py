@@ -1,25 +1,201 @@
-"""Tree of the answers of one episode; each branch is a conversation.
+"""The answers of one episode: a tree of turns, each branch a conversation; the life of a request; and the recorder.
 
 A `Turn` is one answer of the policy, with the token ids between the previous answer and this one. A turn refers to the
 turn before it. Several turns may follow the same one, so turns form trees, and every leaf ends a branch.
 
 A sampled token carries loss in one sample only: in the first branch that contains it, in the order in which answers
 were recorded. In later branches it is context.
+
+The life of a request
+---------------------
+    pending --begin--> running --answered--> calling_tools --begin--> running ...
+                          |                       |
+                          +--> completed <--------+        any but the ends --failed--> failed
+                                  |
+                                  +--begin--> running      for another message, unless a limit was reached
+
+A `ChatRequest` is immutable, and every step returns the next one, so a conversation that forks needs no copy. A step
+that the phase does not allow raises `IllegalStep`: an error of the program, not of the model.
+
+A limit ends a conversation when its next answer would begin: `begin` then returns a completed request whose finish is
+`length` and whose `over` names the limit and its setting. Everything sampled before is kept. An answer that is cut off
+at `max_new_tokens` finishes with `length` too, but another answer may follow it.
+
+What a call continues
+---------------------
+A call continues the longest recorded conversation that its messages begin with. The offered tools must be equal.
+Of each message its role, content (absent is empty) and name are compared, but not the assistant's name, which
+frameworks add. So are the call that a tool's message answers, and the calls' ids, names and arguments as canonical
+JSON. Other keys are ignored. A call in token ids continues the longest recorded conversation whose ids its own begin
+with. Pictures are compared by content.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum, auto
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.api import ChatReply, Completion, FinishReason, Message, Sample
-from asyncrl.api.picture import PlacedPicture
+from asyncrl.api import ChatReply, Completion, FinishReason, Message, Sample, ToolSchema
+from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.api.trajectory import routing_of_turns
-from asyncrl.plugins.chat.request import ChatRequest
+
+
+class Phase(StrEnum):
+    """State of a conversation."""
+
+    pending = auto()
+    """Nothing was sampled yet."""
+    running = auto()
+    """The policy answers."""
+    calling_tools = auto()
+    """Its answer called tools; their results are awaited."""
+    completed = auto()
+    """It ended; `finish` has the reason."""
+    failed = auto()
+    """It cannot continue; `over` has the reason."""
+
+
+class Finish(StrEnum):
+    """End of the latest answer or of the conversation."""
+
+    stop = auto()
+    """The policy ended its answer, or a stop string did."""
+    length = auto()
+    """At a limit."""
+    tool_calls = auto()
+    """The policy ended its answer and calls tools."""
+    abort = auto()
+    """It was aborted from outside."""
+
+
+class IllegalStep(RuntimeError):
+    """A step that the phase does not allow."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatLimits:
+    """Limits of a conversation; 0 is no limit."""
+
+    max_turns: int = 0
+    """Answers of the policy."""
+    max_context: int = 0
+    """Tokens of the whole conversation, prompt and answers."""
+    max_tool_s: float = 0.0
+    """Seconds that its tools take; the calls of a turn run together and count as the longest of them."""
+    context_setting: str = "generation.context_length"
+    """Setting that `max_context` comes from."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A conversation's state; see the module's docstring.
+
+    `turns` is the number of answers, `tokens` the conversation's tokens after the last one, `tool_s` its tools'
+    seconds.
+    """
+
+    limits: ChatLimits = ChatLimits()
+    phase: Phase = Phase.pending
+    turns: int = 0
+    tokens: int = 0
+    tool_s: float = 0.0
+    finish: Finish | None = None
+    over: str = ""
+
+    def forked(self) -> ChatRequest:
+        """Return the state of another branch from here: turns, tokens and tool time already used still count."""
+        return ChatRequest(self.limits, turns=self.turns, tool_s=self.tool_s)
+
+    @property
+    def ended(self) -> bool:
+        """True if no further answer can follow: it failed, was aborted, or reached a limit."""
+        return bool(self.over)
+
+    @property
+    def room(self) -> int | None:
+        """Tokens that the running answer may take; None: no limit."""
+        return self.limits.max_context - self.tokens if self.limits.max_context else None
+
+    def begin(self, context_tokens: int) -> ChatRequest:
+        """Start an answer to a conversation of `context_tokens`. Return the running state, or a completed one at a
+        limit.
+
+        Raises:
+            IllegalStep: it is running or has ended.
+        """
+        if self.ended or self.phase is Phase.running:
+            raise IllegalStep(f"an answer cannot begin: the conversation is {self._where()}")
+        over = self._met(context_tokens)
+        if over:
+            return replace(self, phase=Phase.completed, tokens=context_tokens, finish=Finish.length, over=over)
+        return replace(self, phase=Phase.running, tokens=context_tokens, finish=None)
+
+    def answered(self, finish: Finish, tokens: int) -> ChatRequest:
+        """Record that the policy's answer ended with `finish`, and the conversation then has `tokens` tokens.
+
+        Raises:
+            IllegalStep: it was not running.
+        """
+        if self.phase is not Phase.running:
+            raise IllegalStep(f"an answer cannot end: the conversation is {self._where()}")
+        full = finish is Finish.length and self.room is not None and tokens >= self.room
+        over = self._context_message() if full else ""
+        phase = Phase.calling_tools if finish is Finish.tool_calls else Phase.completed
+        return replace(self, phase=phase, turns=self.turns + 1, tokens=self.tokens + tokens, finish=finish, over=over)
+
+    def tools_returned(self, seconds: float) -> ChatRequest:
+        """Record the seconds of the turn's tools. The phase stays, because the policy has not begun its next answer.
+
+        Raises:
+            IllegalStep: no tools were called.
+        """
+        if self.phase is not Phase.calling_tools:
+            raise IllegalStep(f"no tools can return: the conversation is {self._where()}")
+        return replace(self, tool_s=self.tool_s + seconds)
+
+    def aborted(self, why: str) -> ChatRequest:
+        """Abort the conversation from outside; one that has ended stays unchanged."""
+        if self.ended:
+            return self
+        return replace(self, phase=Phase.completed, finish=Finish.abort, over=why)
+
+    def failed(self, why: str) -> ChatRequest:
+        """Mark the conversation as failed.
+
+        Raises:
+            IllegalStep: it has ended.
+        """
+        if self.ended:
+            raise IllegalStep(f"it cannot fail: the conversation is {self._where()}")
+        return replace(self, phase=Phase.failed, over=why)
+
+    def _met(self, context_tokens: int) -> str:
+        """Return the limit that leaves no room for another answer; empty if there is room."""
+        limits = self.limits
+        if limits.max_turns and self.turns >= limits.max_turns:
+            return f"rollout.chat.max_turns={limits.max_turns}"
+        if limits.max_context and context_tokens >= limits.max_context:
+            return self._context_message()
+        if limits.max_tool_s and self.tool_s >= limits.max_tool_s:
+            return f"rollout.chat.max_tool_s={limits.max_tool_s:g}"
+        return ""
+
+    def _context_message(self) -> str:
+        return f"{self.limits.context_setting}={self.limits.max_context}"
+
+    def _where(self) -> str:
+        ended = f" ({self.finish})" if self.finish else ""
+        return f"{self.phase}{ended}{f', over {self.over}' if self.over else ''}"
+
 
 NOT_GENERATED = -1
 """The version of a token that no policy produced."""
@@ -133,3 +309,135 @@ def sample_of(path: Sequence[Turn], taken: set[Turn], reward: float, *, cut_off:
         routing=routing_of_turns(len(tokens), routing),
         pictures=pictures_of_path(path),
     )
+
+
+class TurnRecorder:
+    """The turns of one episode, in the order in which they were recorded."""
+
+    def __init__(self) -> None:
+        self.turns: list[Turn] = []
+        self._cut_off: set[tuple[Turn | None, int]] = set()
+        self._by_messages: dict[bytes, Turn] = {}
+        self._by_ids: dict[int, dict[bytes, Turn]] = {}
+
+    def add(self, turn: Turn, tools: Sequence[ToolSchema] = ()) -> None:
+        """Record an answer to a conversation with these `tools`.
+
+        If two recorded conversations are equal, later calls continue the newer one.
+        """
+        self.turns.append(turn)
+        if turn.reply is not None:
+            (*_, (_, key)) = _prefixes(turn.conversation, tools)
+            self._by_messages[key] = turn
+        ids = turn.ids
+        self._by_ids.setdefault(len(ids), {})[_ids_key(ids, turn.pictures)] = turn
+
+    def find(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> tuple[Turn | None, int]:
+        """Return the turn that `messages` continue, and how many of them it covers; None and 0 without one."""
+        found: tuple[Turn | None, int] = (None, 0)
+        if self._by_messages:
+            for count, key in _prefixes(messages, tools):
+                if (turn := self._by_messages.get(key)) is not None:
+                    found = turn, count
+        return found
+
+    def find_ids(self, token_ids: Sequence[int], pictures: Sequence[PlacedPicture] = ()) -> Turn | None:
+        """Return the turn that `token_ids`, with `pictures` at spans of them, continue; None without one."""
+        whole, digest, found, read = _bytes_of(token_ids), _digest(), None, 0
+        for length in sorted(length for length in self._by_ids if length <= len(token_ids)):
+            digest.update(whole[_BYTES * read : _BYTES * length])
+            read, of_prefix = length, digest.copy()
+            of_prefix.update(_shown([placed for placed in pictures if placed.position < length]))
+            found = self._by_ids[length].get(of_prefix.digest(), found)
+        return found
+
+    def forget(self, completion: Completion) -> None:
+        """Remove an answer that the agent never received, unless a later turn continues it."""
+        turn = next((turn for turn in reversed(self.turns) if turn.completion is completion), None)
+        if turn is None or any(other.parent is turn for other in self.turns):
+            return
+        self.turns.remove(turn)
+        for found in (self._by_messages, *self._by_ids.values()):
+            for key in [key for key, other in found.items() if other is turn]:
+                del found[key]
+
+    def cut_off(self, turn: Turn | None, tokens: int) -> bool:
+        """Record that a limit left no room for an answer. A branch that ends with `turn` is then truncated.
+
+        Args:
+            turn: the turn that the answer would have followed; None at the beginning of a conversation.
+            tokens: number of the conversation's tokens.
+
+        Returns:
+            False if that was recorded before.
+        """
+        if (turn, tokens) in self._cut_off:
+            return False
+        self._cut_off.add((turn, tokens))
+        return True
+
+    def samples(self, reward: float) -> list[Sample]:
+        """Return a sample for every branch that ends in sampled tokens."""
+        taken: set[Turn] = set()
+        cut_off = {turn for turn, _ in self._cut_off}
+        sampled = [path for path in branches(self.turns) if path[-1].completion.token_ids]
+        return [sample_of(path, taken, reward, cut_off=path[-1] in cut_off) for path in sampled]
+
+
+def _prefixes(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[tuple[int, bytes]]:
+    """Return, for each assistant's message, the number of messages up to it, and a digest of these messages and the
+    tools.
+    """
+    digest = _digest(_canonical(list(tools)))
+    found = []
+    for count, message in enumerate(messages, start=1):
+        digest.update(b"\n" + _canonical(_what_counts(message)))
+        if message["role"] == "assistant":
+            found.append((count, digest.digest()))
+    return found
+
+
+def _what_counts(message: Message) -> list[Any]:
+    role = message["role"]
+    calls = [_call(call) for call in message.get("tool_calls") or ()]
+    name = None if role == "assistant" else message.get("name")
+    return [role, message.get("content") or "", calls, message.get("tool_call_id"), name]
+
+
+def _call(call: Mapping[str, Any]) -> list[Any]:
+    function = call.get("function") or {}
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError):  # arguments that are not JSON are compared as they are
+            arguments = json.loads(arguments)
+    return [call.get("id"), function.get("name"), arguments]
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"), default=_plain).encode()
+
+
+def _plain(value: Any) -> str:
+    return value.sha256 if isinstance(value, Picture) else str(value)
+
+
+def _ids_key(ids: Sequence[int], pictures: Sequence[PlacedPicture]) -> bytes:
+    return _digest(bytes_of_ids(ids, pictures)).digest()
+
+
+def bytes_of_ids(ids: Sequence[int], pictures: Sequence[PlacedPicture]) -> bytes:
+    """Return bytes that are equal for equal ids with the same pictures at the same spans."""
+    return _bytes_of(ids) + _shown(pictures)
+
+
+_BYTES = 4
+"""Bytes of a token id."""
+_digest = partial(hashlib.blake2b, digest_size=16)
+
+
+def _bytes_of(ids: Sequence[int]) -> bytes:
+    return np.fromiter(ids, dtype="<i4", count=len(ids)).tobytes()
+
+
+def _shown(pictures: Sequence[PlacedPicture]) -> bytes:
+    return "".join(f"{placed.position} {placed.length} {placed.picture.sha256};" for placed in pictures).encode()

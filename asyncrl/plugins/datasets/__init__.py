@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.config.plugin_code.import_paths import PluginError, load_plugin
+from asyncrl.config.plugin_code.interfaces import parameters
+from asyncrl.config.plugin_code.signatures import check_arguments
 from asyncrl.plugins.datasets.rows.files import FileDataset
 from asyncrl.plugins.datasets.rows.readers import is_data_path
 from asyncrl.plugins.datasets.templates.chat_template import Message
@@ -100,8 +102,13 @@ def load_dataset(path: str, args: Mapping[str, Any], split: str, seed: int) -> D
     given = f"{path!r} with args {dict(args)}" if args else repr(path)
     try:
         if is_data_path(path):
+            supplied = ("path", "split", "seed", "fields")
+            check_arguments(repr(path), parameters(FileDataset) or {}, args, "args", supplied)
             return FileDataset(**{"path": path, **arguments})
-        dataset = load_plugin(path)(**arguments)
+        made = load_plugin(path)
+        if callable(made) and (taken := parameters(made)) is not None:
+            check_arguments(repr(path), taken, args, "args", supplied=("split", "seed"))
+        dataset = made(**arguments)
         if not isinstance(dataset, Dataset | Mapping) and hasattr(dataset, "__getitem__"):
             dataset = TorchStyle(dataset)
         if not isinstance(dataset, Dataset):

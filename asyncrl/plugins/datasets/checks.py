@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-from asyncrl.config.plugin_code import signatures
+from asyncrl.config.plugin_code.import_paths import path_problems
 from asyncrl.plugins.datasets.rows.readers import JSONL, PARQUET, is_data_path
 from asyncrl.plugins.datasets.settings import AUTO, OFF, DatasetConfig
 from asyncrl.rollout.settings import EvalConfig
@@ -19,17 +18,13 @@ def check(data: DatasetConfig) -> Iterator[str]:
     yield from _chat(data)
 
 
-def source_problems(group: str, path: str, args: Mapping[str, Any]) -> Iterator[str]:
-    """Yield an error message for each problem with `<group>.path` and `<group>.args` that shows without loading the
-    dataset.
-    """
+def source_problems(group: str, path: str) -> Iterator[str]:
+    """Yield an error message for each problem with `<group>.path` that shows without loading the dataset."""
     if is_data_path(path):
         if not Path(path).expanduser().exists():
             yield f"{group}.path={path!r}: no such file; give a data file, or a dataset class as package.module:Name"
-        supplied = ("path", "split", "seed", "fields")
-        yield from signatures.problems(group, "asyncrl.plugins.datasets.rows.files:FileDataset", args, supplied)
     elif ":" in path:
-        yield from signatures.problems(group, path, args, supplied=("split", "seed"))
+        yield from path_problems(group, path)
     else:
         yield (
             f"{group}.path={path!r}: give a file that ends in {JSONL} or {PARQUET}, a folder, or a dataset class as "
@@ -41,7 +36,7 @@ def _paths(data: DatasetConfig) -> Iterator[str]:
     """Yield an error message for each problem with the path or the sources of `dataset`, and with their fields."""
     curriculum = data.curriculum
     if curriculum.path:
-        yield from signatures.problems("dataset.curriculum", curriculum.path, curriculum.args)
+        yield from path_problems("dataset.curriculum", curriculum.path)
         if curriculum.low > 0.0 or curriculum.high < 1.0 or curriculum.least_weight < 1.0:
             yield (
                 f"dataset.curriculum.path={curriculum.path!r}: low, high and least_weight are the built-in "
@@ -55,7 +50,7 @@ def _paths(data: DatasetConfig) -> Iterator[str]:
             "that no prompt is within; exchange them"
         )
     if not data.sources:
-        yield from source_problems("dataset", data.path, data.args)
+        yield from source_problems("dataset", data.path)
         yield from field_problems("dataset", data.path, data.fields)
         return
     default = DatasetConfig()
@@ -73,7 +68,7 @@ def _paths(data: DatasetConfig) -> Iterator[str]:
         if name in names:
             yield f"{group}.name={source.name!r}: another source is called {name!r} too; give each a different name"
         names.add(name)
-        yield from source_problems(group, source.path, source.args)
+        yield from source_problems(group, source.path)
         yield from field_problems(group, source.path, source.fields)
 
 
@@ -95,7 +90,6 @@ def _chat(data: DatasetConfig) -> Iterator[str]:
 def held_out_problems(data: DatasetConfig, evaluation: EvalConfig) -> Iterator[str]:
     """Yield an error message if evaluation would use rows of the training file that are trained on."""
     args = evaluation.args
-    yield from source_problems("eval", data.path, {**data.args, **args}) if args else ()
     if not is_data_path(data.path) or "path" in args:
         return
     if not data.args.get("held_out_share"):

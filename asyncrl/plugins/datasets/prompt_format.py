@@ -66,7 +66,7 @@ class PromptFormat:
     """
 
     tokenizer: ChatTokenizer
-    chat: ChatTemplate | None = None
+    chat: ChatTemplate | None
     max_tokens: int | None = None
     overlong: Overlong = Overlong.filter
     tools: Sequence[Message] = ()

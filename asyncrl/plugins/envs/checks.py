@@ -6,7 +6,8 @@ import importlib.util
 from collections.abc import Iterator
 
 from asyncrl.api.reward import RunIn
-from asyncrl.config.plugin_code import agent_interfaces, signatures
+from asyncrl.config.plugin_code import interfaces
+from asyncrl.config.plugin_code.import_paths import path_problems
 from asyncrl.plugins.envs.settings import GYMNASIUM, GYMNASIUM_ENV, EnvConfig
 
 _GYMNASIUM_VECTOR = "asyncrl.plugins.envs.gymnasium_vector:VectorGames"
@@ -28,7 +29,7 @@ def check(env: EnvConfig) -> Iterator[str]:
                 f"env.vectorized=true: env.path={env.path!r} is no environment of gymnasium's; write "
                 f"{GYMNASIUM}<name>, or leave it out"
             )
-        yield from agent_interfaces.environment_problems("env", env.path, env.args)
+        yield from path_problems("env", env.path)
         return
     if importlib.util.find_spec("gymnasium") is None:
         yield f"env.path={env.path!r}: the package gymnasium is not installed; pip install 'asyncrl[gymnasium]'"
@@ -40,7 +41,13 @@ def check(env: EnvConfig) -> Iterator[str]:
             gymnasium.spec(name)
         except gymnasium.error.Error as error:
             yield f"env.path={env.path!r}: {error}; gymnasium.pprint_registry() lists them"
-    if env.vectorized:
-        yield from signatures.problems("env", _GYMNASIUM_VECTOR, env.args, supplied=("id",), positional=2)
+
+
+def code_problems(env: EnvConfig) -> Iterator[str]:
+    """Yield an error message for each problem of the environment's code, which is imported."""
+    if not env.path.startswith(GYMNASIUM):
+        yield from interfaces.environment_problems("env", env.path, env.args)
+    elif env.vectorized:
+        yield from interfaces.problems("env", _GYMNASIUM_VECTOR, env.args, supplied=("id",), positional=2)
     else:
-        yield from signatures.problems("env", GYMNASIUM_ENV, env.args, supplied=("id", "reward"))
+        yield from interfaces.problems("env", GYMNASIUM_ENV, env.args, supplied=("id", "reward"))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Iterator
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.plugin_code import signatures
-from asyncrl.config.plugin_code.import_paths import PluginError
+from asyncrl.config.plugin_code import interfaces
+from asyncrl.config.plugin_code.import_paths import PluginError, load_plugin, path_problems
 from asyncrl.plugins.rewards.settings import ROW_METRICS, RewardConfig
 
 _FORMS_ELSEWHERE = {"TRL's": {"completions"}, "verl's": {"solution_str", "data_source"}}
@@ -54,22 +55,33 @@ def check(config: ExperimentConfig) -> Iterator[str]:
 def _reward(group: str, reward: RewardConfig) -> Iterator[str]:
     if reward.failure_reward is not None and not math.isfinite(reward.failure_reward):
         yield f"{group}.failure_reward={reward.failure_reward}: no reward; give a finite number, or null"
+    yield from path_problems(group, reward.path)
+
+
+def code_problems(config: ExperimentConfig) -> Iterator[str]:
+    """Yield an error message for each problem of the rewards' code, which is imported."""
+    if not config.rewards:
+        yield from _code("reward", config.reward)
+    for number, part in enumerate(config.rewards):
+        yield from _code(f"rewards[{number}]", part)
+
+
+def _code(group: str, reward: RewardConfig) -> Iterator[str]:
     try:
-        taken = signatures.function_arguments(reward.path)
+        found = load_plugin(reward.path)
     except PluginError as error:
         yield f"{group}.path={error}"
         return
     positional = 0  # a class: its constructor takes none
-    if taken is not None:  # the name of a function's first parameter shows what it scores
-        plain = [arg.arg for arg in (*taken.posonlyargs, *taken.args)]
-        for whose, names in _FORMS_ELSEWHERE.items():
-            if names & {*plain, *(arg.arg for arg in taken.kwonlyargs)}:
+    if callable(found) and not inspect.isclass(found):  # the name of a function's first parameter shows what it scores
+        taken = interfaces.names(found)
+        for whose, telling in _FORMS_ELSEWHERE.items():
+            if not telling.isdisjoint(taken):
                 yield (
-                    f"{group}.path={reward.path!r}: it has the form of {whose} rewards ({', '.join(plain)}); here a "
+                    f"{group}.path={reward.path!r}: it has the form of {whose} rewards ({', '.join(taken)}); here a "
                     "reward is `def score(data, completion) -> float`, called for each answer, where `data` is the "
                     "dataset's row; or `def score(group)`, which returns a number for each answer of a prompt's group"
                 )
                 return
-        first = plain[0] if plain else ""
-        positional = 1 if first in ("episode", "group") else 2
-    yield from signatures.problems(group, reward.path, reward.args, positional=positional)
+        positional = 1 if taken[:1] in (("episode",), ("group",)) else 2
+    yield from interfaces.call_problems(group, reward.path, found, reward.args, positional=positional)

@@ -19,7 +19,7 @@ import msgspec
 
 from asyncrl.api import run_in, without_thoughts
 from asyncrl.comm.http.calls import HttpError, HttpRefused, JsonHttp
-from asyncrl.comm.waits.backoff import Backoff
+from asyncrl.comm.waits import Backoff
 
 ATTEMPTS = 5
 MOST_PAUSES = 100

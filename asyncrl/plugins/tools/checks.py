@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -11,8 +12,8 @@ from urllib.parse import urlsplit
 from asyncrl.api.tool_schema import TOOL_NAME
 from asyncrl.config.evaluation_sets import codes_of_sets
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.plugin_code import signatures
-from asyncrl.config.plugin_code.import_paths import PluginError
+from asyncrl.config.plugin_code import interfaces
+from asyncrl.config.plugin_code.import_paths import PluginError, load_plugin, path_problems
 from asyncrl.config.suggestions import did_you_mean
 from asyncrl.plugins.tools.settings import PYTHON, McpServerConfig, ToolConfig
 
@@ -22,7 +23,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     names: set[str] = set()
     for number, tool in enumerate(config.tools):
         group = f"tools[{number}]"
-        yield from _arguments(group, tool)
+        yield from path_problems(group, tool.path)
         if tool.name:
             yield from _name(f"{group}.name", tool.name, names)
         yield from _limits(group, tool.timeout_s, tool.max_result_chars)
@@ -32,12 +33,25 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         yield from _name(f"{group}.name", server.name, servers)
         yield from _limits(group, server.timeout_s, server.max_result_chars)
         yield from _server(group, server)
+
+
+def code_problems(config: ExperimentConfig) -> Iterator[str]:
+    """Yield an error message for each problem of the tools' code, and if no agent takes tools; both are imported."""
+    for number, tool in enumerate(config.tools):
+        yield from _arguments(f"tools[{number}]", tool)
     agents = {config.agent.path, *(played.agent.path for played in codes_of_sets(config).values())}
-    if (config.tools or config.mcp) and not any(signatures.takes(path, "tools") for path in agents):
+    if (config.tools or config.mcp) and not any(_takes_tools(path) for path in agents):
         yield (
             f"agent.path={config.agent.path!r}: this agent calls no tools, and there are some in the settings; use "
             "asyncrl.plugins.agents.tool_agent:ToolAgent, or give its constructor a parameter `tools`"
         )
+
+
+def _takes_tools(path: str) -> bool:
+    try:
+        return "tools" in interfaces.names(load_plugin(path))
+    except PluginError:  # reported as a problem of the agent
+        return True
 
 
 def _arguments(group: str, tool: ToolConfig) -> Iterator[str]:
@@ -45,14 +59,20 @@ def _arguments(group: str, tool: ToolConfig) -> Iterator[str]:
     `*`.
     """
     try:
-        taken = signatures.function_arguments(tool.path)
+        found = load_plugin(tool.path)
     except PluginError as error:
         yield f"{group}.path={error}"
         return
-    if taken is None:
-        yield from signatures.problems(group, tool.path, tool.args)
+    if inspect.isclass(found) or not callable(found):
+        yield from interfaces.call_problems(group, tool.path, found, tool.args)
         return
-    hidden = [arg.arg for arg in taken.kwonlyargs]
+    try:
+        taken = inspect.signature(found).parameters.values()
+    except (TypeError, ValueError) as error:  # a builtin may have none
+        why = f"its parameters cannot be read ({error}); name a Python function that calls it"
+        yield f"{group}.path={tool.path!r}: {why}"
+        return
+    hidden = [each.name for each in taken if each.kind is each.KEYWORD_ONLY]
     for key in tool.args:
         if key not in hidden:
             yield (

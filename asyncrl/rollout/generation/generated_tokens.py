@@ -1,4 +1,4 @@
-"""Record the tokens that each trained policy generated in a rollout, and compare samples with them.
+"""The tokens that several trained policies generated for one rollout, compared with those of its samples.
 
 A sample trains the policy whose client made it (`client.policy(name)`). If an agent gave samples of one policy the
 comparison group of another, that policy would be trained on tokens that it never sampled. So a rollout's samples are

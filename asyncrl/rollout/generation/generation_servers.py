@@ -1,14 +1,29 @@
-"""The generation servers of a run: what they can do, and the calls of one round of a request."""
+"""The generation servers of a run: what they can do, and the calls of one round of a request.
+
+A call may take any time while its server computes: its figures (`/metrics`) then change from look to look. If they do
+not change for half of the time limit, or the server has none, the call's requests are aborted: a live server returns
+what it has generated. One that is silent in the other half too has failed. The manager reports servers that
+left service; calls to them end at once.
+
+A call that is aborted loses its place in the server's batch to those that wait there. So while the server computes it
+is left alone: of more requests than fit, none would be complete before nearly all are.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
-from asyncrl.api.generation import Completion, GenerationRequest, SamplingParams
+from asyncrl.api.generation import Completion, GenerationRequest
 from asyncrl.api.picture import PictureError, check_spans
-from asyncrl.comm.http.calls import JsonHttp
+from asyncrl.comm.http.calls import HttpError, HttpTimeout, JsonHttp
+from asyncrl.comm.security import HttpSecurity
+from asyncrl.comm.waits import ANSWER_S, CLOSE_S, HOLD_S, Backoff
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.client import (
     GenerateItem,
@@ -18,16 +33,36 @@ from asyncrl.inference.client import (
     RoutingWanted,
     check_tokens,
 )
+from asyncrl.manager.client import ManagerClient, ManagerGone
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.models.routers import RoutingShape, routing_shape_of
 from asyncrl.plugins.chat.stop_strings import Decode, check_stop_strings
-from asyncrl.rollout.generation.server_calls import ServerCalls, ServerLost
 from asyncrl.rollout.user_code.prompts import pictures_taken
 
 FORK_SAVES = 1024
 """Repeated prefill tokens from which on the common prefix is sent as a separate request first. That request costs
 another turn of the server's scheduler. Measured with 8 samples (SGLang on a CPU, a model of 4 layers of width 256):
 with prompts of 60 tokens it saves nothing, with 200 or 1000 tokens a third or two thirds of the time is left."""
+
+
+_BACKOFF = Backoff(0.1, 5.0)
+_ABORTS = 4
+"""Aborts of a call to a silent server: one that was just paused may forget an abort."""
+_LONGEST = 30
+"""Time limits after which a call is aborted although its server computes: it may have forgotten the request."""
+_COMPUTES = ("generated_total", "prefilled_total", "busy_s", "tokens_per_s", "kv_share", "running")
+"""Figures of a server that change as it computes, and not as requests arrive."""
+
+_ABORTS_AT_ONCE = 8
+"""Concurrent aborts at one server. When an evaluation is cut short, hundreds of calls are cancelled at once. A
+connection for each abort would take longer than this process has to stop."""
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+class ServerLost(HttpError):
+    """The manager reported that the server left service, or the server ended a request to score without scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,22 +139,46 @@ def capabilities_of(config: ExperimentConfig, vocab_size: int | None, decode: De
         cache=engine.wants_prefix_first and config.manager.update_mode != UpdateMode.in_place,
         routing=routing_shape_of(str(config.model.path)) if config.moe.replay_routing else None,
         pictures=pictures_taken(config) is not None,
-        inline_pictures=not engine.own_api,
+        inline_pictures=not engine.keeps_pictures,
     )
 
 
 class GenerationServers:
-    """Calls of one round to the server that the manager chose. Use it in one event loop; close `calls` and `http`.
+    """Calls of one round to the server that the manager chose. Use it in one event loop, between `start` and `close`.
 
     Args:
         can: what the servers can do.
-        http: the connections.
-        calls: the calls in flight; they end those to silent servers.
+        security: token and certificate of the servers; None if the run has no secret.
+        manager: reports servers that left service.
+        timeout_s: longest silence of a server in seconds.
     """
 
-    def __init__(self, can: ServerCapabilities, http: JsonHttp, calls: ServerCalls) -> None:
-        self.can, self.http, self.calls = can, http, calls
-        self.pictures = PictureSender(http, inline=can.inline_pictures)
+    def __init__(
+        self, can: ServerCapabilities, security: HttpSecurity | None, manager: ManagerClient, timeout_s: float
+    ) -> None:
+        self.can, self.http, self._manager, self._timeout_s = can, JsonHttp(security), manager, timeout_s
+        self.pictures = PictureSender(self.http, inline=can.inline_pictures)
+        self._calls_to: dict[str, set[asyncio.Task[Any]]] = {}
+        """Calls in flight, by server."""
+        self._background: set[asyncio.Task[None]] = set()
+        self._abort_slots: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        """Slots for concurrent aborts, by server."""
+        self._watcher: asyncio.Task[None] | None = None
+        self._signs: dict[str, tuple[float, asyncio.Task[list[float | None]]]] = {}
+        """When each server was last looked at, and what was or will be seen."""
+
+    def start(self) -> None:
+        """Follow the manager's reports of lost servers."""
+        self._watcher = asyncio.create_task(self._watch_losses())
+
+    async def close(self) -> None:
+        """Stop following the reports, finish the pending aborts, and close the connections."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
+        if self._background:
+            await asyncio.wait(self._background, timeout=CLOSE_S)
+        await self.http.close()
 
     async def answers(
         self,
@@ -145,8 +204,17 @@ class GenerationServers:
         server = self._server(url, request)
         sampling = request.sampling if self.can.find_stops_of(request) else replace(request.sampling, stop=())
         prefix = prefix_request(items, prefix_rid) if self.can.cache else None
+
+        async def generate() -> list[Completion]:
+            if prefix is None:
+                return await server.generate(items, sampling, timeout_s=math.inf, routing=routing)
+            (cached,) = await server.generate([prefix], sampling, timeout_s=math.inf)  # the items follow even an abort
+            first, *others = await server.generate(items, sampling, timeout_s=math.inf, routing=routing)
+            # The prefix counts as computed for the first answer.
+            return [replace(first, cached_tokens=min(first.cached_tokens, cached.cached_tokens)), *others]
+
         rids = [item.rid for item in (*items, *([] if prefix is None else [prefix]))]
-        return await self.calls.run(server, rids, self._answers(server, items, sampling, routing, prefix))
+        return await self._run(server, rids, generate())
 
     async def scores(self, url: str, request: GenerationRequest) -> tuple[float, ...]:
         """Return the log-probabilities of the request's tokens from `score_from` on.
@@ -159,28 +227,112 @@ class GenerationServers:
         server, before = self._server(url, request), request.score_from - 1
         scoring = server.prompt_logprobs(request.input_ids, before, timeout_s=math.inf, pictures=request.pictures)
         try:
-            return tuple(await self.calls.run(server, [], scoring))
+            return tuple(await self._run(server, [], scoring))
         except MalformedReply as error:
             raise ServerLost(f"{server.url} did not score: {error}") from error
 
     def _server(self, url: str, request: GenerationRequest) -> GenerationServerClient:
         return GenerationServerClient(self.http, url, self.pictures, frozen=request.policy in self.can.frozen)
 
-    async def _answers(
-        self,
-        server: GenerationServerClient,
-        items: list[GenerateItem],
-        sampling: SamplingParams,
-        routing: RoutingWanted | None,
-        prefix: GenerateItem | None,
-    ) -> list[Completion]:
-        """Generate answers to `items`, after the server has `prefix` in its cache."""
-        if prefix is None:
-            return await server.generate(items, sampling, timeout_s=math.inf, routing=routing)
-        (cached,) = await server.generate([prefix], sampling, timeout_s=math.inf)  # sent even if aborted
-        first, *others = await server.generate(items, sampling, timeout_s=math.inf, routing=routing)
-        # The prefix counts as computed for the first answer.
-        return [replace(first, cached_tokens=min(first.cached_tokens, cached.cached_tokens)), *others]
+    async def _run(self, server: GenerationServerClient, rids: Sequence[str], answers: Coroutine[Any, Any, _T]) -> _T:
+        """Await `answers` of `server`. Its requests `rids` are aborted if the server is silent or this is cancelled.
+
+        Raises:
+            ServerLost: the manager reports that the server left service.
+            HttpTimeout: the server was silent for the time limit.
+            HttpError: the call failed.
+        """
+        call = asyncio.create_task(answers)
+        calls = self._calls_to.setdefault(server.url, set())
+        calls.add(call)
+        try:
+            now, half_s = asyncio.get_running_loop().time, self._timeout_s / 2
+            begun = heard_at = now()
+            asked_at = before = None
+            while True:
+                await asyncio.wait({call}, timeout=half_s / (2 if asked_at is None else _ABORTS))
+                if call.done():
+                    return call.result()
+                signs = await self._signs_of(server, half_s / 2)
+                if None not in (signs, before) and signs != before and now() - begun < _LONGEST * self._timeout_s:
+                    heard_at, asked_at = now(), None
+                before = signs or before
+                if now() - heard_at < half_s:
+                    continue
+                asked_at = asked_at or now()
+                self._in_background(self._abort(server, rids, half_s))
+                if now() - asked_at >= half_s:
+                    call.cancel()
+                    raise HttpTimeout(f"{server.url} did not answer, and computed nothing, for {self._timeout_s:g} s")
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if call.cancelled() and task is not None and not task.cancelling():  # by `_watch_losses`
+                raise ServerLost(f"{server.url} left service") from None
+            call.cancel()
+            self._in_background(self._abort(server, rids))
+            raise
+        finally:
+            calls.discard(call)
+            if not calls:
+                self._calls_to.pop(server.url, None)
+
+    async def _signs_of(self, server: GenerationServerClient, every_s: float) -> list[float | None] | None:
+        """Return figures that change while `server` computes, of at most `every_s` ago; None if it tells none."""
+
+        async def look() -> list[float | None]:
+            figures = await server.figures(timeout_s=ANSWER_S)
+            return [figures.get(name) for name in _COMPUTES]
+
+        now = asyncio.get_running_loop().time()
+        at, seen = self._signs.get(server.url, (-math.inf, None))
+        if seen is None or now - at >= every_s:
+            seen = asyncio.create_task(look())
+            self._signs[server.url] = now, seen
+        try:
+            return await asyncio.shield(seen)
+        except (HttpError, TimeoutError, ValueError):
+            return None
+
+    async def _watch_losses(self) -> None:
+        """Follow the manager's reports of lost servers, and end the calls to them.
+
+        Also serves as this worker's heartbeat.
+        """
+        after, failures = -1, 0
+        while True:
+            try:
+                lost = await self._manager.lost_servers(after, HOLD_S)
+            except (HttpError, ManagerGone) as error:  # callers that need the manager will fail
+                failures += 1
+                _log.warning("the manager does not answer which servers were lost: %s", error)
+                await asyncio.sleep(_BACKOFF.delay(failures))
+                continue
+            after, failures = lost.seq, 0
+            for url in lost.urls:
+                for call in list(self._calls_to.get(url.rstrip("/"), ())):
+                    call.cancel()
+
+    async def _abort(self, server: GenerationServerClient, rids: Sequence[str], limit_s: float = ANSWER_S) -> None:
+        """Abort requests on a server, best effort.
+
+        Each is named by its whole id: SGLang accepts a prefix only if the prefix is itself a live id.
+        """
+        slots = self._abort_slots.setdefault(server.url, asyncio.Semaphore(_ABORTS_AT_ONCE))
+
+        async def abort(rid: str) -> None:
+            async with slots:
+                await server.abort(rid)
+
+        try:
+            async with asyncio.timeout(limit_s):
+                await asyncio.gather(*map(abort, rids))
+        except (HttpError, TimeoutError) as error:
+            _log.info("%s could not be asked to abort: %s", server.url, error)
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
 
 def prefix_request(items: Sequence[GenerateItem], rid: str) -> GenerateItem | None:

@@ -13,7 +13,7 @@ the exact token ids that it has so far. The result is appended, with the version
   mixed. Or this client aborted a round of a silent server.
 
 An answer may take any time, but a server must not be silent. If it computes nothing for half of `request_timeout_s`,
-the round is aborted (`server_calls.py`), and the next one continues from the tokens that there are. The abort itself
+the round is aborted (`GenerationServers`), and the next one continues from the tokens that there are. The abort itself
 may be lost, and a proxy may end a call that takes long. So after a long round that failed the next one asks for half as
 many tokens, and later rounds ask for more again.
 
@@ -46,30 +46,133 @@ import asyncio
 import itertools
 import logging
 import uuid
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
-from asyncrl.api.generation import GenerationRequest, GenerationResult
-from asyncrl.comm.http.calls import HttpError, HttpRefused, HttpTimeout, HttpUnreachable, JsonHttp
-from asyncrl.comm.security.run_secret import HttpSecurity
-from asyncrl.comm.waits.backoff import Backoff
-from asyncrl.comm.waits.limits import HOLD_S
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.api.generation import Completion, FinishReason, GenerationRequest, GenerationResult
+from asyncrl.comm.http.calls import HttpError, HttpRefused, HttpTimeout, HttpUnreachable
+from asyncrl.comm.security import HttpSecurity
+from asyncrl.comm.waits import HOLD_S, Backoff
 from asyncrl.inference.client import GenerateItem, RoutingWanted, derive_seed, wire_rid
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import Route, RouteRequest
-from asyncrl.rollout.generation.generation_servers import GenerationServers, ServerCapabilities
-from asyncrl.rollout.generation.partial_answers import OpenRequest, PartialAnswer
-from asyncrl.rollout.generation.server_calls import ServerCalls, ServerLost
-from asyncrl.rollout.user_code_pool.timing import current_meter
+from asyncrl.plugins.chat.stop_strings import Decode, kept_tokens
+from asyncrl.rollout.generation.generated_tokens import GeneratedTokens
+from asyncrl.rollout.generation.generation_servers import GenerationServers, ServerCapabilities, ServerLost
+from asyncrl.rollout.user_code_pool.call_records import Activity, current_meter, timed
 
 STOP_CHUNK = 64
 """Tokens of a round in which only the client searches for stop strings: the most tokens that are generated in vain."""
 _BACKOFF = Backoff(0.1, 5.0)
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class PartialAnswer:
+    """One sample so far: three lists of one length."""
+
+    seed: int | None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+    routing: list[NDArray[Any]] = field(default_factory=list)
+    """Reported experts of the request's and the sample's tokens, in consecutive parts."""
+    cached_tokens: int = 0
+    """Tokens of the request that the first round did not compute. Later rounds also send generated tokens and do not
+    count.
+    """
+
+    @property
+    def routed(self) -> int:
+        """Number of tokens whose experts are recorded."""
+        return sum(map(len, self.routing))
+
+    def extend(self, part: Completion, budget: int, stop: Sequence[str], decode: Decode | None) -> None:
+        """Append the result of a round; `budget` is the sample's `max_new_tokens`, `stop` its stop strings."""
+        if not self.token_ids:
+            self.cached_tokens = part.cached_tokens
+        self.token_ids += part.token_ids
+        self.logprobs += part.logprobs
+        self.versions += part.versions
+        kept = kept_tokens(self.token_ids, stop, decode) if stop and decode else None
+        if kept is not None:
+            for column in (self.token_ids, self.logprobs, self.versions):
+                del column[kept:]
+            self.finish = FinishReason.stop
+        elif part.finish_reason == FinishReason.stop:
+            self.finish = FinishReason.stop
+        elif len(self.token_ids) >= budget:
+            self.finish = FinishReason.length
+
+    def extend_routing(self, told: NDArray[Any] | None, start: int) -> None:
+        """Record the expert choices of tokens that have none yet; `told` are those of the tokens from position `start`
+        on.
+
+        A recorded choice is never overwritten. So each token keeps the experts of the round that sampled the next
+        token, even if a later round recomputes it under newer weights.
+        """
+        if told is not None:
+            self.routing.append(told[self.routed - start :])
+
+    def completion(self, prompt_tokens: int) -> Completion:
+        """Return the whole answer, once it is complete."""
+        assert self.finish is not None, "a partial was left open"
+        routing = None
+        if self.routing:  # without the experts of tokens cut off after a stop string
+            routing = np.concatenate(self.routing)[: prompt_tokens + len(self.token_ids) - 1]
+        return Completion(
+            self.token_ids, self.logprobs, self.versions, self.finish, routing, cached_tokens=self.cached_tokens
+        )
+
+
+@dataclass(slots=True)
+class OpenRequest:
+    """A request in progress: its id at the manager, its content, a partial answer per sample, and the largest number of
+    tokens per round, now and without failures.
+    """
+
+    own_id: str
+    request: GenerationRequest
+    rollout_id: str | None
+    min_version: int | None
+    partials: list[PartialAnswer]
+    round_tokens: int
+    most_round_tokens: int
+    scores: tuple[float, ...] = ()
+    """Log-probabilities of the request's own tokens, if it asks for them, once they have arrived."""
+
+    @property
+    def open_partials(self) -> dict[int, PartialAnswer]:
+        """The partials that are not complete yet, by sample."""
+        if self.scores:
+            return {}
+        return {index: partial for index, partial in enumerate(self.partials) if partial.finish is None}
+
+    @property
+    def tokens(self) -> int:
+        """Tokens generated so far."""
+        return sum(len(partial.token_ids) for partial in self.partials)
+
+    def wanted(self, partial: PartialAnswer) -> int:
+        """Return the number of tokens that the next round requests for `partial`."""
+        return min(self.request.sampling.max_new_tokens - len(partial.token_ids), self.round_tokens)
+
+    def ask_for_less(self) -> None:
+        """Halve the tokens per round, because the last round was not answered."""
+        self.round_tokens = max(1, max(map(self.wanted, self.open_partials.values())) // 2)
+
+    def ask_for_more(self) -> None:
+        """Double the tokens per round, because the last round was answered quickly."""
+        self.round_tokens = min(2 * self.round_tokens, self.most_round_tokens)
 
 
 class GenerationFailed(RuntimeError):
@@ -101,8 +204,7 @@ class RolloutClient:
         max_failures: int = 8,
     ) -> None:
         self._manager = manager
-        http, calls = JsonHttp(security), ServerCalls(manager, request_timeout_s)
-        self._servers = GenerationServers(can or ServerCapabilities(), http, calls)
+        self._servers = GenerationServers(can or ServerCapabilities(), security, manager, request_timeout_s)
         self._slots = asyncio.Semaphore(max_concurrent)
         self._timeout_s, self._answers = request_timeout_s, 0
         self._chunk = new_tokens_per_chunk
@@ -110,15 +212,14 @@ class RolloutClient:
         self._ids = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count())
 
     async def __aenter__(self) -> Self:
-        self._servers.calls.start()
+        self._servers.start()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Finish the pending aborts and reports, then close the connections."""
-        await self._servers.calls.close()
-        await self._servers.http.close()
+        await self._servers.close()
 
     async def generate(
         self,
@@ -269,3 +370,60 @@ def _may_pass(error: HttpError) -> bool:
     if isinstance(error, HttpRefused):
         return error.status >= 500
     return isinstance(error, HttpUnreachable | HttpTimeout | ServerLost)
+
+
+@dataclass(slots=True)
+class RolloutPolicy:
+    """The run's own policy and the others of `policies`, for one rollout. It records which answers the rollout got.
+
+    Attributes:
+        client: generates the answers.
+        rollout_id: the rollout.
+        route: server chosen at admission; the first request goes there.
+        trained: the further trained policies; all others are opponents.
+        failures: errors of requests.
+        generated: tokens of the answers.
+    """
+
+    client: RolloutClient
+    rollout_id: str
+    route: Route | None
+    trained: Collection[str] = ()
+    failures: list[Exception] = field(default_factory=list)
+    _met: dict[str, Counter[int]] = field(default_factory=dict)
+    """Tokens of the opponents' answers, by policy and version."""
+    generated: GeneratedTokens = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.generated = GeneratedTokens(self.trained)
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        """Generate answers of the policy that `request` names."""
+        route = None
+        if not request.policy:
+            route, self.route = self.route, None
+        try:
+            with timed(Activity.generate):
+                result = await self.client.generate(request, self.rollout_id, route=route)
+        except Exception as error:
+            self.failures.append(error)
+            raise
+        if request.policy and request.policy not in self.trained:
+            versions = self._met.setdefault(request.policy, Counter())
+            versions.update(version for completion in result.completions for version in completion.versions)
+        self.generated.answered(request.policy, result.completions)
+        return result
+
+    def metrics(self) -> dict[str, float]:
+        """Return the number of tokens that each trained policy generated, and the versions of the opponents.
+
+        Versions are the oldest, the newest and the mean by tokens.
+        """
+        found: dict[str, float] = {}
+        for policy, versions in self._met.items():
+            if tokens := versions.total():
+                mean = sum(version * count for version, count in versions.items()) / tokens
+                found[f"opponent/{policy}/version"] = mean
+                found[f"opponent/{policy}/oldest_version"] = float(min(versions))
+                found[f"opponent/{policy}/newest_version"] = float(max(versions))
+        return found | self.generated.metrics()

@@ -6,57 +6,43 @@ programs uses the same client. `_Crossing` carries calls there. Built-in agents 
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from types import CoroutineType
 from typing import Any
 
 from asyncrl.api import Agent, ChatClient, Environment, GroupClient, Outcome, Prompt, RunIn, Sample, ToolSchema
 from asyncrl.api.agent import agent_of
-from asyncrl.api.reward import marked_run_in
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError, PluginConfig
 from asyncrl.plugins.datasets.prompt_format import PromptFormat
 from asyncrl.plugins.tools.toolbox import Toolbox
 from asyncrl.rollout.user_code.environments import HostedEnvironment
-from asyncrl.rollout.user_code.loaded import built, loaded
 from asyncrl.rollout.user_code.tools import RunTools
-from asyncrl.rollout.user_code_pool.agent_protocol import answer, outcome_of
+from asyncrl.rollout.user_code_pool.agent_protocol import answer, outcome_of, taken_by
 from asyncrl.rollout.user_code_pool.child import MAKE, USE, ChildCall, CodeTarget
 from asyncrl.rollout.user_code_pool.process_pool import START_LIMIT_S
-from asyncrl.rollout.user_code_pool.runner import UserCodeRunner, is_async, is_built_in
-from asyncrl.rollout.user_code_pool.timing import Activity
+from asyncrl.rollout.user_code_pool.runner import UserCodeRunner, built, is_async, is_built_in, loaded, place_of
 
 _CLIENTS = ("episode", "conversation", "policy")
 """Methods of a client that return another client."""
 
 
-@dataclass(frozen=True, slots=True)
-class AgentProcess:
-    """Arguments to build an agent in a process: its name, its tokenizer's folder, and its time limit in seconds."""
-
-    target: CodeTarget
-    model: str
-    chat: bool
-    timeout_s: float
+Play = Callable[[Prompt, Environment, ChatClient], Awaitable[Outcome]]
+"""Plays one episode."""
 
 
 def load_agent(plugin: PluginConfig, prompts: PromptFormat, tools: Toolbox) -> Agent:
     """Load the agent that the settings name: a class, or a function that plays one episode."""
     found = loaded("agent", plugin)
+    offered: dict[str, object] = {"tokenizer": prompts.tokenizer, "chat": prompts.chat is not None, "tools": tools}
     if inspect.isclass(found):
-        offered: dict[str, object] = {"tokenizer": prompts.tokenizer}
-        may_take: dict[str, object] = {"chat": prompts.chat is not None, "tools": tools}
-        parameters = inspect.signature(found).parameters
-        offered |= {name: value for name, value in may_take.items() if name in parameters}
-        agent: Agent = built("agent", plugin, Agent, **offered)
+        agent: Agent = built("agent", plugin, Agent, **taken_by(found, offered))
         return agent
     try:
-        return agent_of(found, plugin.args, tokenizer=prompts.tokenizer, chat=prompts.chat is not None, tools=tools)
+        return agent_of(found, plugin.args, **offered)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"agent.path={plugin.path!r}, agent.args={plugin.args}: {error}") from error
 
@@ -67,22 +53,19 @@ def plays_at_once(agent: Agent) -> bool:
     return form in ("roll_out", "run_group") and not is_built_in(getattr(type(agent), form))
 
 
-def agent_process(config: ExperimentConfig, *, chat: bool) -> AgentProcess | None:
-    """Return the arguments to build the agent in a process; None if it does not run in a process.
+def play_in_process(config: ExperimentConfig, runner: UserCodeRunner, *, chat: bool) -> Play | None:
+    """Return the function that has the agent play in a process; None if it does not run in a process.
 
     Args:
         chat: whether prompts are conversations.
 
     Raises:
         TypeError: it cannot run in a process.
+        ConfigError: it cannot run in a thread, as the settings say.
     """
     plugin = config.agent
     found = loaded("agent", plugin)
-    run = getattr(found, "run", found)
-    place = plugin.run_in if plugin.run_in != RunIn.auto else marked_run_in(found)
-    if place == RunIn.thread and is_async(run):
-        raise TypeError("agent.run_in=thread: it is `async def`, which runs on an event loop; leave it at auto")
-    if place != RunIn.process:
+    if place_of("agent", plugin, found, getattr(found, "run", found)) != RunIn.process:
         return None
     if "tools" in inspect.signature(found).parameters:
         raise TypeError("agent.run_in=process: it takes `tools`, which are the worker's; use agent.run_in=thread")
@@ -91,8 +74,8 @@ def agent_process(config: ExperimentConfig, *, chat: bool) -> AgentProcess | Non
             "agent.run_in=process: moe.replay_routing=true needs the experts of its tokens, which do not travel to a "
             "process; use agent.run_in=thread"
         )
-    limit_s = config.rollout.rollout_timeout_s
-    return AgentProcess(CodeTarget(plugin.path, dict(plugin.args)), str(config.model.path), chat, limit_s)
+    made = ChildCall(CodeTarget(plugin.path, dict(plugin.args)), MAKE, [str(config.model.path), chat])
+    return partial(_in_process, made, config.rollout.rollout_timeout_s, runner)
 
 
 def offers_tools(config: ExperimentConfig) -> bool:
@@ -117,8 +100,8 @@ def offered_tools(config: ExperimentConfig) -> tuple[ToolSchema, ...]:
     return RunTools(config.tools, (), UserCodeRunner(config.rollout.user_code)).toolbox.schemas
 
 
-def adapted_agent(agent: Agent, runner: UserCodeRunner, process: AgentProcess | None = None) -> Agent:
-    """Return `agent` as an asynchronous agent that runs in its place; with `process`, in processes.
+def adapted_agent(agent: Agent, runner: UserCodeRunner, in_process: Play | None = None) -> Agent:
+    """Return `agent` as an asynchronous agent that runs in its place; if given, `in_process` plays its episodes.
 
     Raises:
         TypeError: its `collect_trajectory` is a plain function, although its queues need an event loop; or it must run
@@ -127,14 +110,14 @@ def adapted_agent(agent: Agent, runner: UserCodeRunner, process: AgentProcess | 
     name, form = type(agent).__name__, type(agent).form()
     plain = not is_async(getattr(agent, form))
     played: Any
-    if process is not None:
+    if in_process is not None:
         if form != "run" or not plain:
             raise TypeError(
                 f"agent.run_in=process: agent {name} is not a plain `def run(prompt, env, client)`; move code that "
                 f"computes or may crash into an environment, a tool or a reward with run_in=process, and keep "
                 f"agent.run_in=auto, as the agent mostly waits for the policy"
             )
-        played = partial(_in_process, process, runner)
+        played = in_process
     elif plain and form == "collect_trajectory":
         raise TypeError(
             f"agent {name}: `collect_trajectory` is a plain `def`, and its queues are awaited; write `async def "
@@ -154,7 +137,7 @@ async def _on_users_loop(
     agent: Agent, runner: UserCodeRunner, prompt: Prompt, make_env: Callable[[], Environment], client: GroupClient
 ) -> Sequence[Sample]:
     policy: Any = _Crossing(client, runner.at_home)
-    samples: Sequence[Sample] = await runner.on_users_loop(agent.roll_out(prompt, make_env, policy))
+    samples: Sequence[Sample] = await runner.users.run(agent.roll_out(prompt, make_env, policy))
     return samples
 
 
@@ -169,20 +152,15 @@ async def _in_thread(agent: Agent, form: str, runner: UserCodeRunner, prompt: Pr
 
 
 async def _in_process(
-    process: AgentProcess, runner: UserCodeRunner, prompt: Prompt, env: Environment, client: ChatClient
+    make: ChildCall, timeout_s: float, runner: UserCodeRunner, prompt: Prompt, env: Environment, client: ChatClient
 ) -> Outcome:
     """Play an episode in a process, which calls `client` and `env` over its pipe."""
-    label, answers = f"agent {process.target.path}", partial(answer, env, client)
-    lease, whole = await runner.lease(label, Activity.agent_wait), False
-    try:
-        make = ChildCall(process.target, MAKE, [process.model, process.chat])
-        await lease.ask(label, make, START_LIMIT_S, answers)
-        use = ChildCall(process.target, USE, ["run", [prompt], {}])
-        raw = await lease.ask(label, use, process.timeout_s, answers)
-        whole = True
-        return outcome_of(raw)
-    finally:
-        await asyncio.shield(lease.give_back(whole=whole))
+    label, answers = f"agent {make.target.path}", partial(answer, env, client)
+    async with runner.agent_processes.leased(label) as process:
+        await process.ask(label, make, START_LIMIT_S, answers)
+        use = ChildCall(make.target, USE, ["run", [prompt], {}])
+        raw = await process.ask(label, use, timeout_s, answers)
+    return outcome_of(raw)
 
 
 class _Crossing:

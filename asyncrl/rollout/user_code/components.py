@@ -1,11 +1,27 @@
-"""The user's parts of a run, built as the config names them: data, tokenizer, agent, environment, reward, tools."""
+"""The user's parts of a run, built as the config names them: data, tokenizer, agent, environment, reward, tools.
+
+Training may need more of a group than its samples:
+
+- ReMax's baseline is the reward of a greedy answer to the group's prompt, generated beside the group (Li et al. 2024,
+  "ReMax", arXiv:2310.10505, algorithm 1). The greedy episode is one more episode of the same agent, with its own
+  environment and client, and always samples greedily. It is not trained, and filters and shaping do not see it: its
+  reward is the plain result of the reward functions.
+- Columns for `algorithm.teachers` are the source of the samples' row, and the log-probabilities of teachers on servers.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
-from asyncrl.api import Agent, GenerationClient, Prompt
-from asyncrl.api.columns import with_columns
+import numpy as np
+
+from asyncrl.api import GenerationClient, GenerationRequest, GenerationResult, Prompt, Sample, SamplingParams
+from asyncrl.api.columns import ColumnError, with_columns
+from asyncrl.api.trajectory import GREEDY_REWARD
 from asyncrl.config.evaluation_sets import with_code_of
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
@@ -13,17 +29,17 @@ from asyncrl.config.token_ids import token_ids
 from asyncrl.models.model_config import read_model_config
 from asyncrl.plugins.datasets.prompt_format import PromptFormat
 from asyncrl.plugins.tools.toolbox import Toolbox
-from asyncrl.rollout.episode import RetryLimits, run_group
-from asyncrl.rollout.user_code.agents import adapted_agent, agent_process, load_agent, offers_tools, plays_at_once
+from asyncrl.rollout.checks import code_problems
+from asyncrl.rollout.episode import Played, RetryLimits, run_group
+from asyncrl.rollout.user_code.agents import adapted_agent, load_agent, offers_tools, play_in_process, plays_at_once
 from asyncrl.rollout.user_code.conversations import Conversations
-from asyncrl.rollout.user_code.embeddings import Embedder
-from asyncrl.rollout.user_code.environments import Environments, ProcessSlots
-from asyncrl.rollout.user_code.greedy_baseline import Played, with_greedy_baseline
+from asyncrl.rollout.user_code.environments import Environments
 from asyncrl.rollout.user_code.prompts import Prompts, load_prompt_format
-from asyncrl.rollout.user_code.rewards import Rewards, load_rewards
-from asyncrl.rollout.user_code.teacher_columns import scored_by_teachers, with_source_number
+from asyncrl.rollout.user_code.rewards import SOURCE, Rewards, load_rewards
 from asyncrl.rollout.user_code.tools import RunTools, check_format
+from asyncrl.rollout.user_code_pool.call_records import metered
 from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
+from asyncrl.trainer.settings import SOURCE_NUMBER, AlgorithmConfig, TeacherConfig
 
 REMAX = "remax"
 ONCE = RetryLimits()
@@ -34,12 +50,10 @@ class Cast:
 
     Args:
         config: settings with `agent`, `env`, `reward` and `rewards`.
-        places: process slots of the whole worker for environments.
 
     Attributes:
         environments: environments of episodes.
         agent: the agent.
-        at_once: True if it plays a whole group at once.
         rewards: rewards that score it.
 
     Raises:
@@ -53,17 +67,16 @@ class Cast:
         toolbox: Toolbox,
         runner: UserCodeRunner,
         conversations: Conversations,
-        places: ProcessSlots,
     ) -> None:
         self._conversations = conversations
         self.rewards = Rewards(load_rewards(config.reward, config.rewards), runner)
         self._score = partial(self.rewards.score, form.tokenizer)
         agent = load_agent(config.agent, form, toolbox)
-        self.at_once = plays_at_once(agent)
-        self.environments = Environments(config.env, self.rewards, runner, self.at_once, places)
+        self._at_once = plays_at_once(agent)
+        self.environments = Environments(config.env, self.rewards, runner, self._at_once)
         try:
-            process = agent_process(config, chat=form.chat is not None)
-            self.agent = adapted_agent(agent, runner, process)
+            in_process = play_in_process(config, runner, chat=form.chat is not None)
+            self.agent = adapted_agent(agent, runner, in_process)
         except TypeError as error:
             raise ConfigError(f"agent.path={config.agent.path!r}: {error}") from error
 
@@ -71,6 +84,41 @@ class Cast:
         """Play the group of `prompt`; see `run_group`."""
         envs, client = self.environments.of_group(prompt.group_size), self._conversations.client
         return await run_group(self.agent, envs, prompt, policy, client, tries, self._score)
+
+    async def play_with_greedy_baseline(self, prompt: Prompt, policy: GenerationClient, tries: RetryLimits) -> Played:
+        """Play the group of `prompt` and a greedy episode at the same time.
+
+        Returns:
+            The group, and the counts of its episodes with `GREEDY_REWARD`. No samples if the agent rejects the prompt.
+
+        Raises:
+            Exception: an error of `play`, for the group or for the greedy episode.
+        """
+        greedy = asyncio.create_task(self._greedy_reward(prompt, policy, tries))
+        try:
+            samples, counted = await self.play(prompt, policy, tries)
+            if not samples:
+                return (), counted
+            reward = await greedy
+        finally:
+            greedy.cancel()
+            await asyncio.gather(greedy, return_exceptions=True)
+        return ((), counted) if reward is None else (samples, counted | {GREEDY_REWARD: reward})
+
+    async def _greedy_reward(self, prompt: Prompt, policy: GenerationClient, tries: RetryLimits) -> float | None:
+        """Return the mean reward of the greedy episode's samples; None if the agent rejects the prompt."""
+        alone = replace(prompt, group_size=1, sampling=_greedy(prompt.sampling))
+        with metered():  # its time and reward parts are not the group's
+            samples, _ = await self.play(alone, _GreedyPolicy(policy), replace(tries, least=1))
+        return float(np.mean([sample.total_reward for sample in samples])) if samples else None
+
+    def why_not_greedy(self) -> str | None:
+        """Return the reason why a single greedy episode has no reward that the group's can be compared with."""
+        if self._at_once:
+            return "its baseline is a single greedy episode, and the agent plays its group at once"
+        if self.rewards.of_groups:
+            return "its baseline is the reward of a single greedy answer, and a reward compares the answers of a group"
+        return None
 
 
 class UserComponents:
@@ -83,6 +131,7 @@ class UserComponents:
         tokenizer: the model's tokenizer.
         vocab_size: the model's vocabulary, from its config; None if the config does not name it.
         prompts: training and evaluation prompts.
+        cast: those who play to train; `agent`, `rewards` and `environments` are its parts.
         conversations: makes the clients of episodes.
         runner: runs the user's code; enter it in the worker's event loop.
         tools: tools of agents; enter them in the worker's event loop, after the runner.
@@ -94,6 +143,8 @@ class UserComponents:
 
     def __init__(self, config: ExperimentConfig, *, training: bool = True) -> None:
         assert config.model.path is not None, "the launcher resolves model.path before it starts a worker"
+        if problems := list(code_problems(config)):
+            raise ConfigError("\n".join(problems))
         form = load_prompt_format(config)
         model_config = read_model_config(config.model.path)
         self.tokenizer = form.tokenizer
@@ -116,48 +167,25 @@ class UserComponents:
             training=training,
         )
         self._config = config
-        places = ProcessSlots(config.env.processes)
 
         def cast(played: ExperimentConfig) -> Cast:
-            return Cast(played, form, toolbox, self.runner, self.conversations, places)
+            return Cast(played, form, toolbox, self.runner, self.conversations)
 
-        self._cast = cast(config)
-        self.environments.check_places(config.agent.path, config.group_size)
-        if training and self._plays_greedy_baseline and (why := _why_not_greedy(self._cast)):
+        self.cast = cast(config)
+        self.agent, self.rewards, self.environments = self.cast.agent, self.cast.rewards, self.cast.environments
+        self.environments.check_processes(config.agent.path, config.group_size)
+        if training and self._plays_greedy_baseline and (why := self.cast.why_not_greedy()):
             raise ConfigError(f"algorithm.advantage.name={REMAX}: {why}; use another advantage, rloo for one")
         self._casts_of_sets: dict[str, Cast] = {}
         for name, (each, _) in self.prompts.eval_sets.items():
             try:
-                self._casts_of_sets[name] = cast(with_code_of(config, each)) if each.code else self._cast
+                self._casts_of_sets[name] = cast(with_code_of(config, each)) if each.code else self.cast
             except ConfigError as error:
                 raise ConfigError(f"{each.group}.{error}") from error
 
     @property
-    def agent(self) -> Agent:
-        """The agent of training."""
-        return self._cast.agent
-
-    @property
-    def rewards(self) -> Rewards:
-        """Rewards of training."""
-        return self._cast.rewards
-
-    @property
-    def environments(self) -> Environments:
-        """Environments of training episodes."""
-        return self._cast.environments
-
-    @property
     def _plays_greedy_baseline(self) -> bool:
         return self._config.algorithm.advantage.name == REMAX
-
-    def embed_with(self, embedder: Embedder | None) -> None:
-        """Embed the frames of training groups with `embedder` from now on."""
-        self._cast.rewards.embedder = embedder
-
-    async def play(self, prompt: Prompt, policy: GenerationClient, tries: RetryLimits = ONCE) -> Played:
-        """Play the group of `prompt`; see `run_group`."""
-        return await self._cast.play(prompt, policy, tries)
 
     async def play_to_evaluate(self, name: str, prompt: Prompt, policy: GenerationClient) -> Played:
         """Play the episode of `prompt`, which is of the evaluation set `name`."""
@@ -173,19 +201,86 @@ class UserComponents:
         """
         algorithm, columns = self._config.algorithm, self._config.columns
         if self._plays_greedy_baseline:
-            samples, counted = await with_greedy_baseline(self.play, prompt, policy, tries)
+            samples, counted = await self.cast.play_with_greedy_baseline(prompt, policy, tries)
         else:
-            samples, counted = await self.play(prompt, policy, tries)
+            samples, counted = await self.cast.play(prompt, policy, tries)
         samples = await scored_by_teachers(samples, prompt.data, algorithm, policy)
         if columns:
             samples = with_columns(samples, with_source_number(prompt.data, algorithm), columns)
         return samples, counted
 
 
-def _why_not_greedy(cast: Cast) -> str | None:
-    """Return the reason why a single greedy episode has no reward that the group's can be compared with."""
-    if cast.at_once:
-        return "its baseline is a single greedy episode, and the agent plays its group at once"
-    if cast.rewards.of_groups:
-        return "its baseline is the reward of a single greedy answer, and a reward compares the answers of a group"
-    return None
+@dataclass(frozen=True, slots=True)
+class _GreedyPolicy:
+    """The policy with greedy sampling, also for agents that set their own sampling parameters."""
+
+    policy: GenerationClient
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        if request.policy:  # an opponent keeps its sampling
+            return await self.policy.generate(request)
+        return await self.policy.generate(replace(request, sampling=_greedy(request.sampling)))
+
+
+def _greedy(sampling: SamplingParams) -> SamplingParams:
+    return replace(sampling, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
+
+
+def with_source_number(data: Mapping[str, Any], algorithm: AlgorithmConfig) -> Mapping[str, Any]:
+    """Return the row with the number of its source, if teachers are named for sources.
+
+    Raises:
+        ColumnError: the row has no source, or its source has no teacher although the run learns from teachers only.
+    """
+    sources = algorithm.taught_sources
+    if not sources:
+        return data
+    source = data.get(SOURCE)
+    if not isinstance(source, str):
+        raise ColumnError(
+            f"algorithm.teachers are for rows of {SOURCE} {', '.join(map(repr, sources))}, and this row has "
+            f"{SOURCE} {source!r}; give rows that field, or leave the teachers' sources empty, which is for all"
+        )
+    alone = algorithm.advantage.name == "zero" and all(teacher.sources for teacher in algorithm.teachers)
+    if alone and source not in sources:
+        raise ColumnError(
+            f"algorithm.teachers has none for rows of {SOURCE} {source!r}, and algorithm.advantage=zero learns from "
+            "teachers alone; name it in the sources of one"
+        )
+    return {**data, SOURCE_NUMBER.partition("/")[2]: sources.index(source) if source in sources else -1}
+
+
+async def scored_by_teachers(
+    samples: Sequence[Sample], data: Mapping[str, Any], algorithm: AlgorithmConfig, policy: GenerationClient
+) -> Sequence[Sample]:
+    """Return the samples, each with a column of log-probabilities for every teacher that runs on servers.
+
+    The column is 0 if the teacher is not for the row's source.
+
+    Raises:
+        Exception: a server cannot score.
+    """
+    for teacher in algorithm.teachers:
+        if teacher.policy is not None:
+            wanted = not teacher.sources or data.get(SOURCE) in teacher.sources
+            samples = await asyncio.gather(*(_scored(sample, teacher, policy, wanted=wanted) for sample in samples))
+    return samples
+
+
+async def _scored(sample: Sample, teacher: TeacherConfig, policy: GenerationClient, *, wanted: bool) -> Sample:
+    column_T = np.zeros(len(sample.tokens), np.float32)
+    if wanted and sample.loss_mask.any():
+        first = int(sample.loss_mask.argmax())
+        request = GenerationRequest(
+            teacher.role,
+            tuple(sample.tokens.tolist()),
+            1,
+            SamplingParams(),
+            sample.pictures,
+            policy=teacher.policy or "",
+            score_from=first,
+        )
+        column_T[first:] = (await policy.generate(request)).scores
+        column_T *= sample.loss_mask
+    name = teacher.logprobs.partition("/")[2]
+    return replace(sample, token_columns={**sample.token_columns, name: column_T})

@@ -1,21 +1,24 @@
-"""Conversations of agents with the policy: their format, their limits, and a client for each episode."""
+"""Conversations of agents with the policy: their format, their limits, and a client for each episode, whose policy can
+also be called over HTTP.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from asyncrl.api import GenerationClient, Prompt
+from asyncrl.api import GenerationClient, Prompt, Sample
 from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.openai.endpoint import Endpoint
-from asyncrl.plugins.chat.client import ChatPolicy
+from asyncrl.inference.openai.session import Session
+from asyncrl.plugins.chat.client import ChatPolicy, EpisodeClient
+from asyncrl.plugins.chat.conversation import ChatLimits
 from asyncrl.plugins.chat.parsers import parser, readers, why_unread
-from asyncrl.plugins.chat.request import ChatLimits
 from asyncrl.plugins.chat.template import ChatFormat
 from asyncrl.plugins.datasets.prompt_format import PromptFormat
 from asyncrl.plugins.datasets.settings import AUTO
-from asyncrl.rollout.generation.served import ServedEpisodeClient
 
 
 class Conversations:
@@ -52,8 +55,79 @@ def chat_policy(config: ExperimentConfig, model_config: Mapping[str, Any]) -> Ch
     """Build the rules of conversations; `model_config` is the content of the model's `config.json`."""
     chat, generation = config.rollout.chat, config.generation
     context, setting = context_length(config, model_config), "generation.context_length"
-    if generation.engine.fixed_cache and generation.max_total_tokens < context:
-        context, setting = generation.max_total_tokens, "generation.max_total_tokens"
+    if (limit := generation.cache_limit) is not None and limit < context:
+        context, setting = limit, "generation.max_total_tokens"
     limits = ChatLimits(chat.max_turns, context, chat.max_tool_s, setting)
     named = tuple(policy.name for policy in config.policies)
     return ChatPolicy(limits, chat.reasoning, chat.drift, named, config.trained_policies)
+
+
+class ServedEpisodeClient(EpisodeClient):
+    """An `EpisodeClient` with an address for clients of OpenAI's or Anthropic's API.
+
+    Args:
+        endpoint: serves the episode's session. The other arguments are those of `EpisodeClient`.
+    """
+
+    def __init__(
+        self,
+        policy: GenerationClient,
+        prompt: Prompt,
+        chat: ChatFormat | None,
+        rules: ChatPolicy | None = None,
+        *,
+        endpoint: Endpoint,
+    ) -> None:
+        super().__init__(policy, prompt, chat, rules)
+        self._endpoint = endpoint
+        self._is_over = False
+
+    def _start(self, group: str) -> None:
+        super()._start(group)
+        self._opening = asyncio.Lock()
+        self._session: Session | None = None
+
+    async def endpoint(self, group: str = "", *, apart: bool = False) -> Session:
+        """Return the policy's address in this episode for clients of OpenAI's or Anthropic's API.
+
+        Calls there are recorded as if `chat` were called. The address is closed when the episode is over. Each
+        comparison group has its own address: `endpoint("judge")` is that of `conversation("judge")`.
+
+        Args:
+            group: the comparison group.
+            apart: record calls with a header `X-Session-ID` as calls of `conversation(<its value>)`, for frameworks
+                that run several agents at one address.
+
+        Raises:
+            RuntimeError: the episode is over.
+            ValueError: `group` cannot be a name.
+        """
+        if group and group != self._group:
+            return await self.conversation(group).endpoint(apart=apart)
+        async with self._opening:
+            if self._is_over:
+                raise RuntimeError("the endpoint was asked for after the rollout had ended")
+            if self._session is None:
+                self._session = await self._endpoint.open(self, self._prompt.sampling)
+            if apart:
+                self._session.conversation = self.endpoint
+            return self._session
+
+    def samples(self, reward: float = 0.0) -> list[Sample]:
+        """See `EpisodeClient`.
+
+        Raises:
+            Exception: the policy failed. The agent received an HTTP error and may have treated it as its own failure,
+                so the episode must not be trained.
+        """
+        if self._session is not None and self._session.calls.failure is not None:
+            raise self._session.calls.failure
+        return super().samples(reward)
+
+    def close(self) -> None:
+        """Close the sessions of all clients of the episode."""
+        clients: list[ServedEpisodeClient] = [self, *self._clients.values()]
+        for client in clients:
+            client._is_over = True
+            if client._session is not None:
+                client._session.close()

@@ -8,24 +8,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import itertools
+import math
 from abc import abstractmethod
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from asyncrl.api import Environment, RewardFunction, RunIn, StepResult, scored
-from asyncrl.api.reward import marked_run_in
 from asyncrl.config.setting import ConfigError, PluginConfig
 from asyncrl.plugins.envs.settings import GYMNASIUM, GYMNASIUM_ENV, EnvConfig
-from asyncrl.rollout.user_code.loaded import built, loaded
+from asyncrl.rollout.user_code_pool.call_records import Activity, UserCodeError, plain_number
 from asyncrl.rollout.user_code_pool.child import MAKE, USE, ChildCall, CodeTarget
-from asyncrl.rollout.user_code_pool.process_pool import START_LIMIT_S, Lease
-from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner, is_async, is_built_in
-from asyncrl.rollout.user_code_pool.timing import Activity, timed
-from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError, parts_of, step_of
+from asyncrl.rollout.user_code_pool.process_pool import START_LIMIT_S, GroupSlots, PoolProcess
+from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner, built, is_async, is_built_in, loaded, place_of
 
 
 class Environments:
@@ -35,23 +31,22 @@ class Environments:
         config: the settings `env`.
         reward: passed to environments with this parameter.
         at_once: True if the agent plays a whole group at once.
-        places: process slots of all environments that run in processes.
 
     Raises:
         ConfigError: `env` does not name an environment, or one that cannot run where `run_in` says.
     """
 
-    def __init__(
-        self, config: EnvConfig, reward: RewardFunction, runner: UserCodeRunner, at_once: bool, places: ProcessSlots
-    ) -> None:
+    def __init__(self, config: EnvConfig, reward: RewardFunction, runner: UserCodeRunner, at_once: bool) -> None:
         self._config, self._reward, self._runner, self._at_once = config, reward, runner, at_once
-        self._env = environment_of(config)
+        self._env: PluginConfig = config
+        if config.path.startswith(GYMNASIUM):  # the id of a registered environment
+            self._env = PluginConfig(GYMNASIUM_ENV, {"id": config.path.removeprefix(GYMNASIUM), **config.args})
         found = loaded("env", self._env)
-        self._off_the_loop = not is_built_in(found) or not is_async(getattr(found, "step", found))
-        self._in_process = _place(config, found) == RunIn.process
-        self._places = places
+        step = getattr(found, "step", found)
+        self._off_the_loop = not is_built_in(found) or not is_async(step)
+        self._in_process = place_of("env", config, found, step) == RunIn.process
 
-    def check_places(self, agent: str, group_size: int) -> None:
+    def check_processes(self, agent: str, group_size: int) -> None:
         """Check that a group that is played at once can have a process for each environment.
 
         Raises:
@@ -69,7 +64,7 @@ class Environments:
         """
         config = self._config
         if self._in_process and self._at_once:
-            return functools.partial(self.one, GroupSlots(self._places, size))
+            return functools.partial(self.one, GroupSlots(self._runner.env_processes.slots, size))
         if not config.vectorized:
             return self.one
         from asyncrl.plugins.envs.gymnasium_vector import VectorGames  # gymnasium is an extra
@@ -83,42 +78,21 @@ class Environments:
         together, made = games(size), itertools.count()
         return lambda: (together if next(made) < size else games(1)).member()  # a retried episode plays alone
 
-    def one(self, places: GroupSlots | None = None) -> Environment:
+    def one(self, slots: GroupSlots | None = None) -> Environment:
         """Make an environment for one episode. If its methods block, it is constructed on first use, where it runs.
 
         Args:
-            places: process slots of a group that is played at once.
+            slots: slots for the processes of a group that is played at once.
         """
         config = self._config
         if self._in_process:
             target, label = CodeTarget(self._env.path, self._env.args), f"env {config.path}"
-            return ProcessEnvironment(target, self._reward, label, config.timeout_s, self._runner, places)
+            return ProcessEnvironment(target, self._reward, label, config.timeout_s, self._runner, slots)
         make = functools.partial(built, "env", self._env, Environment, reward=self._reward)
         if self._off_the_loop:
             return HostedEnvironment(make, f"env {config.path}", config.timeout_s, self._runner)
         made: Environment = make()
         return made
-
-
-def environment_of(config: PluginConfig) -> PluginConfig:
-    """Return the class and arguments of `env.path`, which may name a registered gymnasium environment."""
-    if not config.path.startswith(GYMNASIUM):
-        return config
-    return PluginConfig(GYMNASIUM_ENV, {"id": config.path.removeprefix(GYMNASIUM), **config.args})
-
-
-def _place(config: EnvConfig, found: Any) -> RunIn:
-    """Return where the environment runs: as the setting says, or as its class or function is marked.
-
-    Raises:
-        ConfigError: it cannot run there.
-    """
-    wanted = config.run_in if config.run_in != RunIn.auto else marked_run_in(found)
-    if wanted == RunIn.thread and is_async(getattr(found, "step", found)):
-        raise ConfigError(
-            f"env.run_in=thread: {config.path!r} has an `async def step`, which runs on an event loop; leave it at auto"
-        )
-    return wanted
 
 
 class UsersEnvironment(Environment):
@@ -148,7 +122,7 @@ class UsersEnvironment(Environment):
 
     def _checked(self, name: str, value: Any) -> Any:
         label = f"{self._label}.{name}"
-        return step_of(label, value) if name == "step" else parts_of(label, value, 2)
+        return _step_of(label, value) if name == "step" else _parts_of(label, value, 2)
 
     @abstractmethod
     async def _call(self, name: str, *args: Any, **kwargs: Any) -> Any: ...
@@ -226,7 +200,7 @@ class ProcessEnvironment(UsersEnvironment):
     Args:
         target: its class, with the arguments of the constructor.
         reward: the constructor's argument `reward`.
-        places: slots of its group, if the group may open several environments before using one; None without a group.
+        slots: those of its group, if the group may open several environments before using one; None without a group.
             The other arguments are those of `UsersEnvironment`.
     """
 
@@ -237,11 +211,11 @@ class ProcessEnvironment(UsersEnvironment):
         label: str,
         timeout_s: float,
         runner: UserCodeRunner,
-        places: GroupSlots | None = None,
+        slots: GroupSlots | None = None,
     ) -> None:
         super().__init__(label, timeout_s, runner)
-        self._target, self._reward, self._places = target, reward, places
-        self._lease: Lease | None = None
+        self._target, self._reward, self._slots = target, reward, slots
+        self._lease: PoolProcess | None = None
         self._failed = self._closed = False
 
     async def close(self) -> None:
@@ -265,7 +239,7 @@ class ProcessEnvironment(UsersEnvironment):
             self._failed = True  # reset once the call has succeeded
             try:
                 if self._lease is None:
-                    self._lease = await self._leased()
+                    self._lease = await self._runner.env_processes.lease(self._label, self._slots)
                     await self._ask("made", ChildCall(self._target, MAKE, []), START_LIMIT_S)
                 value = await self._ask(name, self._use(name, *args, **kwargs), self._timeout_s)
                 self._failed = self._closed  # closed meanwhile, so this call returns the process
@@ -273,17 +247,6 @@ class ProcessEnvironment(UsersEnvironment):
             finally:
                 if self._failed:
                     await self._give_back(whole=False)
-
-    async def _leased(self) -> Lease:
-        if self._places is None:
-            return await self._runner.lease(self._label, Activity.env_wait)
-        with timed(Activity.env_wait):
-            await self._places.enter()
-        try:
-            return await self._runner.lease(self._label, Activity.env_wait)
-        except BaseException:
-            self._places.leave()
-            raise
 
     async def _end(self) -> None:
         if self._closed:
@@ -311,88 +274,37 @@ class ProcessEnvironment(UsersEnvironment):
     async def _give_back(self, *, whole: bool) -> None:
         lease, self._lease = self._lease, None
         if lease is not None:
-            await asyncio.shield(self._given_back(lease, whole=whole))
-
-    async def _given_back(self, lease: Lease, *, whole: bool) -> None:
-        try:
-            await lease.give_back(whole=whole)
-        finally:
-            if self._places is not None:
-                self._places.leave()
+            await asyncio.shield(lease.give_back(whole=whole))
 
 
-class ProcessSlots:
-    """Slots for the processes of environments. Several are taken at once, in order of request, so that none starves.
+def _parts_of(label: str, value: Any, number: int) -> Sequence[Any]:
+    """Return what the method `label` of an environment returned, which is `number` values.
 
-    A group that is played at once may need all its environments before it continues with any. If it took their
-    processes one by one, two groups could each hold some and wait for the rest forever. So the first environment of a
-    group takes the slots of the whole group, and holds none while it waits; the last environment returns them
-    (`GroupSlots`).
+    Raises:
+        UserCodeError: it is not.
     """
-
-    def __init__(self, number: int) -> None:
-        self._free = number
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
-
-    async def take(self, number: int) -> None:
-        """Take `number` slots once they are free and earlier requests are served."""
-        if not self._waiting and number <= self._free:
-            self._free -= number
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((number, turn))
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.give(number)
-            else:
-                with contextlib.suppress(ValueError):  # `give` has removed it already
-                    self._waiting.remove((number, turn))
-                self.give(0)  # later requests may fit
-            raise
-
-    def give(self, number: int) -> None:
-        """Return `number` slots."""
-        self._free += number
-        while self._waiting and self._waiting[0][0] <= self._free:
-            number, turn = self._waiting.popleft()
-            if not turn.cancelled():
-                self._free -= number
-                turn.set_result(None)
+    if not isinstance(value, list | tuple) or len(value) != number:
+        method = label.rpartition(".")[2]
+        raise UserCodeError(
+            label,
+            f"returned {value!r:.80}; gymnasium's {method} returns {number} values",
+            how=f"returned what is no {method}",
+        )
+    return value
 
 
-class GroupSlots:
-    """The slots of one group's environments.
+def _step_of(label: str, value: Any) -> StepResult:
+    """Return the result of an environment's `step`, with its reward as a number.
 
-    Args:
-        places: the slots of all groups.
-        size: limit on the group's open environments.
+    Raises:
+        UserCodeError: it is not a result of `step`, or the reward is not a finite number.
     """
-
-    def __init__(self, places: ProcessSlots, size: int) -> None:
-        self._places, self._size = places, size
-        self._open = 0
-        self._entering = asyncio.Lock()
-
-    async def enter(self) -> None:
-        """Record that an environment opens; the first one waits for the group's slots.
-
-        Raises:
-            RuntimeError: the group has as many open environments as it may have.
-        """
-        async with self._entering:
-            if self._open == self._size:
-                raise RuntimeError(
-                    f"the group has {self._open} environments open, one for each of its episodes; close one before "
-                    "another is reset"
-                )
-            if self._open == 0:
-                await self._places.take(self._size)
-            self._open += 1
-
-    def leave(self) -> None:
-        """Record that an environment has closed."""
-        self._open -= 1
-        if self._open == 0:
-            self._places.give(self._size)
+    observation, given, terminated, truncated, info = _parts_of(label, value, 5)
+    reward = plain_number(given)
+    if reward is None or not math.isfinite(reward):
+        raise UserCodeError(
+            label,
+            f"returned the reward {given!r:.80}, a {type(given).__name__}; a reward is a finite number",
+            how="returned what is no reward",
+        )
+    return observation, reward, terminated, truncated, info

@@ -18,6 +18,7 @@ from asyncrl.models.pictures.picture_rules import PictureRules, picture_rules
 from asyncrl.plugins.datasets import Dataset, load_dataset
 from asyncrl.plugins.datasets.prompt_format import PromptFormat, load_chat_template, make_prompt
 from asyncrl.plugins.datasets.queue.order import PromptRef
+from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
 from asyncrl.plugins.datasets.rows.mixture import Mixture
 from asyncrl.plugins.datasets.rows.readers import is_data_path
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
@@ -156,6 +157,21 @@ def load_train_set(config: ExperimentConfig) -> Dataset:
         raise ConfigError(f"dataset.sources: {error}") from None
 
 
+def check_same_data(record: Path, rows: Dataset, path: str) -> None:
+    """Check that `rows` are those that the launcher read.
+
+    Args:
+        record: the launcher's record of its data; without the file nothing is checked.
+        rows: the training set.
+        path: `dataset.path`.
+
+    Raises:
+        ConfigError: the data changed since the launcher read it.
+    """
+    if record.is_file() and (difference := DataRecord.read(record).difference(rows, path)) is not None:
+        raise ConfigError(f"dataset.path={difference}: the data changed while the run started; start it again")
+
+
 def load_eval_set(config: ExperimentConfig, each: EvaluationSet) -> Dataset:
     """Load the rows of an evaluation set: from its `path`, or the held-out rows of the training set.
 
@@ -167,7 +183,8 @@ def load_eval_set(config: ExperimentConfig, each: EvaluationSet) -> Dataset:
         return _load_set(each.group, each.path, each.args, each.fields, "held_out", config.seed)
     if data.sources:
         raise ConfigError("eval.path=null: of dataset.sources nothing is held out; give evaluation a set of its own")
-    return _load_set("dataset", data.path, {**data.args, **each.args}, data.fields, "held_out", config.seed)
+    group = each.group if each.args else "dataset"
+    return _load_set(group, data.path, {**data.args, **each.args}, data.fields, "held_out", config.seed)
 
 
 def _load_set(

@@ -11,30 +11,29 @@ import inspect
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum, auto
 from functools import partial
 from itertools import groupby
-from types import MappingProxyType
 from typing import Any, NoReturn, TypeAlias
 
 from asyncrl.api import Episode, GroupClient, Prompt, RunIn, Sample, Tokenizer, answer_text
 from asyncrl.api.agent import play_with_retries
-from asyncrl.api.reward import ROW_CHECK, is_verdict, marked_run_in
+from asyncrl.api.picture import Picture
+from asyncrl.api.reward import ROW_CHECK, is_verdict
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.rewards.settings import ROW_METRICS, NamedRewardConfig, RewardConfig
-from asyncrl.rollout.user_code.embeddings import Embedder, with_embeddings
-from asyncrl.rollout.user_code.loaded import loaded
+from asyncrl.rollout.user_code_pool.call_records import Activity, UserCodeError, current_meter, plain_number
 from asyncrl.rollout.user_code_pool.child import CodeTarget
-from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner, is_async, is_built_in
-from asyncrl.rollout.user_code_pool.timing import Activity, current_meter
-from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError, plain_number
+from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner, built, is_async, is_built_in, loaded, place_of
 
 _NO_REWARD = "returned an invalid reward"
 SOURCE = "source"
 """The column of a row that names its source; a mixture of datasets fills it in."""
 SCORE = "score"
+Embedder: TypeAlias = "Callable[[Sequence[Sequence[Picture]]], Awaitable[list[tuple[float, ...]]]]"
+"""Embeds the frames of N episodes: `[N, D]`."""
 
 _log = logging.getLogger(__name__)
 
@@ -83,41 +82,23 @@ def load_rewards(single: RewardConfig, several: Sequence[NamedRewardConfig]) -> 
 
 def _load(group: str, name: str, weight: float, config: RewardConfig) -> RewardPart:
     found = loaded(group, config)
-    if inspect.isclass(found) and not inspect.isfunction(getattr(found, "__call__", None)):  # noqa: B004
+    is_class = inspect.isclass(found)
+    if is_class and not inspect.isfunction(getattr(found, "__call__", None)):  # noqa: B004
         raise ConfigError(f"{group}.path={config.path!r}: its instances cannot be called; give the class a __call__")
-    called = found.__call__ if inspect.isclass(found) else found
-    place = _place(group, config, called, marked_run_in(found))
-    function: Callable[..., Any] = found
-    if inspect.isclass(found) and (place != RunIn.process or is_built_in(found)):
-        try:
-            instance: Any = found(**config.args)
-            function = instance  # if it runs in a process, this instance only checked the arguments
-        except Exception as error:  # a user's constructor may raise anything
-            given = f"{group}.path={config.path!r}, {group}.args={config.args}"
-            raise ConfigError(f"{given}: {type(error).__name__}: {error}") from error
-    else:
-        function = partial(found, **config.args)
+    called = found.__call__ if is_class else found
+    place = place_of(group, config, found, called)
+    if place == RunIn.auto and not is_async(called):
+        place = RunIn.thread
+    is_made = is_class and (place != RunIn.process or is_built_in(found))  # in a process: to check the arguments
+    function = built(group, config, object) if is_made else partial(found, **config.args)
     sees = _sees(called)
     code = Code(
         f"reward {config.path}", Activity.reward, config.timeout_s, place, CodeTarget(config.path, config.args), sees
     )
-    marked = is_verdict(found) or is_verdict(function)
-    verdict = marked if config.verdict is None else config.verdict
+    verdict = is_verdict(found) or is_verdict(function) if config.verdict is None else config.verdict
     sources = frozenset(config.sources) if isinstance(config, NamedRewardConfig) else frozenset()
-    check = getattr(found if isinstance(function, partial) else function, ROW_CHECK, None)
-    check = None if inspect.isclass(found) and isinstance(function, partial) else check  # a method without an instance
+    check = None if is_class and not is_made else getattr(function if is_made else found, ROW_CHECK, None)
     return RewardPart(name, weight, sees, code, function, config.failure_reward, verdict, sources, check)
-
-
-def _place(group: str, config: RewardConfig, function: Callable[..., Any], marked: RunIn) -> RunIn:
-    wanted = config.run_in if config.run_in != RunIn.auto else marked
-    if not is_async(function):
-        return RunIn.thread if wanted == RunIn.auto else wanted
-    if wanted == RunIn.thread:
-        raise ConfigError(
-            f"{group}.run_in=thread: {config.path!r} is `async def`, which runs on an event loop; leave it at auto"
-        )
-    return wanted
 
 
 def _sees(function: Callable[..., Any]) -> RewardScope:
@@ -144,10 +125,9 @@ class Rewards:
 
     def __init__(self, parts: Sequence[RewardPart], runner: UserCodeRunner) -> None:
         self._parts, self._by_source = tuple(parts), any(part.sources for part in parts)
-        by_sees = {sees: tuple(group) for sees, group in groupby(sorted(parts, key=_sees_of), key=_sees_of)}
-        self._of_answers = by_sees.get(RewardScope.answer, ())
-        self._of_episodes = by_sees.get(RewardScope.episode, ())
-        self._of_groups = by_sees.get(RewardScope.group, ())
+        self._of_answers, self._of_episodes, self._of_groups = (
+            tuple(part for part in parts if part.sees == scope) for scope in RewardScope
+        )
         self._runner = runner
         self.embedder: Embedder | None = None
         """Embeds the frames of a group's episodes before its rewards are called; None: frames are not embedded."""
@@ -303,8 +283,18 @@ class Rewards:
             return [_stand_in(part, error) for _ in group]
 
 
-def _sees_of(part: RewardPart) -> RewardScope:
-    return part.sees
+async def with_embeddings(group: Sequence[Episode], embedder: Embedder) -> list[Episode]:
+    """Return the samples of `group` with the embeddings of their episodes; an episode without frames has none.
+
+    Raises:
+        UserCodeError: the frames could not be embedded.
+    """
+    frames: dict[int, list[Picture]] = {}
+    for sample in group:
+        if sample.frames:
+            frames.setdefault(sample.episode, []).extend(sample.frames)
+    vectors = dict(zip(frames, await embedder(list(frames.values())), strict=True)) if frames else {}
+    return [replace(sample, embedding=vectors.get(sample.episode, ())) for sample in group]
 
 
 def _with(sample: Sample, added: Added) -> Sample:
@@ -357,7 +347,7 @@ def _extras(part: RewardPart, value: Mapping[str, object]) -> dict[str, float]:
     return named
 
 
-def _weighted(part: RewardPart, number: float, extras: Mapping[str, float] = MappingProxyType({})) -> Added:
+def _weighted(part: RewardPart, number: float, extras: Mapping[str, float]) -> Added:
     named = {part.name: number, **extras} if part.name else dict(extras)
     for name, each in named.items():
         current_meter().add_reward(name, each)
@@ -372,7 +362,7 @@ def _stand_in(part: RewardPart, error: UserCodeError) -> Added:
     current_meter().add_failure()
     if part.verdict:
         current_meter().add_verdict(part.name, False)
-    return _weighted(part, part.failure_reward)
+    return _weighted(part, part.failure_reward, {})
 
 
 class _ToAwait:

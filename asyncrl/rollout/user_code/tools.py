@@ -9,12 +9,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from asyncrl.api import RunIn, Tool, ToolResult
-from asyncrl.api.reward import marked_run_in
 from asyncrl.api.tool import FunctionTool, as_result, as_tool
 from asyncrl.api.tool_schema import ToolSchemaError
-from asyncrl.comm.waits.limits import CLOSE_S
+from asyncrl.comm.waits import CLOSE_S
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.plugin_code.import_paths import PluginError, load_plugin
+from asyncrl.config.plugin_code.import_paths import load_plugin
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.chat.parsers import FORMATS, why_thoughts_unread, why_unread
 from asyncrl.plugins.datasets.settings import AUTO
@@ -22,10 +21,9 @@ from asyncrl.plugins.datasets.templates.chat_template import ChatTemplate
 from asyncrl.plugins.tools.mcp import McpError, McpServer, McpTool, installed
 from asyncrl.plugins.tools.settings import McpServerConfig, ToolConfig
 from asyncrl.plugins.tools.toolbox import HostedTool, Toolbox, ToolFailure
+from asyncrl.rollout.user_code_pool.call_records import Activity, UserCodeError, current_meter, timed
 from asyncrl.rollout.user_code_pool.child import CodeTarget
-from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner, is_async, is_built_in
-from asyncrl.rollout.user_code_pool.timing import Activity, current_meter, timed
-from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError
+from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner, built, is_async, is_built_in, loaded, place_of
 
 
 class RunTools:
@@ -81,11 +79,18 @@ class RunTools:
 
     def _add(self, number: int, config: McpServerConfig, tool: McpTool) -> None:
         label = f"mcp {config.name}:{tool.name}"
-        host = _McpHost(self._runner)
         try:
-            self.toolbox.add(HostedTool(tool, label, host, config.max_result_chars))
+            self.toolbox.add(HostedTool(tool, label, self._call_server, config.max_result_chars))
         except ValueError as error:
             raise ConfigError(f"mcp[{number}].prefix={config.prefix!r}: {error}") from error
+
+    async def _call_server(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a call of an MCP server on the loop that owns its connection."""
+        try:
+            with timed(Activity.tool):
+                return await self._runner.at_home(method(*args, **kwargs))
+        except (McpError, TypeError) as error:  # a TypeError: it takes no arguments of the sample's row
+            raise ToolFailure(str(error)) from error
 
     async def _close(self) -> None:
         await asyncio.gather(*(server.close(CLOSE_S) for server in self._servers))
@@ -163,36 +168,21 @@ class _Host:
         return ToolResult(text, reward, metrics, is_error)
 
 
-class _McpHost:
-    """Runs calls of an MCP server on the loop that owns its connection."""
-
-    def __init__(self, runner: UserCodeRunner) -> None:
-        self._runner = runner
-
-    async def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        try:
-            with timed(Activity.tool):
-                return await self._runner.at_home(method(*args, **kwargs))
-        except McpError as error:
-            raise ToolFailure(str(error)) from error
-        except TypeError as error:  # a server's tool takes no arguments of the sample's row
-            raise ToolFailure(str(error)) from error
-
-
 def _hosted(group: str, config: ToolConfig, runner: UserCodeRunner) -> HostedTool:
     """Build the tool that a setting describes, with its host."""
-    try:
-        found: Any = load_plugin(config.path)
-    except PluginError as error:
-        raise ConfigError(f"{group}.path={error}") from error
-    given = f"{group}.path={config.path!r}"
-    if not callable(found):
-        raise ConfigError(f"{given}: it is a {type(found).__name__}; name a function, or a class derived from Tool")
-    place = _place(given, config.run_in, found)
+    found = loaded(group, config)
+    given, is_class = f"{group}.path={config.path!r}", inspect.isclass(found)
+    place = place_of(group, config, found, found)
+    if is_class and place == RunIn.process:
+        raise ConfigError(
+            f"{given}: run_in=process is for functions; a class keeps something between calls, which processes that "
+            "come and go cannot; have its method start what it needs, or write a function"
+        )
+    place = RunIn.thread if place == RunIn.auto else place
     target = CodeTarget(f"{ProcessTool.__module__}:{ProcessTool.__name__}", {"path": config.path})
     code = Code(f"tool {config.path}", Activity.tool, config.timeout_s, place, target)
-    if inspect.isclass(found):
-        return HostedTool(_instance(group, config, found), code.label, _Host(runner, code), config.max_result_chars)
+    if is_class:
+        return HostedTool(_instance(group, config), code.label, _Host(runner, code), config.max_result_chars)
     try:
         tool = as_tool(found, config.name, **config.args)
     except ToolSchemaError as error:
@@ -200,16 +190,11 @@ def _hosted(group: str, config: ToolConfig, runner: UserCodeRunner) -> HostedToo
     return HostedTool(tool, code.label, _Host(runner, code, tool), config.max_result_chars)
 
 
-def _instance(group: str, config: ToolConfig, found: Any) -> Tool:
-    given = f"{group}.path={config.path!r}, {group}.args={config.args}"
-    try:
-        made = found(**config.args)
-    except Exception as error:  # a user's constructor may raise anything
-        raise ConfigError(f"{given}: {type(error).__name__}: {error}") from error
-    if not isinstance(made, Tool):
-        raise ConfigError(f"{given}: made a {type(made).__name__}; it needs to be an asyncrl.api.Tool")
+def _instance(group: str, config: ToolConfig) -> Tool:
+    made: Tool = built(group, config, Tool)
     if config.name:
         made.name = config.name
+    given = f"{group}.path={config.path!r}, {group}.args={config.args}"
     try:
         schema = made.schema()
         told = schema["function"]["name"]
@@ -218,19 +203,6 @@ def _instance(group: str, config: ToolConfig, found: Any) -> Tool:
     if not made.name or told != made.name:
         raise ConfigError(f"{given}: its name is {made.name!r} and its schema says {told!r}; set both to one name")
     return made
-
-
-def _place(given: str, wanted: RunIn, found: Any) -> RunIn:
-    is_class = inspect.isclass(found)
-    place = wanted if wanted != RunIn.auto else marked_run_in(found)
-    if is_class and place == RunIn.process:
-        raise ConfigError(
-            f"{given}: run_in=process is for functions; a class keeps something between calls, which processes that "
-            "come and go cannot; have its method start what it needs, or write a function"
-        )
-    if not is_class and is_async(found) and place == RunIn.thread:
-        raise ConfigError(f"{given}: run_in=thread: it is `async def`, which runs on an event loop; leave it at auto")
-    return RunIn.thread if place == RunIn.auto else place
 
 
 def _report(metrics: Mapping[str, float]) -> None:

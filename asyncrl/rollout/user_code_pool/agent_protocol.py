@@ -36,6 +36,12 @@ Ask = Callable[..., Any]
 """Ask the worker by name, positional arguments and keyword arguments; returns its answer."""
 
 
+def taken_by(agent: type, offered: Mapping[str, object]) -> dict[str, object]:
+    """Return the arguments that the constructor of an agent's class takes: `tokenizer`, and others if it names them."""
+    named = inspect.signature(agent).parameters
+    return {name: value for name, value in offered.items() if name == "tokenizer" or name in named}
+
+
 class ChildAgent:
     """The agent, in its process; for one episode after the other.
 
@@ -49,12 +55,8 @@ class ChildAgent:
     def __init__(self, path: str, args: Mapping[str, Any], model: str, chat: bool, ask: Ask) -> None:
         found: Any = load_plugin(path)
         offered: dict[str, Any] = {"tokenizer": load_tokenizer(model), "chat": chat}
-        if inspect.isclass(found):
-            named = inspect.signature(found).parameters
-            taken = {name: value for name, value in offered.items() if name == "tokenizer" or name in named}
-            agent: Any = found(**taken, **args)
-        else:
-            agent = agent_of(found, args, **offered)
+        is_class = inspect.isclass(found)
+        agent: Any = found(**taken_by(found, offered), **args) if is_class else agent_of(found, args, **offered)
         self._run = agent.run
         self._ask = ask
 

@@ -8,8 +8,8 @@ or its number of processes. A call that is cancelled or leaves processes behind 
 `concurrent.futures` and `multiprocessing.Pool` cannot do this. A killed process breaks all calls of the executor, and
 leaves a call of the `Pool` waiting forever. Neither can end one call at its limit, and both send and receive pickles.
 
-A caller that needs several calls of one object, such as an environment, leases a process. A lease counts as one call of
-`max_calls`, and any failure in it ends the process with the object.
+A caller that needs several calls of one object, such as an environment, holds a process for them, which counts as one
+call of `max_calls`. Any failure meanwhile ends the process with the object.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from asyncrl.comm.waits.limits import LOOK_S
-from asyncrl.comm.waits.running_time import RunningTimeout
+from asyncrl.comm.waits import LOOK_S, RunningTimeout
+from asyncrl.rollout.user_code_pool.call_records import TOO_SLOW, Activity, UserCodeError, timed
 from asyncrl.rollout.user_code_pool.child import (
     LENGTH,
     LOAD,
@@ -42,8 +43,7 @@ from asyncrl.rollout.user_code_pool.child import (
     main,
     packed,
 )
-from asyncrl.rollout.user_code_pool.timing import Activity, timed
-from asyncrl.rollout.user_code_pool.user_code_errors import TOO_SLOW, UserCodeError
+from asyncrl.runtime.supervisor import Usage, end_marked, kill_tree, usage
 
 START_LIMIT_S = 120.0
 """For a process to start, and for it to import the user's module."""
@@ -56,11 +56,8 @@ _CHILD = (
 """Program of a process: it imports from where this one does. As PYTHONPATH that would be inherited by what user code
 starts, also where it runs another Python, to which the packages of this one are of no use.
 """
-_ROUNDS = 50
-"""Number of searches for process groups to kill. A program that starts groups faster than they are found keeps them."""
-_CHILDREN = "/proc/thread-self/children"
-"""The kernel's list of a thread's children; some kernels have none."""
-_PAGE = os.sysconf("SC_PAGE_SIZE")
+_VARIABLE = "ASYNCRL_USER_PROCESS"
+"""Environment variable with which a process, and all that it starts, are marked."""
 _TAIL = 400
 
 _log = logging.getLogger(__name__)
@@ -81,14 +78,6 @@ class ProcessLimits:
     max_calls: int
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Resources that a process and all that it started use at a moment."""
-
-    processes: int
-    resident_bytes: int
-
-
 def excess(limits: ProcessLimits, usage: Usage) -> str | None:
     """Return why a process must be killed; None if it is within its limits."""
     if usage.processes > limits.processes:
@@ -103,31 +92,82 @@ class _Died(Exception):
     """The process ended, or wrote something that is not a reply."""
 
 
-@dataclass(eq=False, slots=True)
-class _Process:
-    """A process of the pool, with its loaded target, its number of answered calls, and the end of its output."""
+Answer = Callable[..., Awaitable[Any]]
+"""Answers a request of a process, which a call of it makes."""
 
+
+@dataclass(eq=False, slots=True)
+class PoolProcess:
+    """A process of the pool, held by one caller at a time, which ends with `give_back`."""
+
+    pool: ProcessPool
     process: asyncio.subprocess.Process
+    mark: str = ""
+    """Value of `_VARIABLE`."""
     loaded: set[bytes] = field(default_factory=set)
+    """Its targets."""
     calls: int = 0
+    left_behind: bool = False
+    """True if its last call left processes behind."""
     printed: int = 0
+    """Bytes of its output so far; `tail` is their end."""
     tail: bytes = b""
     printing: asyncio.Task[None] | None = None
     waits: bool = False
-    """True while it waits for an answer of the worker, in which its usage cannot grow."""
+    """True while it waits for an answer of the worker: its usage cannot grow, and what it waits for has limits."""
+    slots: GroupSlots | None = None
+    """Those among which its holder has it; None while it is idle."""
 
-    async def ask(self, call: bytes, answer: Callback | None = None) -> ChildReply:
-        """Send the packed `call` (empty for the start) and return the reply.
+    async def ask(self, label: str, call: ChildCall, timeout_s: float, answer: Answer | None = None) -> Any:
+        """Run `call` and return its result; `answer` replies to its requests meanwhile.
 
-        Args:
-            answer: answers requests of the call; None if it may not make any.
+        Raises:
+            UserCodeError: it raised, exceeded a limit, or its process died.
+            Exception: an error of `answer`, which failed the call.
+        """
+        return _value(label, await self.reply_to(label, _given(label, call), timeout_s, answer))
+
+    async def reply_to(self, label: str, call: bytes, timeout_s: float, answer: Answer | None = None) -> ChildReply:
+        """Return the reply to the packed `call`, while enforcing the process's limits. Time in which it waits for
+        `answer` does not count.
+
+        Raises:
+            UserCodeError: the process died or exceeded a limit.
+            Exception: an error of `answer`, which failed the call.
+        """
+        asking = asyncio.create_task(self.talk(call, answer))
+        limit = RunningTimeout(timeout_s, paused=lambda: self.waits)
+        try:
+            async with limit:
+                while not (await asyncio.wait({asking}, timeout=LOOK_S))[0]:  # most calls are over by then
+                    await self._check(label)
+                return asking.result()
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise UserCodeError(
+                label, f"did not return within {timeout_s:g} s; its process was killed", how=TOO_SLOW
+            ) from error
+        except _Died as error:
+            await self.end()
+            code = self.process.returncode
+            ended = f"exit code {code}" if code is None or code >= 0 else f"killed by {_signal_name(-code)}"
+            raise UserCodeError(
+                label, f"lost its process: it {error} ({ended}); {self.last_printed()}", how="lost its process"
+            ) from error
+        finally:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+    async def talk(self, call: bytes, answer: Answer | None = None) -> ChildReply:
+        """Send the packed `call` (empty for the start), answer its requests, and return the reply; without limits.
 
         Raises:
             _Died: the process died.
-            Exception: an error of `answer`, which fails the call.
+            Exception: an error of `answer`, which failed the call.
         """
         failure: Exception | None = None
-        reply = await self._reply(call)
+        reply = await self._exchange(call)
         while reply.asks is not None:
             if answer is None:
                 raise _Died("asked where nobody answers")
@@ -135,21 +175,23 @@ class _Process:
             try:
                 given = packed(PolicyAnswer(await answer(*reply.asks)))
             except Exception as error:
-                failure, given = error, packed(PolicyAnswer(error=_sendable(error)))
+                told = f"{type(error).__name__}: {error}".encode(errors="replace").decode()
+                failure, given = error, packed(PolicyAnswer(error=told))
             finally:
                 self.waits = False
-            reply = await self._reply(given)
+            reply = await self._exchange(given)
         if reply.error and failure is not None:
             raise failure
+        self.left_behind = reply.left_behind
         return reply
 
-    async def _reply(self, call: bytes) -> ChildReply:
+    async def _exchange(self, message: bytes) -> ChildReply:
         reader, writer = self.process.stdout, self.process.stdin
         assert reader is not None
         assert writer is not None
         try:
-            if call:
-                writer.write(call)
+            if message:
+                writer.write(message)
                 await writer.drain()
             (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
             if length > MAX_BYTES:
@@ -159,6 +201,14 @@ class _Process:
             raise _Died(f"wrote an invalid reply: {error}") from error
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise _Died("ended") from error
+
+    async def _check(self, label: str) -> None:
+        """Raise if the process is dead, or uses more than its limits."""
+        if self.process.returncode is not None:  # a process that it started may still hold its pipes
+            raise _Died("ended")
+        used = None if self.waits else await asyncio.to_thread(usage, self.process.pid)
+        if used is not None and (why := excess(self.pool.limits, used)):
+            raise UserCodeError(label, f"{why}; its process was killed", how="exceeded a limit of its process")
 
     async def drain_prints(self, log: int = 2) -> None:
         """Copy the process's output to `log`, this worker's standard error, up to `PRINTED_LIMIT`.
@@ -179,33 +229,108 @@ class _Process:
             self.printed += len(chunk)
             self.tail = (self.tail + chunk)[-_TAIL:]
 
-
-Callback = Callable[..., Awaitable[Any]]
-
-
-class Lease:
-    """A process of the pool that is held for the calls of one object. `give_back` must be called to end the lease."""
-
-    def __init__(self, pool: ProcessPool, process: _Process) -> None:
-        self._pool, self._process = pool, process
-        self._last: ChildReply | None = None
-
-    async def ask(self, label: str, call: ChildCall, timeout_s: float, answer: Callback) -> Any:
-        """Run `call` in the process and return its result; `answer` replies to its questions meanwhile.
-
-        Raises:
-            UserCodeError: it raised, exceeded a limit, or its process died; the lease cannot be used any more.
-        """
-        self._last = None
-        reply = await self._pool.limited(self._process, label, _given(label, call), timeout_s, answer)
-        if reply.error:
-            raise _raised(label, "raised ", reply)
-        self._last = reply
-        return reply.value
+    def last_printed(self) -> str:
+        """Return what the process printed last, for a message."""
+        tail = self.tail.decode(errors="replace").strip()
+        return f"it last printed: {tail}" if tail else "it printed nothing"
 
     async def give_back(self, *, whole: bool) -> None:
-        """End the lease. The process is free for others if it is `whole` and nothing failed."""
-        await self._pool.take_back(self._process, self._last if whole else None)
+        """End the call or lease; not to be cancelled. The process is free for others if it is `whole` and can be used
+        again.
+        """
+        self.calls += 1
+        fit = whole and not self.left_behind and self.calls < self.pool.limits.max_calls
+        try:
+            if fit and self.process.returncode is None:
+                self.pool.idle.append(self)
+            else:
+                await self.end()
+        finally:
+            assert self.slots is not None, "it is idle"
+            self.slots.leave()
+            self.slots = None
+
+    async def end(self) -> None:
+        """Kill the process and all that it started."""
+        if self not in self.pool.processes:
+            return
+        self.pool.processes.discard(self)
+        with contextlib.suppress(TimeoutError):  # it may be ending by itself, with an exit code that gives the reason
+            async with asyncio.timeout(0.02):
+                await self.process.wait()
+        if self.process.returncode is None:
+            await asyncio.to_thread(kill_tree, self.process.pid)
+        await asyncio.to_thread(end_marked, self.mark, _VARIABLE)  # of a dead process, nothing is below it any more
+        await self.process.wait()  # until its pipes are closed too, which what it started may have held
+        if self.printing is not None:
+            self.printing.cancel()
+            await asyncio.gather(self.printing, return_exceptions=True)
+
+
+class ProcessSlots:
+    """Slots for the processes of a pool. Several are taken at once, in order of request, so that none starves.
+
+    A group that is played at once may need all its environments before it continues with any. If it took their
+    processes one by one, two groups could each hold some and wait for the rest forever. So the first environment of a
+    group takes the slots of the whole group before any other group may take some; the last environment returns them
+    (`GroupSlots`).
+    """
+
+    def __init__(self, number: int) -> None:
+        self._free, self._turn = asyncio.Semaphore(number), asyncio.Lock()
+
+    async def take(self, number: int) -> None:
+        """Take `number` slots once they are free and earlier requests are served."""
+        async with self._turn:  # one request at a time collects slots, and those that have theirs never wait for more
+            taken = 0
+            try:
+                while taken < number:
+                    await self._free.acquire()
+                    taken += 1
+            except asyncio.CancelledError:
+                self.give(taken)
+                raise
+
+    def give(self, number: int) -> None:
+        """Return `number` slots."""
+        for _ in range(number):
+            self._free.release()
+
+
+class GroupSlots:
+    """The slots of one group's environments, or the single slot of another caller.
+
+    Args:
+        slots: those of the pool.
+        size: limit on the group's open environments.
+    """
+
+    def __init__(self, slots: ProcessSlots, size: int) -> None:
+        self._slots, self._size = slots, size
+        self._open = 0
+        self._entering = asyncio.Lock()
+
+    async def enter(self) -> None:
+        """Record that an environment opens. The first one waits for the group's slots.
+
+        Raises:
+            RuntimeError: the group has as many open environments as it may have.
+        """
+        async with self._entering:
+            if self._open == self._size:
+                raise RuntimeError(
+                    f"the group has {self._open} environments open, one for each of its episodes; close one before "
+                    "another is reset"
+                )
+            if self._open == 0:
+                await self._slots.take(self._size)
+            self._open += 1
+
+    def leave(self) -> None:
+        """Record that an environment has closed."""
+        self._open -= 1
+        if self._open == 0:
+            self._slots.give(self._size)
 
 
 class ProcessPool:
@@ -214,15 +339,14 @@ class ProcessPool:
     Args:
         size: largest number of processes.
         limits: limits of each process.
+        waits: activity that waiting for a process counts as.
     """
 
-    def __init__(self, size: int, limits: ProcessLimits) -> None:
-        self._limits = limits
-        self._slots = asyncio.Semaphore(size)
-        self._idle: list[_Process] = []
-        self._all: set[_Process] = set()
-        self.started = 0
-        """Processes started so far."""
+    def __init__(self, size: int, limits: ProcessLimits, waits: Activity = Activity.process_wait) -> None:
+        self.limits, self._waits = limits, waits
+        self.slots = ProcessSlots(size)
+        self.processes: set[PoolProcess] = set()
+        self.idle: list[PoolProcess] = []
 
     async def call(
         self,
@@ -243,160 +367,79 @@ class ProcessPool:
             UserCodeError: it raised, exceeded a limit, or its process died.
         """
         packed_call = _given(label, ChildCall(target, sees, arguments))
-        with timed(Activity.process_wait):
-            process, reply = await self._acquire(label), None
-        try:
+        async with self.leased(label) as process:
             with running():
                 await self._load(process, label, target)
-                reply = await self.limited(process, label, packed_call, timeout_s)
-        finally:
-            await self.take_back(process, reply)
-        if reply.error:
-            raise _raised(label, "raised ", reply)
-        return reply.value
+                reply = await process.reply_to(label, packed_call, timeout_s)
+        return _value(label, reply)
 
-    async def lease(self, label: str) -> Lease:
-        """Lease a process for one object, once one is free.
+    @contextlib.asynccontextmanager
+    async def leased(self, label: str) -> AsyncIterator[PoolProcess]:
+        """Hold a process within this block, once one is free; an error in the block ends it. See `lease`."""
+        process, whole = await self.lease(label), False
+        try:
+            yield process
+            whole = True
+        finally:
+            await asyncio.shield(process.give_back(whole=whole))
+
+    async def lease(self, label: str, slots: GroupSlots | None = None) -> PoolProcess:
+        """Return a process once one is free; give it back.
+
+        Args:
+            slots: those of the group that it is for; None: it takes one of its own.
 
         Raises:
             UserCodeError: the process did not start.
+            RuntimeError: the group has as many processes as it may have.
         """
-        return Lease(self, await self._acquire(label))
-
-    async def take_back(self, process: _Process, reply: ChildReply | None) -> None:
-        """End a call or lease.
-
-        Keep the process if its last `reply` (None for a failure) shows that it can be used again.
-        """
-        process.calls += 1
-        fit = reply is not None and not reply.left_behind and process.calls < self._limits.max_calls
-        try:
-            if fit and process.process.returncode is None:
-                self._idle.append(process)
-            else:
-                await asyncio.shield(self._end(process))
-        finally:
-            self._slots.release()
-
-    async def _acquire(self, label: str) -> _Process:
-        await self._slots.acquire()
-        try:
-            return self._idle.pop() if self._idle else await self._start(label)
-        except BaseException:
-            self._slots.release()
-            raise
+        slots = slots or GroupSlots(self.slots, 1)
+        with timed(self._waits):
+            await slots.enter()
+            try:
+                process = self.idle.pop() if self.idle else await self._start(label)
+            except BaseException:
+                slots.leave()
+                raise
+        process.slots = slots
+        return process
 
     async def close(self) -> None:
         """Kill every process; running calls fail."""
-        await asyncio.gather(*(self._end(process) for process in list(self._all)))
+        await asyncio.gather(*(process.end() for process in list(self.processes)))
 
-    async def _start(self, label: str) -> _Process:
+    async def _start(self, label: str) -> PoolProcess:
         """Start a process, and wait until it is ready for calls."""
-        pipe = asyncio.subprocess.PIPE
+        pipe, mark = asyncio.subprocess.PIPE, uuid.uuid4().hex
         made = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", _CHILD, json.dumps(list(filter(None, sys.path))), str(self._limits.memory_bytes)),
+            *(sys.executable, "-c", _CHILD, json.dumps(list(filter(None, sys.path))), str(self.limits.memory_bytes)),
             stdin=pipe,
             stdout=pipe,
             stderr=pipe,
             start_new_session=True,
+            env={**os.environ, _VARIABLE: mark},
         )
-        process = _Process(made)
-        self._all.add(process)
-        self.started += 1
+        process = PoolProcess(self, made, mark)
+        self.processes.add(process)
         process.printing = asyncio.create_task(process.drain_prints())
         try:
             async with RunningTimeout(START_LIMIT_S):
-                await process.ask(b"")
+                await process.talk(b"")
         except BaseException as error:
-            await asyncio.shield(self._end(process))
+            await asyncio.shield(process.end())
             if isinstance(error, TimeoutError | _Died):
                 raise UserCodeError(
-                    label, f"has no process: it did not start; {_printed(process)}", how="has no process"
+                    label, f"has no process: it did not start; {process.last_printed()}", how="has no process"
                 ) from error
             raise
         return process
 
-    async def _load(self, process: _Process, label: str, target: CodeTarget) -> None:
+    async def _load(self, process: PoolProcess, label: str, target: CodeTarget) -> None:
         key = msgspec.msgpack.encode(target)
-        if key in process.loaded:
-            return
-        reply = await self.limited(process, label, packed(ChildCall(target, LOAD, [])), START_LIMIT_S)
-        if reply.error:
-            raise _raised(label, "cannot be loaded in a process: ", reply)
-        process.loaded.add(key)
-
-    async def limited(
-        self, process: _Process, label: str, call: bytes, timeout_s: float, answer: Callback | None = None
-    ) -> ChildReply:
-        """Return the reply to `call`, while enforcing the process's limits. Time in which `answer` answers the process
-        does not count: what it calls has limits of its own.
-
-        Raises:
-            UserCodeError: the process died or exceeded a limit, or `answer` raised the error.
-        """
-        answering = 0
-
-        async def answered(*args: Any) -> Any:
-            nonlocal answering
-            assert answer is not None
-            answering += 1
-            try:
-                return await answer(*args)
-            finally:
-                answering -= 1
-
-        asking = asyncio.create_task(process.ask(call, None if answer is None else answered))
-        limit = RunningTimeout(timeout_s, paused=lambda: answering > 0)
-        try:
-            async with limit:
-                while not (await asyncio.wait({asking}, timeout=LOOK_S))[0]:  # most calls are over by then
-                    await self._check(process, label)
-                return asking.result()
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            raise UserCodeError(
-                label, f"did not return within {timeout_s:g} s; its process was killed", how=TOO_SLOW
-            ) from error
-        except _Died as error:
-            code = await self._exit_code(process)
-            raise UserCodeError(
-                label, f"lost its process: it {error} ({code}); {_printed(process)}", how="lost its process"
-            ) from error
-        finally:
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
-
-    async def _check(self, process: _Process, label: str) -> None:
-        """Raise if the process is dead, or uses more than its limits."""
-        if process.process.returncode is not None:  # a process that it started may still hold its pipes
-            raise _Died("ended")
-        used = None if process.waits else await asyncio.to_thread(usage, process.process.pid)
-        if used is not None and (why := excess(self._limits, used)):
-            raise UserCodeError(label, f"{why}; its process was killed", how="exceeded a limit of its process")
-
-    async def _exit_code(self, process: _Process) -> str:
-        await self._end(process)
-        code = process.process.returncode
-        if code is None or code >= 0:
-            return f"exit code {code}"
-        return f"killed by {_signal_name(-code)}"
-
-    async def _end(self, process: _Process) -> None:
-        """Kill the process and all that it started."""
-        if process not in self._all:
-            return
-        self._all.discard(process)
-        if process.process.returncode is None:
-            try:  # it may be ending by itself, with an exit code that gives the reason
-                async with asyncio.timeout(0.02):
-                    await process.process.wait()
-            except TimeoutError:
-                await asyncio.to_thread(kill_tree, process.process.pid)
-        await process.process.wait()
-        if process.printing is not None:
-            process.printing.cancel()
-            await asyncio.gather(process.printing, return_exceptions=True)
+        if key not in process.loaded:
+            reply = await process.reply_to(label, packed(ChildCall(target, LOAD, [])), START_LIMIT_S)
+            _value(label, reply, "cannot be loaded in a process: ")
+            process.loaded.add(key)
 
 
 def _given(label: str, call: ChildCall) -> bytes:
@@ -406,10 +449,13 @@ def _given(label: str, call: ChildCall) -> bytes:
         raise UserCodeError(label, f"was given what {error}", how="was given what cannot travel") from error
 
 
-def _raised(label: str, begins: str, reply: ChildReply) -> UserCodeError:
+def _value(label: str, reply: ChildReply, begins: str = "raised ") -> Any:
+    """Return the result of a call; raise its error, which `begins` introduces."""
+    if not reply.error:
+        return reply.value
     kind = reply.error.partition(":")[0]
     how = f"raised {kind}" if kind.isidentifier() else "returned what cannot travel"
-    return UserCodeError(label, f"{begins}{reply.error}\n{reply.traceback}", how=how)
+    raise UserCodeError(label, f"{begins}{reply.error}\n{reply.traceback}", how=how)
 
 
 def _signal_name(number: int) -> str:
@@ -417,84 +463,3 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal
         return f"signal {number}"
-
-
-def _sendable(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".encode(errors="replace").decode()
-
-
-def _printed(process: _Process) -> str:
-    tail = process.tail.decode(errors="replace").strip()
-    return f"it last printed: {tail}" if tail else "it printed nothing"
-
-
-@dataclass(frozen=True, slots=True)
-class _Running:
-    pid: int
-    parent: int
-    group: int
-    resident_bytes: int
-
-
-def usage(pid: int) -> Usage:
-    """Return the resources that `pid` and its descendants use. Only their own folders in /proc are read."""
-    tree, left = ([], [pid]) if os.path.exists(_CHILDREN) else (_tree(pid), [])
-    while left:
-        number = left.pop()
-        process = _process(number)
-        if process is None:
-            continue
-        tree.append(process)
-        with contextlib.suppress(OSError):  # it has ended in the meantime
-            for thread in os.listdir(f"/proc/{number}/task"):
-                with open(f"/proc/{number}/task/{thread}/children", "rb") as file:
-                    left += map(int, file.read().split())
-    return Usage(len(tree), sum(process.resident_bytes for process in tree))
-
-
-def kill_tree(pid: int) -> None:
-    """Kill `pid`, leader of its process group and reaper of its descendants, and all of these."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGSTOP)
-        for _ in range(_ROUNDS):
-            groups = {process.group for process in _tree(pid)} - {pid}
-            if not groups:
-                break
-            for group in groups:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(group, signal.SIGKILL)
-        os.killpg(pid, signal.SIGKILL)  # the kernel lets none of the group fork past it
-
-
-def _tree(root: int) -> list[_Running]:
-    children: dict[int, list[_Running]] = {}
-    tree = []
-    for process in _processes():
-        if process.pid == root:
-            tree.append(process)
-        children.setdefault(process.parent, []).append(process)
-    for process in tree:
-        tree += children.get(process.pid, ())
-    return tree
-
-
-def _processes() -> Iterator[_Running]:
-    """Yield every running process. Zombies are left out, because they use no resources and cannot be killed.
-
-    To kill a tree, all processes of the machine are read: a process whose sibling ends just then may be missing in the
-    kernel's list of children.
-    """
-    for name in os.listdir("/proc"):
-        if name.isdigit() and (process := _process(int(name))) is not None:
-            yield process
-
-
-def _process(pid: int) -> _Running | None:
-    """Return the process with this id; None if it has ended."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            stat = file.read()
-    except OSError:
-        return None
-    state, parent, group, *rest = stat[stat.rindex(b")") + 2 :].split()
-    return None if state == b"Z" else _Running(pid, int(parent), int(group), int(rest[18]) * _PAGE)

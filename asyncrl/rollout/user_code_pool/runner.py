@@ -1,4 +1,18 @@
-"""Run one call of a named piece of users' code in its place: time it, limit it, and report its failure by name."""
+"""Run users' code off the worker's event loop, with limits. Its failure costs a sample, never the worker.
+
+There are three places (`asyncrl.api.RunIn`):
+
+- The user's `async def` code runs on a separate event loop, in a thread (`UserLoop`). Code that blocks there stops
+  other `async def` code of the user and is named in the log. It does not delay the worker's leases and answers.
+- A plain `def` runs in a daemon thread, at most `rollout.user_code.threads` at a time. At its time limit the call
+  is abandoned, because Python cannot end a thread.
+- Code that is marked or set to `process` runs in a process (`process_pool`). The process and all that it started are
+  killed at its time limit. Its memory and its number of processes are limited, and it is replaced after a number of
+  calls.
+
+This file joins the three: it loads a named piece of code, runs one call of it, times and limits it, and names its
+failure (`UserCodeError`).
+"""
 
 from __future__ import annotations
 
@@ -19,19 +33,21 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from asyncrl.api.reward import RunIn
-from asyncrl.comm.waits.limits import LOOK_S, REPEAT_S
-from asyncrl.comm.waits.running_time import RunningTimeout
+from asyncrl.api.reward import RunIn, marked_run_in
+from asyncrl.comm.waits import LOOK_S, REPEAT_S, RunningTimeout
 from asyncrl.config.machine_limits import usable_cores
 from asyncrl.config.plugin_code.daemon_threads import DaemonThreads, UnusualExit
+from asyncrl.config.plugin_code.import_paths import PluginError, load_plugin
+from asyncrl.config.setting import ConfigError, PluginConfig
 from asyncrl.observe import observer
 from asyncrl.plugins.agents.settings import AgentConfig
 from asyncrl.plugins.envs.settings import EnvConfig
+from asyncrl.plugins.rewards.settings import RewardConfig
+from asyncrl.plugins.tools.settings import ToolConfig
 from asyncrl.rollout.settings import UserCodeConfig
+from asyncrl.rollout.user_code_pool.call_records import TOO_SLOW, Activity, UserCodeError, timed
 from asyncrl.rollout.user_code_pool.child import CodeTarget
-from asyncrl.rollout.user_code_pool.process_pool import Lease, ProcessLimits, ProcessPool
-from asyncrl.rollout.user_code_pool.timing import Activity, timed
-from asyncrl.rollout.user_code_pool.user_code_errors import TOO_SLOW, UserCodeError
+from asyncrl.rollout.user_code_pool.process_pool import ProcessLimits, ProcessPool
 
 MAX_ABANDONED = 64
 """Limit on abandoned calls of one piece of code that still run in threads; it is not called until one of them ends."""
@@ -72,6 +88,9 @@ class UserCodeRunner:
     Args:
         envs: their `processes` and `process_max_episodes`; each process is for one episode's environment.
         agents: likewise.
+
+    Attributes:
+        env_processes, agent_processes: the processes of environments and of agents, for the worker's own loop.
     """
 
     def __init__(
@@ -79,21 +98,19 @@ class UserCodeRunner:
     ) -> None:
         memory_bytes = settings.process_memory_mb << 20
         limits = ProcessLimits(memory_bytes, settings.process_children + 1, settings.process_max_calls)
-        self._users = UserLoop()
-        self.running = RunningCalls(self._users, settings.slow_call_s)
+        self.users = UserLoop()
+        self.running = RunningCalls(self.users, settings.slow_call_s)
         self._threads = DaemonThreads()
         self._free_threads = asyncio.Semaphore(settings.threads)
         self._abandoned: Counter[str] = Counter()
         """By label, the calls that were abandoned and still run in threads."""
-        self._pool = ProcessPool(settings.processes or max(2, usable_cores()), limits)
+        self._processes = ProcessPool(settings.processes or max(2, usable_cores()), limits)
 
-        def pool(each: EnvConfig | AgentConfig) -> ProcessPool:
-            return ProcessPool(each.processes, replace(limits, max_calls=each.process_max_episodes))
+        def pool(each: EnvConfig | AgentConfig, waits: Activity) -> ProcessPool:
+            return ProcessPool(each.processes, replace(limits, max_calls=each.process_max_episodes), waits)
 
-        self._leased = {
-            Activity.env_wait: pool(envs or EnvConfig()),
-            Activity.agent_wait: pool(agents or AgentConfig()),
-        }
+        self.env_processes = pool(envs or EnvConfig(), Activity.env_wait)
+        self.agent_processes = pool(agents or AgentConfig(), Activity.agent_wait)
 
     async def __aenter__(self) -> Self:
         self._home = asyncio.get_running_loop()
@@ -105,7 +122,8 @@ class UserCodeRunner:
     ) -> None:
         """Kill the processes; threads end with the worker."""
         await self.running.stop()
-        await asyncio.gather(*(pool.close() for pool in (self._pool, *self._leased.values())))
+        pools = (self._processes, self.env_processes, self.agent_processes)
+        await asyncio.gather(*(pool.close() for pool in pools))
 
     async def call(self, code: Code, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run `function` in the place of `code` and return its result.
@@ -118,7 +136,7 @@ class UserCodeRunner:
         if code.run_in == RunIn.process:
             assert code.target is not None, code.label
             return await self.at_home(
-                self._pool.call(code.label, code.target, code.sees, list(args), code.timeout_s, running)
+                self._processes.call(code.label, code.target, code.sees, list(args), code.timeout_s, running)
             )
         if is_async(function):
             return await self._awaiting(code, work)
@@ -136,24 +154,6 @@ class UserCodeRunner:
             with self.running.track(code.label, code.activity):
                 return _checked(code, partial(function, *args, **kwargs))
         return self.from_thread(self.call(code, function, *args, **kwargs)).result()
-
-    async def lease(self, label: str, waits: Activity) -> Lease:
-        """Lease a process for an episode, once one is free. For the worker's own loop.
-
-        Args:
-            waits: activity that waiting counts as: `env_wait` for an environment, `agent_wait` for an agent.
-
-        Raises:
-            UserCodeError: the process did not start.
-        """
-        with timed(waits):
-            return await self._leased[waits].lease(label)
-
-    async def on_users_loop(self, work: Awaitable[Any]) -> Any:
-        """Run the user's coroutine `work` on the users' event loop, without a time limit or a label, and return its
-        result.
-        """
-        return await self._users.run(work)
 
     async def in_thread(self, function: Callable[[], Any]) -> Any:
         """Run `function` in a separate thread, without a time limit or a label, and return its result."""
@@ -202,10 +202,12 @@ class UserCodeRunner:
         async def work() -> Any:
             try:
                 return await function()
+            except UserCodeError:  # of other code that it called
+                raise
             except Exception as error:
                 raise _raised(code, error) from error
 
-        run = self.at_home if code.run_in == RunIn.loop else self.on_users_loop
+        run = self.at_home if code.run_in == RunIn.loop else self.users.run
         with self.running.track(code.label, code.activity):
             try:
                 async with _limited(code, "it was cancelled"):
@@ -373,20 +375,62 @@ def is_built_in(thing: object) -> bool:
     return module.partition(".")[0] == "asyncrl"
 
 
+def loaded(group: str, plugin: PluginConfig) -> Any:
+    """Return the class or function of the setting `<group>.path`."""
+    try:
+        found = load_plugin(plugin.path)
+    except PluginError as error:
+        raise ConfigError(f"{group}.path={error}") from error
+    if not callable(found):
+        raise ConfigError(f"{group}.path={plugin.path!r}: it is a {type(found).__name__}; name a class or function")
+    return found
+
+
+def built(group: str, plugin: PluginConfig, base: type, **supplied: object) -> Any:
+    """Construct the instance of `base` that `<group>.path` and `<group>.args` describe."""
+    try:
+        made = loaded(group, plugin)(**supplied, **plugin.args)
+    except ConfigError:
+        raise
+    except Exception as error:  # a user's constructor may raise anything
+        given = f"{group}.path={plugin.path!r}, {group}.args={plugin.args}"
+        raise ConfigError(f"{given}: {type(error).__name__}: {error}") from error
+    if not isinstance(made, base):
+        kind = type(made).__name__
+        raise ConfigError(f"{group}.path={plugin.path!r} made a {kind}; it needs to be an asyncrl.api.{base.__name__}")
+    return made
+
+
+def place_of(
+    group: str, config: AgentConfig | EnvConfig | RewardConfig | ToolConfig, found: object, called: Callable[..., Any]
+) -> RunIn:
+    """Return where the code `found` of the setting `<group>.path` runs: as `<group>.run_in` says, or as it is marked.
+
+    Args:
+        called: `found`, or the method of it that is called.
+
+    Raises:
+        ConfigError: it is to run in a thread, and `called` is asynchronous.
+    """
+    place = config.run_in if config.run_in != RunIn.auto else marked_run_in(found)
+    if place == RunIn.thread and is_async(called):
+        form = "is `async def`" if called is found else f"has an `async def {called.__name__}`"
+        raise ConfigError(
+            f"{group}.run_in=thread: {config.path!r} {form}, which runs on an event loop; leave it at auto"
+        )
+    return place
+
+
 def _checked(code: Code, function: Callable[[], Any]) -> Any:
     try:
         return function()
     except UserCodeError:
         raise
-    except (SystemExit, KeyboardInterrupt, StopIteration, asyncio.CancelledError, GeneratorExit) as error:
-        raise _raised(code, error) from error
-    except Exception as error:
+    except BaseException as error:  # also those that no event loop can carry
         raise _raised(code, error) from error
 
 
 def _raised(code: Code, error: BaseException) -> UserCodeError:
-    if isinstance(error, UserCodeError):
-        return error
     how = f"raised {type(error).__name__}"
     return UserCodeError(code.label, f"{how}: {error}", how=how)
 

@@ -1,19 +1,97 @@
-"""Processes of a config, with host, threads and GPUs. Pure, so that `--dry-run` can show them."""
+"""Processes of a config, with host, threads and GPUs, as plain values for a launcher back end. Pure, so that
+`--dry-run` can show them.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from asyncrl.comm.names import GENERATION_SERVER, MODEL_WORKER, STAGING_SERVER
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS, Purpose, Share, gpus_of_servers
-from asyncrl.runtime.planning.staging_hosts import staging_hosts
-from asyncrl.runtime.planning.worker_plan import Host, WorkerPlan
+from asyncrl.runtime.planning.process_kinds import (
+    PROCESS_KINDS,
+    Purpose,
+    Resources,
+    Share,
+    gpus_of_servers,
+    staging_hosts,
+)
 from asyncrl.runtime.process.hardware import visible_gpus
 from asyncrl.runtime.settings import HostConfig
+
+MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(128 << 20), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
+"""Settings of glibc's allocator in every worker. Buffers of up to 32 MiB, the largest value allowed, come from the
+heap, and the heap keeps up to 128 MiB of free memory. With the defaults, the pages of every trajectory are returned to
+the kernel and faulted in again, which costs more than sending the trajectory. Larger buffers come from the kernel:
+without (`MALLOC_MMAP_MAX_=0`) a training rank has a fifth of its page faults, some 6 % of its time, but its heap falls
+apart and grows with every step."""
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Both names by which torch takes the settings of its allocator, today's first."""
+
+HOST_VARIABLE = "ASYNCRL_HOST"
+"""Environment variable with a host's address, if only processes on the host know it (Ray, Kubernetes)."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """One process to start.
+
+    Attributes:
+        kind, index: it is the `index`-th of its kind.
+        resources: what it may use.
+        incarnation: number of its dead predecessors.
+        host: its host, as the settings have it. Without an address the process has the host's own value of
+            `HOST_VARIABLE`, else `system.host`.
+        run_dir: the run's folder on the host's own disk; empty for the launcher's path.
+        leads: True if the process saves before it ends, and needs the other processes for that.
+    """
+
+    kind: str
+    index: int
+    resources: Resources = field(default_factory=Resources)
+    incarnation: int = 0
+    host: HostConfig = field(default_factory=HostConfig)
+    run_dir: str = ""
+    leads: bool = False
+
+    @property
+    def name(self) -> str:
+        """`<kind>/<index>`."""
+        return f"{self.kind}/{self.index}"
+
+    def command(self, run_dir: Path) -> list[str]:
+        """Return the command line that runs the process, for the run in `run_dir`."""
+        command = [self.host.python or sys.executable, "-m", "asyncrl.runtime.main", self.kind, str(self.index)]
+        command += ["--incarnation", str(self.incarnation)]
+        command += ["--host", self.host.address] if self.host.address else []
+        return [*command, "--run-dir", self.run_dir or str(run_dir), "--niceness", str(self.resources.niceness)]
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment variables of the process, in addition to the launcher's own.
+
+        A user's own choice of CUDA_DEVICE_ORDER, of torch's allocator and of glibc's stays.
+        """
+        threads = str(self.resources.threads)
+        chosen = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
+        allocator = {} if chosen else {name: value for name, value in MALLOC.items() if name not in os.environ}
+        if self.resources.allocator and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+            allocator[ALLOCATOR_VARIABLES[0]] = self.resources.allocator
+        return allocator | {
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "OPENBLAS_NUM_THREADS": threads,
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONUNBUFFERED": "1",
+            "CUDA_VISIBLE_DEVICES": ",".join(self.resources.gpus),
+            # CUDA's default is the fastest first; so its numbers are those of nvidia-smi
+            "CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),
+        }
 
 
 def plan_workers(
@@ -50,8 +128,8 @@ def plan_workers(
         for index, host in enumerate(placed(name)):
             resources = kind.resources(config, before[id(host)], share_of(host))
             before[id(host)] += 1
-            where = Host(host.name, host.address, host.python, _folder_on(host, config))
-            plans.append(WorkerPlan(name, index, resources, host=where, leads=kind.leads))
+            own = Path(host.fileroot, config.experiment_name, config.trial_name) if host.fileroot else ""
+            plans.append(WorkerPlan(name, index, resources, host=host, run_dir=str(own), leads=kind.leads))
     return plans
 
 
@@ -67,11 +145,6 @@ def _by_room(config: ExperimentConfig, hosts: list[HostConfig], shares: list[Sha
     each = config.generation.engine.shape.gpus
     fits = [len(gpus_of_servers(config, share)) // each for share in shares]
     return [host for host, count in zip(hosts, fits, strict=True) for _ in range(count)] or hosts
-
-
-def _folder_on(host: HostConfig, config: ExperimentConfig) -> str:
-    """Return the run's folder on the host's own disk; empty if it is the launcher's path."""
-    return str(Path(host.fileroot) / config.experiment_name / config.trial_name) if host.fileroot else ""
 
 
 _HERE = HostConfig()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum, auto
+from typing import Final
 
 from asyncrl.comm.names import (
     ENCODER_SERVER,
@@ -27,8 +28,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
 from asyncrl.inference.settings import guests_of
 from asyncrl.manager.settings import PolicyConfig
-from asyncrl.runtime.planning.staging_hosts import staging_hosts
-from asyncrl.runtime.planning.worker_plan import Resources
+from asyncrl.runtime.settings import HostConfig
 from asyncrl.trainer.parallel.placement import placement
 
 GPU_ALLOCATOR = "expandable_segments:True,pinned_max_round_threshold_mb:64"
@@ -47,6 +47,32 @@ class Purpose(StrEnum):
     """Evaluation of a fixed model, without a trainer."""
 
 
+STAGING_PROCESS: Final = "asyncrl.staging.process:StagingServer"
+"""The process on each host that shares no folder. This and the four parts of other processes below are all that names
+the optional package `asyncrl.staging`; they are resolved only where such hosts are (`system.shared_filesystem=false`).
+"""
+MANAGER_PART: Final = "asyncrl.staging.manager:bring_folders"
+"""A loop of the GserverManager."""
+WORKER_INPUTS: Final = "asyncrl.staging.inputs:BroughtInputs"
+"""Files of a RolloutWorker from the launcher's host, if `brings_inputs`."""
+BRING_INPUTS: Final = "asyncrl.staging.inputs:bring_inputs"
+"""The launcher's part before processes start, if `brings_inputs`."""
+INPUT_ERRORS: Final = "asyncrl.staging.inputs:not_on_other_hosts"
+"""A check of the launcher's, if `brings_inputs`."""
+KEPT_SAMPLES: Final = "asyncrl.offline.replay:summary_of"
+"""What the command `replay` asks of a folder of kept samples."""
+REPLAY: Final = "asyncrl.offline.replay:replay"
+"""What a RolloutWorker does in place of rollouts, with `samples.replay`; nothing else of a run names that module."""
+SHARED_DEVICES: Final = "asyncrl.colocated.master:SharedDevices"
+"""The MasterWorker's turns on devices that it shares with servers. This and the part of the GserverManager are all that
+names the optional package `asyncrl.colocated`; they are resolved only with such servers (`generation.guests`).
+"""
+COLOCATED_SERVERS: Final = "asyncrl.colocated.manager:ColocatedServers"
+"""A part of the GserverManager."""
+MODEL: Final = "model"
+"""Name of the initial model's folder, for which a generation server waits."""
+_STAGED = frozenset({GENERATION_SERVER, ROLLOUT_WORKER})
+"""Kinds of processes that may run on hosts that share no folder."""
 _TRAIN, _EVALUATE = frozenset({Purpose.train}), frozenset({Purpose.evaluate})
 
 
@@ -56,7 +82,7 @@ class Restart(StrEnum):
     nothing = auto()
     """The run ends. The same command continues from the newest checkpoint."""
     alone = auto()
-    """The launcher starts a new process in its place (`restart_budget`)."""
+    """The launcher starts a new process in its place (`asyncrl.runtime.launcher`)."""
     together = auto()
     """All processes of these kinds, the brain of the run, restart together: none can work without the others. A run
     that trains continues from its in-memory checkpoint (`memory_checkpoint`).
@@ -64,20 +90,29 @@ class Restart(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """Resources that the processes of one host share.
+class Resources:
+    """Resources of one process.
 
     Attributes:
-        gpus: GPUs of the host, by CUDA's names for them.
-        ranks: training ranks that run there.
+        threads: CPU threads of its numeric libraries.
+        gpus: GPUs that it sees, by CUDA's names for them.
+        niceness: by how much its priority is lowered.
+        allocator: settings of torch's GPU allocator (PYTORCH_ALLOC_CONF), unless the user has set some; empty: torch's
+            defaults.
     """
+
+    threads: int = 1
+    gpus: tuple[str, ...] = ()
+    niceness: int = 0
+    allocator: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The GPUs that the processes of one host share, by CUDA's names, beside `ranks` training ranks."""
 
     gpus: Sequence[str]
     ranks: int
-
-
-def _one(config: ExperimentConfig) -> int:
-    return 1
 
 
 def _on_cpu(config: ExperimentConfig, index: int, here: Share) -> Resources:
@@ -106,7 +141,7 @@ class ProcessKind:
     """
 
     path: str
-    count: Callable[[ExperimentConfig], int] = _one
+    count: Callable[[ExperimentConfig], int] = lambda config: 1
     resources: Callable[[ExperimentConfig, int, Share], Resources] = _on_cpu
     runs: frozenset[Purpose] = _TRAIN
     leads: bool = False
@@ -158,10 +193,6 @@ def _generation_server(config: ExperimentConfig, index: int, here: Share) -> Res
     return Resources(generation.threads, _dealt(index, engine.shape.gpus, ours), niceness, allocator)
 
 
-def _policy_servers(config: ExperimentConfig) -> int:
-    return 0 if config.samples.replay else len(config.policy_of_server)
-
-
 def _policy_server(config: ExperimentConfig, index: int, here: Share) -> Resources:
     """Return resources as of a generation server; policy servers that the run starts are numbered after those."""
     policies = config.policy_of_server
@@ -175,12 +206,15 @@ def _computing(policies: Sequence[PolicyConfig]) -> int:
     return sum(policy.url is None for policy in policies)
 
 
-def _staging_servers(config: ExperimentConfig) -> int:
-    return len(staging_hosts(config)) if _generation_servers(config) else 0
+def staging_hosts(config: ExperimentConfig) -> list[HostConfig]:
+    """Return the hosts with a staging server, the launcher's own first; empty if all hosts see one folder."""
+    hosts = [] if config.system.shared_filesystem else config.system.hosts
+    return sorted((host for host in hosts if not host.name or not _STAGED.isdisjoint(host.runs)), key=lambda h: h.name)
 
 
-def _encoder_servers(config: ExperimentConfig) -> int:
-    return 0 if config.samples.replay else config.rollout.encoder.servers
+def brings_inputs(config: ExperimentConfig) -> bool:
+    """True if staging servers fetch RolloutWorkers' inputs, because some of their hosts share no folder."""
+    return any(host.name and ROLLOUT_WORKER in host.runs for host in staging_hosts(config))
 
 
 def _encoder_server(config: ExperimentConfig, index: int, here: Share) -> Resources:
@@ -203,14 +237,6 @@ def _rollout_workers(config: ExperimentConfig) -> int:
     return 1 if config.samples.replay else config.rollout.workers
 
 
-def _masters(config: ExperimentConfig) -> int:
-    return 0 if config.samples.only else 1
-
-
-def _recorders(config: ExperimentConfig) -> int:
-    return 1 if config.samples.only else 0
-
-
 def _dealt(index: int, each: int, gpus: Sequence[str]) -> tuple[str, ...]:
     """Return the GPUs of process `index` if each process takes the next `each` of `gpus`, in turn."""
     return tuple(gpus[(index * each + offset) % len(gpus)] for offset in range(min(each, len(gpus))))
@@ -218,8 +244,8 @@ def _dealt(index: int, each: int, gpus: Sequence[str]) -> tuple[str, ...]:
 
 PROCESS_KINDS = {
     STAGING_SERVER: ProcessKind(
-        "asyncrl.models.weights.staging.process:StagingServer",
-        _staging_servers,
+        STAGING_PROCESS,
+        lambda config: len(staging_hosts(config)) if _generation_servers(config) else 0,
         runs=_TRAIN | _EVALUATE,
         serves=True,
         restart=Restart.alone,
@@ -237,7 +263,7 @@ PROCESS_KINDS = {
     ),
     POLICY_SERVER: ProcessKind(
         "asyncrl.inference.process:PolicyServer",
-        _policy_servers,
+        lambda config: 0 if config.samples.replay else len(config.policy_of_server),
         _policy_server,
         runs=_TRAIN | _EVALUATE,
         serves=True,
@@ -246,7 +272,7 @@ PROCESS_KINDS = {
     ),
     ENCODER_SERVER: ProcessKind(
         "asyncrl.inference.encoder.process:EncoderServer",
-        _encoder_servers,
+        lambda config: 0 if config.samples.replay else config.rollout.encoder.servers,
         _encoder_server,
         serves=True,
         restart=Restart.alone,
@@ -264,16 +290,21 @@ PROCESS_KINDS = {
         serves=True,
         restart=Restart.together,
     ),
-    MASTER_WORKER: ProcessKind("asyncrl.master.process:MasterWorker", _masters, leads=True, restart=Restart.together),
+    MASTER_WORKER: ProcessKind(
+        "asyncrl.master.process:MasterWorker",
+        lambda config: 0 if config.samples.only else 1,
+        leads=True,
+        restart=Restart.together,
+    ),
     RECORDER: ProcessKind(
-        "asyncrl.master.offline.recorder:Recorder",
-        _recorders,
+        "asyncrl.offline.recorder:Recorder",
+        lambda config: 1 if config.samples.only else 0,
         leads=True,
         restart=Restart.together,
         placed_as=MASTER_WORKER,
     ),
     EVALUATION_MASTER: ProcessKind(
-        "asyncrl.master.offline.evaluation_process:EvaluationMaster",
+        "asyncrl.offline.evaluation:EvaluationMaster",
         runs=_EVALUATE,
         leads=True,
         restart=Restart.together,

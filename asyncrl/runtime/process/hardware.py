@@ -1,4 +1,4 @@
-"""Hardware of this machine, read without torch: GPUs and network interfaces."""
+"""Hardware of this machine, read without torch: GPUs and network."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from asyncrl.comm.waits.limits import TOOL_S
+from asyncrl.comm.waits import CALL_S, TOOL_S
 
 _CPU_INFO = Path("/proc/cpuinfo")
 _GPUS = Path("/proc/driver/nvidia/gpus")
@@ -23,12 +23,7 @@ _NVIDIA_SMI = "nvidia-smi"
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU as nvidia-smi reports it.
-
-    Attributes:
-        name: its model, for example `NVIDIA H100 80GB HBM3`.
-        memory: in bytes; None for a GPU that shares the host's memory.
-    """
+    """A GPU as nvidia-smi reports it: its model, and its memory in bytes, or None if it shares the host's."""
 
     name: str
     memory: int | None
@@ -155,3 +150,22 @@ def interface_of(host: str) -> str:
     else:
         why = "no interface of this machine has that address"
     raise ValueError(f"system.host={host!r}: {why}; use one of {known}")
+
+
+def bind_error(address: str) -> str:
+    """Return the error of binding to `address` on this host; empty if a process can."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as listening:
+            listening.bind((address, 0))
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def connect_error(host: str, port: int) -> str:
+    """Return why nothing listens at `host`:`port`; empty if something does."""
+    try:
+        socket.create_connection((host, port), CALL_S).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""

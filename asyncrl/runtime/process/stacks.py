@@ -14,12 +14,12 @@ from pathlib import Path
 
 import psutil
 
-from asyncrl.comm.waits.limits import TOOL_S
+from asyncrl.comm.waits import TOOL_S
 from asyncrl.config.run_dir import PROFILE_DIR
 from asyncrl.observe.settings import ProfileConfig
-from asyncrl.runtime.process.process_tree import LAUNCH_VARIABLE, marked
 from asyncrl.runtime.process.remarks import remark
 from asyncrl.runtime.process.waiting import cancel
+from asyncrl.runtime.supervisor import LAUNCH_VARIABLE, marked
 
 _log = logging.getLogger(__name__)
 _TITLE = "asyncrl "

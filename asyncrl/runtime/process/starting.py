@@ -26,8 +26,7 @@ import psutil
 
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameResolveError, NameResolver
-from asyncrl.comm.waits.limits import ASK_S
-from asyncrl.comm.waits.running_time import SLICE_S
+from asyncrl.comm.waits import ASK_S, SLICE_S
 
 _T = TypeVar("_T")
 
@@ -49,12 +48,8 @@ class NotStarted(RuntimeError):
 
 
 class StartLimit:
-    """The limit of one start, checked by polling. Time in which this process did not run does not count.
-
-    Args:
-        setting: name of the limit.
-        limit_s: its value.
-        clock: monotonic seconds.
+    """The limit of one start, the value of `setting`, checked by polling. Time in which this process did not run does
+    not count.
     """
 
     def __init__(self, setting: str, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -89,12 +84,7 @@ class _Work(NamedTuple):
 
 
 class Effort:
-    """The work of the process `pid` and its descendants: CPU time and bytes read.
-
-    Args:
-        pid: None for this process.
-        clock: monotonic seconds.
-    """
+    """The work of the process `pid`, by default this one, and its descendants: CPU time and bytes read."""
 
     def __init__(self, pid: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._pid, self._clock = os.getpid() if pid is None else pid, clock
@@ -144,13 +134,11 @@ def io_bytes() -> int:
 
 
 class ReportedStatus:
-    """This process's state and progress, as name resolution has them. Any thread may call it.
+    """This process's state and progress, as name resolution has them under `key`. Any thread may call it.
 
     Args:
-        key: name of the entry.
-        incarnation: number of this process's predecessors that died.
-        lease_s: lease of the entry, in s; a last state has none and outlives the process.
-        always: True if progress counts also after the process is ready, because others wait for its later work.
+        lease_s: lease of the entry; a last state has none and outlives the process.
+        always: progress counts also after the process is ready, because others wait for its later work.
     """
 
     def __init__(self, resolver: NameResolver, key: str, incarnation: int, lease_s: float, *, always: bool) -> None:
@@ -214,15 +202,9 @@ async def await_start(starting: Awaitable[_T], effort: Effort, limit: StartLimit
 
 
 class StartWait:
-    """A wait for something that processes of one kind do while they start.
+    """A wait for something, called `what` in messages, that processes of one kind do while they start.
 
-    Construct it in a thread that may block for a moment.
-
-    Args:
-        kind: kind of the awaited processes.
-        what: the awaited action, for messages.
-        limit: limit of their start.
-        progressed: called when they have made progress.
+    Construct it in a thread that may block for a moment. `progressed` is called when they have made progress.
     """
 
     def __init__(

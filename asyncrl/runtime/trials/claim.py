@@ -1,4 +1,5 @@
 """Give a trial to one launch at a time: its folder, and its names in name resolution, which other folders may share.
+`open_resolver` opens these names, in every process of a run.
 
 A launcher holds three things while it lives, and takes them before it touches anything of an earlier launch:
 
@@ -14,6 +15,9 @@ on any host and in any container that has the folder; a process id would tell it
 A launch that finds the entry taken is refused, and its message names the holder. The claim of a dead launch is free
 once its lease has run out, or at once if the holder's folder is on this machine and nobody holds its lock. Exactly that
 claim is removed (compare and delete), and `add` has one winner. So only one of several launches gets the trial.
+
+A launcher that was cut off may not know that another has its names by now. So its changes of them have `fences`, and it
+deletes only what it has read before it found that the names are its own.
 """
 
 from __future__ import annotations
@@ -28,21 +32,21 @@ from pathlib import Path
 from typing import Self
 
 from asyncrl.comm import names
-from asyncrl.comm.files.file_lock import is_held, take_lock
-from asyncrl.comm.files.private_files import (
-    NotPrivate,
-    check_tree,
-    make_private_folder,
-    open_private_file,
-    read_own_file,
+from asyncrl.comm.files import FileLock, NotPrivate, check_tree, is_held, make_private_folder, read_own_file
+from asyncrl.comm.name_resolve import (
+    NameBackend,
+    NameEntryExists,
+    NameEntryNotFound,
+    NameResolveError,
+    NameResolver,
+    NameResolveUnavailable,
+    make_resolver,
 )
-from asyncrl.comm.name_resolve import NameBackend, NameEntryExists, NameEntryNotFound, NameResolveError, NameResolver
-from asyncrl.comm.waits.limits import ANSWER_S, LOOK_S
+from asyncrl.comm.waits import ANSWER_S, LOOK_S
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.run_dir import LAUNCHER_LOCK_FILE, LOCK_FILE, run_dir_of
+from asyncrl.config.run_dir import LAUNCHER_LOCK_FILE, LOCK_FILE, NAMES_DIR, run_dir_of
+from asyncrl.runtime.settings import etcd_access
 from asyncrl.runtime.supervisor import GONE_LIMIT_S, identity_of
-from asyncrl.runtime.trials.open_resolver import open_resolver
-from asyncrl.runtime.trials.resume import TrialError, TrialHeld
 
 SAVE_LIMIT_S = 120.0
 """For the leading process to finish its step, save and end after it was asked to."""
@@ -50,15 +54,29 @@ _ATTEMPTS = 3
 _HOLDER_BYTES = 1 << 16
 
 
+class TrialError(RuntimeError):
+    """The trial's folder cannot be used as asked; the message says why and what to do."""
+
+
+class TrialHeld(TrialError):
+    """Another launch holds the trial; once it has ended the same command works."""
+
+
 class TrialClaim:
     """A launcher's claim on its trial; made by `take`."""
 
-    def __init__(self, holder: names.TrialHolder, lock: int, own: int, former: names.TrialHolder | None) -> None:
+    def __init__(
+        self, holder: names.TrialHolder, lock: FileLock, own: FileLock, former: names.TrialHolder | None, claim_s: float
+    ) -> None:
         self.holder = holder
         self.former = former
         """The last launch in this folder; None if the lock file names none."""
         self.lock = lock
-        """Descriptor of the lock, which is held while any process has it open."""
+        """The lock that the leading process keeps after a killed launcher."""
+        self.fences = {names.TRIAL_KEY: holder.encode()}
+        """Of every change of this launch in the trial's names: another launch changes them first."""
+        self.loss = f"this launcher was silent for {claim_s:g} s, and another took the trial over"
+        """The message if another launch has taken the trial."""
         self._own = own
         self._resolver: NameResolver | None = None
 
@@ -74,36 +92,39 @@ class TrialClaim:
 
         Raises:
             TrialHeld: another launch has the trial.
-            TrialError: the folder belongs to another user, or others can write there; or name resolution does not
-                answer.
+            TrialError: the folder belongs to another user, or others can write there; its file system has no locks, or
+                no room; or name resolution does not answer.
         """
         run_dir = run_dir_of(config)
         try:
-            make_private_folder(run_dir)
-            check_tree(run_dir)
-            own = open_private_file(run_dir / LAUNCHER_LOCK_FILE)
-            lock = open_private_file(run_dir / LOCK_FILE)
+            locks = _locked(run_dir, note)
         except (NotPrivate, OSError) as error:
             raise TrialError(f"fileroot={config.fileroot!r}: {error}") from error
-        if not _locked(own, lock, run_dir, note):
-            os.close(lock)
-            os.close(own)
+        if locks is None:
             raise TrialHeld(
                 f"trial_name={config.trial_name!r}: another run is using {run_dir}{_who(read_holder(run_dir))}; choose "
                 "another trial_name"
             )
         former = read_holder(run_dir)
         number = 1 if former is None else former.number + 1
-        claim = cls(_this_launch(run_dir, number, detached), lock, own, former)
+        claim = cls(_this_launch(run_dir, number, detached), *locks, former, config.system.claim_s)
         try:
             if shares_names(config):
                 claim._take_names(config, run_dir)
+            claim._sign()
         except BaseException:
             claim.release()
             raise
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, claim.holder.encode().encode(), 0)
         return claim
+
+    def _sign(self) -> None:
+        """Name this launch in the lock's file."""
+        text = self.holder.encode().encode()
+        try:
+            os.pwrite(self.lock.descriptor, text, 0)
+            os.ftruncate(self.lock.descriptor, len(text))
+        except OSError as error:
+            raise TrialError(f"{self.lock.path} cannot be written: {error.strerror}") from error
 
     def _take_names(self, config: ExperimentConfig, run_dir: Path) -> None:
         where = f"system.name_resolve={str(config.system.name_resolve)!r}"
@@ -149,8 +170,15 @@ class TrialClaim:
     def announce(self, resolver: NameResolver) -> None:
         """Register this launch as the owner of the trial's names. From now on the claim is put back if it is deleted,
         and lost for good once another launch has registered.
+
+        Args:
+            resolver: has the `fences` of this claim.
+
+        Raises:
+            OwnerFenced: another launch has the names.
         """
         resolver.add(names.LAUNCH_KEY, self.holder.launch, replace=True)
+        self.fences[names.LAUNCH_KEY] = self.holder.launch
         if self._resolver is not None:
             self._resolver.fences = {names.LAUNCH_KEY: self.holder.launch}
 
@@ -174,20 +202,68 @@ class TrialClaim:
         if self._resolver is not None:
             with contextlib.suppress(NameResolveError):  # its lease runs out
                 self._resolver.close()
-        os.close(self.lock)
-        os.close(self._own)
+        self.lock.close()
+        self._own.close()
 
 
-def _locked(own: int, lock: int, run_dir: Path, note: Callable[[str], None]) -> bool:
+def _locked(run_dir: Path, note: Callable[[str], None]) -> tuple[FileLock, FileLock] | None:
+    """Take the lock of the leading process and that of the launcher, in the folder that is `run_dir` once they are
+    held; None if another launch has them.
+
+    Raises:
+        NotPrivate, OSError: the folder is not this user's alone, or cannot be used.
+    """
+    while True:
+        make_private_folder(run_dir)
+        check_tree(run_dir)
+        with contextlib.ExitStack() as opened:
+            own = opened.enter_context(FileLock(run_dir / LAUNCHER_LOCK_FILE))
+            lock = opened.enter_context(FileLock(run_dir / LOCK_FILE))
+            try:
+                if not _taken(own, lock, run_dir, note):
+                    return None
+            except OSError as error:
+                raise OSError(
+                    f"the file system of {run_dir} has no locks ({error.strerror}): mount it with `flock` (Lustre: "
+                    "`-o flock`), or choose another one"
+                ) from error
+            if own.is_current() and lock.is_current():
+                opened.pop_all()
+                return lock, own
+
+
+def _taken(own: FileLock, lock: FileLock, run_dir: Path, note: Callable[[str], None]) -> bool:
     """Take both locks, after waiting for a killed launch to save; return True if this process has them."""
-    if not take_lock(own, LOOK_S):
+    if not own.take(LOOK_S):
         return False
-    if take_lock(lock, LOOK_S):
+    if lock.take(LOOK_S):
         return True
     who = _who(read_holder(run_dir))
     limit_s = SAVE_LIMIT_S + GONE_LIMIT_S + ANSWER_S
     note(f"an earlier launch{who} was killed, and is saving; waiting for up to {limit_s:g} s")
-    return take_lock(lock, limit_s)
+    return lock.take(limit_s)
+
+
+def open_resolver(config: ExperimentConfig, run_dir: Path, *, patience_s: float | None = None) -> NameResolver:
+    """Open the name resolution of the run in `run_dir`.
+
+    Args:
+        patience_s: longest outage in seconds; None: `system.name_resolve_timeout_s`.
+    """
+    system, trial = config.system, f"{config.experiment_name}/{config.trial_name}"
+    patience_s = system.name_resolve_timeout_s if patience_s is None else patience_s
+    root, etcd = str(run_dir / NAMES_DIR), None
+    if system.name_resolve == NameBackend.etcd3:
+        root, etcd = f"/asyncrl/{trial}", etcd_access(system)
+    elif system.name_resolve_root:  # which other trials may share
+        root = str(Path(system.name_resolve_root).expanduser() / trial)
+    return make_resolver(system.name_resolve, root, etcd=etcd, patience_s=patience_s)
+
+
+def describe_outage(error: NameResolveUnavailable, config: ExperimentConfig) -> str:
+    """Return the message for an outage of name resolution that lasted too long."""
+    limit_s = config.system.name_resolve_timeout_s
+    return f"{error}; the run ends, as system.name_resolve_timeout_s={limit_s:g} allows no longer outage"
 
 
 def shares_names(config: ExperimentConfig) -> bool:

@@ -43,13 +43,10 @@ from typing import Self
 
 import msgspec
 
-from asyncrl.comm.files.file_lock import take_lock
-from asyncrl.comm.files.leftovers import remove_leftover
-from asyncrl.comm.files.private_files import NotPrivate, open_private_file, read_own_file
-from asyncrl.comm.files.retry_write import retry_write_blocking
+from asyncrl.comm.files import FileLock, NotPrivate, read_own_file, remove_leftover, retry_write_blocking
 from asyncrl.comm.names import MODEL_WORKER
 from asyncrl.comm.typed import decode_json
-from asyncrl.comm.waits.limits import PAUSE_S
+from asyncrl.comm.waits import PAUSE_S
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import INBOXES_DIR, MEMORY_CHECKPOINT_FILE, versions_in
 from asyncrl.runtime.process.remarks import remark
@@ -107,7 +104,7 @@ class MemoryCheckpoint:
 
     def __init__(self, run_dir: Path, host: str = "") -> None:
         self._run_dir, self._mark, self._host = run_dir, run_dir / MEMORY_CHECKPOINT_FILE, host
-        self._held: int | None = None
+        self._held: FileLock | None = None
         self.spread = bool(host)
         """True if every host of ranks has its own folder."""
         self.folder = self._folder_of(_launch_of(run_dir))
@@ -218,17 +215,17 @@ class MemoryCheckpoint:
             lock = _open_lock(self.folder)
             if lock is None:
                 continue
-            if not take_lock(lock, PAUSE_S, shared=self.spread):
-                os.close(lock)
-                raise OSError(f"{self.folder / _LOCK} was not free for {PAUSE_S:g} s")
-            if _is_at(self.folder / _LOCK, lock):
+            if not lock.take(PAUSE_S, shared=self.spread):
+                lock.close()
+                raise OSError(f"{lock.path} was not free for {PAUSE_S:g} s")
+            if lock.is_current():
                 self._held = lock
             else:
-                os.close(lock)
+                lock.close()
 
     def _release(self) -> None:
         if self._held is not None:
-            os.close(self._held)
+            self._held.close()
             self._held = None
 
 
@@ -250,14 +247,12 @@ def _remove_orphans(memory: Path) -> None:
             continue
         if lock is None:
             continue
-        try:
-            if take_lock(lock) and _is_at(folder / _LOCK, lock) and not _may_resume(folder):
+        with lock:
+            if lock.take() and lock.is_current() and not _may_resume(folder):
                 shutil.rmtree(folder, ignore_errors=True)
-        finally:
-            os.close(lock)
 
 
-def _open_lock(folder: Path) -> int | None:
+def _open_lock(folder: Path) -> FileLock | None:
     """Open the lock of this user's `folder`; None if the folder has just been removed.
 
     Raises:
@@ -267,15 +262,8 @@ def _open_lock(folder: Path) -> int | None:
         status = folder.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
             raise OSError(f"{folder} belongs to another user; remove it")
-        return open_private_file(folder / _LOCK)
+        return FileLock(folder / _LOCK)
     return None
-
-
-def _is_at(file: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), file.lstat())
-    except FileNotFoundError:
-        return False
 
 
 def _may_resume(folder: Path) -> bool:

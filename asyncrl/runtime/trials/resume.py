@@ -39,6 +39,7 @@ from asyncrl.config.run_dir import (
     REMARKS_FILE,
     RESTARTS_FILE,
     SECRET_FILE,
+    SUMMARY_FILE,
     DamagedFile,
     plain_settings,
     read_document,
@@ -48,7 +49,7 @@ from asyncrl.config.run_dir import (
 from asyncrl.config.secrets import without_secrets
 from asyncrl.config.trained_policies import config_of_policy
 from asyncrl.observe.history.tail import read_rows
-from asyncrl.runtime.trials.summary import is_complete, is_used_up, read_summary
+from asyncrl.runtime.trials.claim import TrialError
 from asyncrl.trainer.settings import AlgorithmConfig, ReferenceMode
 
 _OF_THE_LAUNCH = ("resume", "logging.display")
@@ -56,14 +57,6 @@ _OF_THE_LAUNCH = ("resume", "logging.display")
 _ABSENT = object()
 ADVICE = "choose another trial_name, or start this one over with resume=restart"
 """Advice if a trial cannot be continued."""
-
-
-class TrialError(RuntimeError):
-    """The trial's folder cannot be used as asked; the message says why and what to do."""
-
-
-class TrialHeld(TrialError):
-    """Another launch holds the trial; once it has ended the same command works."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,14 +172,26 @@ def newest_progress(
     return None
 
 
+def read_summary(run_dir: Path) -> dict[str, Any] | None:
+    """Return the summary that the MasterWorker wrote at its end; None if it did not get there.
+
+    Raises:
+        DamagedFile: the file is damaged.
+    """
+    required = {"steps": int, "eval": dict, "evaluations_failed": list, "books": dict}
+    return read_document(run_dir / SUMMARY_FILE, required)
+
+
 def check_finished(run_dir: Path, config: ExperimentConfig) -> bool:
     """True if the trial is complete, or the prompts of its epochs are used up, so that there is nothing to run.
 
     Raises:
         TrialError: it was completed with other settings.
     """
-    complete = is_complete(run_dir, config.total_train_steps)
-    if not complete and (config.total_epochs is None or not is_used_up(run_dir)):
+    summary = read_summary(run_dir)
+    complete = summary is not None and summary["steps"] >= config.total_train_steps
+    used_up = summary is not None and config.total_epochs is not None and summary["steps"] == summary.get("total_steps")
+    if not complete and not used_up:
         return False
     if changes := changed_settings(run_dir, config):
         if not complete:  # there may be enough prompts now

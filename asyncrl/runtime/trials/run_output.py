@@ -16,8 +16,8 @@ from collections.abc import Awaitable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from asyncrl.comm.files.retry_write import PASSING
-from asyncrl.comm.waits.limits import ASK_S, PATIENCE_S
+from asyncrl.comm.files import PASSING
+from asyncrl.comm.waits import ASK_S, PATIENCE_S
 from asyncrl.config.run_dir import LOGS_DIR, METRICS_FILE, OBSERVED_DIR, REMARKS_FILE
 from asyncrl.observe.display import Display
 from asyncrl.observe.doctor import examine
@@ -41,12 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 class RunOutput:
-    """Shows rows of metrics, remarks and what the processes do.
-
-    Args:
-        run_dir: the run's folder.
-        display: shows them.
-    """
+    """Shows rows of metrics, remarks and what the processes of the run in `run_dir` do."""
 
     def __init__(self, run_dir: Path, display: Display) -> None:
         self._run_dir, self._display = run_dir, display
@@ -60,11 +55,7 @@ class RunOutput:
         self._remarks.read()
 
     async def follow(self, *, standing: bool) -> None:
-        """Show new rows and rotate logs until cancelled.
-
-        Args:
-            standing: also show what the processes do, and the bottleneck.
-        """
+        """Show new rows and rotate logs until cancelled; with `standing` also what the processes do."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(_reported("rows of metrics", self._show_rows()))
             tasks.create_task(_reported("rotation of logs", self._rotate_logs()))
@@ -98,7 +89,10 @@ class RunOutput:
     async def _show_standing(self) -> None:
         history: History | None = None
         while True:
-            history = await asyncio.to_thread(_read_again, history, self._run_dir)
+            if history is None:  # the first read is of all that earlier launches left
+                history = await asyncio.to_thread(History, self._run_dir, keep_steps=WINDOW_STEPS)
+            else:
+                await asyncio.to_thread(history.refresh)
             self._display.standing(await asyncio.to_thread(standing_lines, history, examine(history).verdict))
             self._display.outlook(outlook(history))
             await asyncio.sleep(ASK_S)
@@ -125,10 +119,7 @@ class RunOutput:
 
     async def _watch_waits(self, *, standing: bool) -> None:
         """Say once that processes wait for another to start, for a device's memory or for name resolution, and once
-        that they do no longer.
-
-        Args:
-            standing: before the first step the display shows what all processes do.
+        that they do no longer. With `standing`, the display shows what all processes do before the first step.
         """
         observed, began = ProcessHistory(self._run_dir / OBSERVED_DIR), time.time()
         told: dict[str, Wait] = {}
@@ -182,14 +173,6 @@ async def _reported(name: str, part: Awaitable[None]) -> None:
         await part
     except Exception:
         _log.exception("output of the run: %s failed, and is missing from now on", name)
-
-
-def _read_again(history: History | None, run_dir: Path) -> History:
-    """Return the run's history as of now. The first call reads all that earlier launches left."""
-    if history is None:
-        return History(run_dir, keep_steps=WINDOW_STEPS)
-    history.refresh()
-    return history
 
 
 def write_error(folder: Path) -> OSError | None:

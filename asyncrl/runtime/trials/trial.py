@@ -7,19 +7,19 @@ terminal shows what is continued.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 
 from asyncrl.comm import names
-from asyncrl.comm.files.leftovers import remove_leftover
-from asyncrl.comm.files.retry_write import no_retry, retry_write_blocking
-from asyncrl.comm.name_resolve import HURRY_S, NameEntryNotFound, NameResolveError
+from asyncrl.comm.files import no_retry, remove_leftover, retry_write_blocking
+from asyncrl.comm.name_resolve import HURRY_S, NameEntryNotFound, NameResolveError, NameResolver, OwnerFenced
+from asyncrl.comm.name_resolve.base import is_below
 from asyncrl.comm.names import INCARNATIONS, LAUNCH_KEY, TRIAL_KEY
-from asyncrl.comm.security.run_secret import RunSecret
+from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import (
     BOOKS_FILE,
@@ -36,24 +36,26 @@ from asyncrl.config.run_dir import (
 )
 from asyncrl.inference.settings import guests_of
 from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS
-from asyncrl.runtime.process.process_tree import end_marked
 from asyncrl.runtime.settings import Resume
-from asyncrl.runtime.trials.claim import TrialClaim, is_here
+from asyncrl.runtime.supervisor import end_marked
+from asyncrl.runtime.trials.claim import TrialClaim, TrialError, TrialHeld, is_here, open_resolver
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint, trains_elsewhere, uses_memory_checkpoint
-from asyncrl.runtime.trials.open_resolver import open_resolver
-from asyncrl.runtime.trials.resume import CheckFolder, TrialError, continuation
+from asyncrl.runtime.trials.resume import CheckFolder, continuation
 
 _log = logging.getLogger(__name__)
 
 
 class Trial:
-    """The trial of one launch.
+    """The trial of one launch. Everything but `prepare` needs its `claim`.
 
     Args:
         note: shows a line to a person.
-        detached: this launch has no terminal; terminals may attach to it.
-        check_checkpoint: checks that a checkpoint is complete, before the launch says that it continues from it.
+        detached: see `TrialClaim.take`.
+        check_checkpoint: see `continuation`.
     """
+
+    claim: TrialClaim
+    """Made by `prepare`, and given back by `release`."""
 
     def __init__(
         self,
@@ -66,7 +68,6 @@ class Trial:
         self._detached, self._check_checkpoint = detached, check_checkpoint
         self.config, self._note = config, note
         self.run_dir = run_dir_of(config)
-        self._claim: TrialClaim | None = None
         self._memory_checkpoint = MemoryCheckpoint(self.run_dir)
 
     def prepare(self) -> None:
@@ -77,11 +78,22 @@ class Trial:
             TrialError: it was used before, and `resume` or changed settings forbid to continue it; or name resolution
                 cannot be reached.
         """
-        self._claim = TrialClaim.take(self.config, self._note, detached=self._detached)
+        self.claim = TrialClaim.take(self.config, self._note, detached=self._detached)
         try:
-            self._end_leftovers(self._claim)
+            former = self.claim.former  # killed with all supervisors, its processes would hold ports and memory
+            if former is not None and is_here(former) and (pids := end_marked(former.launch)):
+                self._note(f"ended what an earlier launch left running: {', '.join(f'pid {pid}' for pid in pids)}")
             kept = (LOCK_FILE, LAUNCHER_LOCK_FILE, LAUNCHER_LOG, f"{LAUNCHER_LOG}.1")
-            self._apply_resume([item for item in self.run_dir.iterdir() if item.name not in kept])
+            used = [item for item in self.run_dir.iterdir() if item.name not in kept]
+            if used and self.config.resume == Resume.never:
+                raise TrialError(
+                    f"resume='never': {self.run_dir} holds an earlier run; choose another trial_name, resume=auto to "
+                    "continue it, or resume=restart to wipe it"
+                )
+            if self.config.resume == Resume.restart:
+                for item in used:
+                    shutil.rmtree(item) if item.is_dir() else item.unlink()
+            self._say_continuation()
             self._forget_processes()
             (self.run_dir / SECRET_FILE).unlink(missing_ok=True)
             RunSecret.create(self.run_dir / SECRET_FILE)
@@ -91,34 +103,15 @@ class Trial:
             raise
 
     def release(self) -> None:
-        """Release the trial, if it is held."""
-        if self._claim is not None:
-            self._memory_checkpoint.remove()
-            self._remove_meetings()
-            self._claim.release()
-            self._claim = None
+        """Release the trial."""
+        self._memory_checkpoint.remove()
+        self._remove_meetings()
+        self.claim.release()
 
     def _remove_meetings(self) -> None:
         """Remove the rendezvous files of training ranks that were killed."""
         for meeting in self.run_dir.glob(f"{MEETING_PREFIX}*"):
             remove_leftover(meeting, _log)
-
-    def _end_leftovers(self, claim: TrialClaim) -> None:
-        """End the processes that a launch left when it was killed with all supervisors: they hold ports and memory."""
-        if claim.former is not None and is_here(claim.former) and (pids := end_marked(claim.former.launch)):
-            self._note(f"ended what an earlier launch left running: {', '.join(f'pid {pid}' for pid in pids)}")
-
-    def _apply_resume(self, used: Sequence[Path]) -> None:
-        """Continue, refuse or wipe what earlier launches left."""
-        if used and self.config.resume == Resume.never:
-            raise TrialError(
-                f"resume='never': {self.run_dir} holds an earlier run; choose another trial_name, resume=auto to "
-                "continue it, or resume=restart to wipe it"
-            )
-        if self.config.resume == Resume.restart:
-            for item in used:
-                shutil.rmtree(item) if item.is_dir() else item.unlink()
-        self._say_continuation()
 
     def _say_continuation(self) -> None:
         for line in continuation(self.run_dir, self.config, self._check_checkpoint):
@@ -140,52 +133,35 @@ class Trial:
             if not uses_memory_checkpoint(self.config):
                 self._memory_checkpoint.remove()
             else:
-                self._begin_memory_checkpoint()
+                try:
+                    self._memory_checkpoint.begin()
+                except OSError as error:
+                    folder = self._memory_checkpoint.folder
+                    room = f"free {folder.parent} (df -h {folder.parent}), or " if error.errno == errno.ENOSPC else ""
+                    raise TrialError(
+                        f"checkpoint.in_memory=true: {folder}: {error}; {room}set checkpoint.in_memory=false"
+                    ) from error
         try:
-            with open_resolver(self.config, self.run_dir, patience_s=HURRY_S) as resolver:  # a user waits for this
+            with self._changing(HURRY_S) as resolver:  # a user waits for this
                 given_up = resolver.get_subtree(INCARNATIONS) if again else {}
                 for key, incarnation in given_up.items():
                     kind, index = key.split("/")[-2:]
                     if int(index) >= PROCESS_KINDS[kind].count(self.config):  # joined workers: not the launcher's
                         resolver.add(key, str(int(incarnation) + 1), replace=True)
-                if self._claim is not None:
-                    self._claim.announce(resolver)
-                for key in resolver.get_subtree().keys() - {TRIAL_KEY, LAUNCH_KEY, *given_up}:
-                    resolver.delete(key)
+                self.claim.announce(resolver)
+                _delete(resolver, lambda key: key not in {TRIAL_KEY, LAUNCH_KEY, *given_up})
         except NameResolveError as error:
             raise TrialError(f"system.name_resolve={str(self.config.system.name_resolve)!r}: {error}") from error
-
-    def _begin_memory_checkpoint(self) -> None:
-        try:
-            self._memory_checkpoint.begin()
-        except OSError as error:
-            folder = self._memory_checkpoint.folder
-            room = f"free {folder.parent} (df -h {folder.parent}), or " if error.errno == errno.ENOSPC else ""
-            raise TrialError(
-                f"checkpoint.in_memory=true: {folder}: {error}; {room}set checkpoint.in_memory=false"
-            ) from error
 
     def begin_again(self) -> None:
         """Prepare a restart of the whole run by this launch.
 
         Raises:
+            TrialHeld: another launch has taken the trial.
             TrialError: name resolution cannot be reached, or the in-memory checkpoint has no room.
         """
         self._forget_processes(again=True)
         self._say_continuation()
-
-    @property
-    def lock(self) -> int | None:
-        """Descriptor of the trial's lock; None if it is not held."""
-        return None if self._claim is None else self._claim.lock
-
-    def is_lost(self) -> bool:
-        """True if another launch has taken the trial.
-
-        Raises:
-            NameResolveError: name resolution does not answer.
-        """
-        return self._claim is not None and self._claim.is_lost()
 
     def memory_checkpoint_is_there(self) -> bool:
         """True if the brain can resume from the in-memory checkpoint."""
@@ -210,8 +186,11 @@ class Trial:
 
         Args:
             killed: workers, among these, that were killed from outside.
+
+        Raises:
+            TrialHeld: another launch has taken the trial.
         """
-        with open_resolver(self.config, self.run_dir) as resolver:
+        with self._changing() as resolver:
             for (kind, index), incarnation in workers.items():
                 if (kind, index) in killed:
                     resolver.add(names.killed_key(kind, index), str(incarnation), replace=True)
@@ -220,11 +199,40 @@ class Trial:
     def forget_brain(self) -> None:
         """Remove the addresses of the brain and of the guests of its devices, with their turn, from name resolution:
         their successors would wait for dead processes.
+
+        Raises:
+            TrialHeld: another launch has taken the trial.
         """
         self._remove_meetings()
-        with open_resolver(self.config, self.run_dir) as resolver:
-            trees = (f"{names.WORKERS}/{names.MODEL_WORKER}", names.PULLERS, names.GUEST_MEMORY)
-            keys = [key for tree in trees for key in resolver.get_subtree(tree)]
-            keys += map(names.gen_server_key, guests_of(self.config.generation))
-            for key in [*keys, names.TRAINING_WORLD_KEY, names.TRAINER_TURN_KEY, names.MANAGER_KEY]:
-                resolver.delete(key)
+        trees = (f"{names.WORKERS}/{names.MODEL_WORKER}", names.PULLERS, names.GUEST_MEMORY)
+        guests = map(names.gen_server_key, guests_of(self.config.generation))
+        keys = {*guests, names.TRAINING_WORLD_KEY, names.TRAINER_TURN_KEY, names.MANAGER_KEY}
+        with self._changing() as resolver:
+            _delete(resolver, lambda key: key in keys or any(is_below(key, tree) for tree in trees))
+
+    @contextlib.contextmanager
+    def _changing(self, patience_s: float | None = None) -> Iterator[NameResolver]:
+        """Open name resolution to change names while they are this launch's.
+
+        Raises:
+            TrialHeld: another launch has taken the trial.
+        """
+        with open_resolver(self.config, self.run_dir, patience_s=patience_s) as resolver:
+            resolver.fences = self.claim.fences
+            try:
+                yield resolver
+            except OwnerFenced as error:
+                raise TrialHeld(self.claim.loss) from error
+
+
+def _delete(resolver: NameResolver, is_meant: Callable[[str], bool]) -> None:
+    """Delete the entries whose names are meant.
+
+    Raises:
+        OwnerFenced: another launch has the names. What it has added stays.
+    """
+    found = {key: value for key, value in resolver.get_subtree().items() if is_meant(key)}
+    if resolver.is_fenced():
+        raise OwnerFenced(LAUNCH_KEY, resolver.root)
+    for key, value in found.items():
+        resolver.delete(key, value=value)

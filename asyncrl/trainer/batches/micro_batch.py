@@ -8,7 +8,7 @@ three spaces:
     I   input tokens of this micro-batch, its sequences end to end
     N   wanted tokens of this micro-batch, in the same order
 
-Sequences are ordered longest first. If prefixes are shared (`prefix_tree`), the order is lexicographic, and several
+Sequences are ordered longest first. If prefixes are shared (`PrefixOrder`), the order is lexicographic, and several
 input tokens may have the same place.
 """
 
@@ -28,18 +28,20 @@ from asyncrl.models.host_copies import upload
 from asyncrl.models.pictures.picture_ids import SeenPicture
 from asyncrl.models.pictures.picture_rows import Pictures
 from asyncrl.models.transformers_internals import packing_arguments
-from asyncrl.trainer.batches.micro_batch_layout import AttentionKind, Block, Ints, blocks, cut
-from asyncrl.trainer.batches.prefix_tree import (
+from asyncrl.trainer.batches.micro_batch_layout import (
     WORTHWHILE,
+    AttentionKind,
+    Block,
     Branches,
+    Ints,
     Prefixes,
     PrefixOrder,
+    blocks,
+    cut,
     cut_tree,
     lay_out,
-    pre_order,
 )
-from asyncrl.trainer.model.attention.flex_attention import FlexStream
-from asyncrl.trainer.model.attention.packed_attention import DeviceBlock
+from asyncrl.trainer.model.attention import DeviceBlock
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,9 +178,7 @@ def micro_batches(
         sources_I = starts_S[members][rows_I] + offsets_I
         # The last input of a sequence may be its last token. The next one is another sequence's first, never wanted.
         chosen = np.flatnonzero(np.append(wanted_T, False)[sources_I + 1])
-        if kind == AttentionKind.flex:
-            layout = _in_pre_order(sources_I, offsets_I, tree or Branches.alone(members, lengths))
-        elif tree is None:
+        if tree is None:
             layout = _side_by_side(sources_I, rows_I, offsets_I, lengths, kind)
         else:
             layout = _shared(sources_I, offsets_I, tree)
@@ -192,7 +192,6 @@ class _Layout:
     `sources` and `positions` have an entry for each place of the input, [rows, width]: the index of its token in the
     step's batch, and its position in its sequence. `places_I` is the place of every input token in the flattened
     result. `ends` are the ends of sequences that are packed, from 0 on, the longest of which has `longest` tokens.
-    `below` is, for each place of a stream in pre-order, the end of the tokens below it.
     """
 
     sources: Ints
@@ -201,7 +200,6 @@ class _Layout:
     blocks: list[Block[Ints]] = field(default_factory=list)
     ends: Ints | None = None
     longest: int = 0
-    below: Ints | None = None
 
 
 def _on_device(
@@ -226,8 +224,6 @@ def _on_device(
     }
     if layout.ends is not None:
         arrays |= {"ends": layout.ends, "row_ids": rows_I}
-    if layout.below is not None:
-        arrays |= {"below": layout.below, "depths": layout.positions}
     for number, block in enumerate(layout.blocks):
         arrays |= {f"{number}.{name}": indices for name, indices in block.indices().items()}
     there = upload(arrays, tokens_T.device)
@@ -240,9 +236,7 @@ def _on_device(
         inputs["token_type_ids"] = types
     if layout.ends is not None:
         inputs |= packing_arguments(there["ends"].int(), layout.longest, there["row_ids"].int())
-    if layout.below is not None:
-        inputs["attention_blocks"] = FlexStream(there["below"], there["depths"][0])
-    elif layout.blocks:
+    if layout.blocks:
         inputs["attention_blocks"] = [
             DeviceBlock(block.with_indices({name: there[f"{number}.{name}"] for name in block.indices()}))
             for number, block in enumerate(layout.blocks)
@@ -343,11 +337,3 @@ def _shared(sources_I: Ints, offsets_I: Ints, tree: Branches) -> _Layout:
     sources, positions = (np.empty(stream.size, dtype=np.int64) for _ in range(2))
     sources[stream.places_I], positions[stream.places_I] = sources_I, offsets_I
     return _Layout(sources[None], positions[None], stream.places_I, stream.blocks)
-
-
-def _in_pre_order(sources_I: Ints, offsets_I: Ints, tree: Branches) -> _Layout:
-    """Return a stream in pre-order in which every prefix lies once; its padding is the batch's first token."""
-    stream = pre_order(tree)
-    sources, positions = (np.zeros(len(stream.ends), dtype=np.int64) for _ in range(2))
-    sources[stream.places_I], positions[stream.places_I] = sources_I, offsets_I
-    return _Layout(sources[None], positions[None], stream.places_I, below=stream.ends)

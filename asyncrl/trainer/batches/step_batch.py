@@ -39,7 +39,7 @@ from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.api.trajectory import SampleColumns, Trajectory, compared_episodes, join_routing, unrecorded
 from asyncrl.master.graph.call_graph import BATCH_KEYS
 from asyncrl.models.routing import UNRECORDED
-from asyncrl.trainer.batches.prefix_tree import Prefixes, PrefixOrder, picture_symbols, symbols
+from asyncrl.trainer.batches.micro_batch_layout import Prefixes, PrefixOrder, picture_symbols, symbols
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 

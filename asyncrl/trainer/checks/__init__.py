@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from asyncrl.algorithms.spec import ProximalMode
+from asyncrl.algorithms.registry import ProximalMode
 from asyncrl.comm.names import ACTOR, MODEL_WORKER
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError, Device, Dtype
@@ -16,11 +16,12 @@ from asyncrl.runtime.planning.plan_workers import plan_workers, with_types
 from asyncrl.runtime.process.hardware import count_gpus, uncounted_gpus
 from asyncrl.runtime.process.stacks import py_spy
 from asyncrl.trainer.checks import algorithm, model, policies, teachers
+from asyncrl.trainer.engines import ENGINES
 from asyncrl.trainer.model import lora_checks
 from asyncrl.trainer.parallel import checks as layout_checks
-from asyncrl.trainer.parallel.placement import placement, role_placement
+from asyncrl.trainer.parallel.placement import engine_of, placement, role_placement
 from asyncrl.trainer.parallel.worker_grid import Placement
-from asyncrl.trainer.settings import OptimizerConfig, RoleRanks
+from asyncrl.trainer.settings import KeptOn, OptimizerConfig, OptimizerName, RoleRanks
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:
@@ -42,8 +43,12 @@ def _of_policy(config: ExperimentConfig) -> Iterator[str]:
     yield from _layouts(config)
     yield from algorithm.check(config)
     yield from teachers.check(config)
-    yield from _warmup("optimizer", config.optimizer)
-    yield from _warmup("algorithm.critic.optimizer", config.algorithm.critic.optimizer)
+    for name, optimizer in (
+        ("optimizer", config.optimizer),
+        ("algorithm.critic.optimizer", config.algorithm.critic.optimizer),
+    ):
+        yield from _warmup(name, optimizer)
+        yield from _muon(name, optimizer, config)
 
 
 def _profile(config: ExperimentConfig) -> Iterator[str]:
@@ -71,6 +76,22 @@ def _warmup(name: str, optimizer: OptimizerConfig) -> Iterator[str]:
             f"{name}.warmup_ratio={optimizer.warmup_ratio}: {name}.warmup_steps={optimizer.warmup_steps} says it in "
             "steps; give one of them"
         )
+
+
+def _muon(name: str, optimizer: OptimizerConfig, config: ExperimentConfig) -> Iterator[str]:
+    if optimizer.name != OptimizerName.muon:
+        if optimizer.muon_lr is not None:
+            yield f"{name}.muon_lr={optimizer.muon_lr:g}: {name}.name='adamw' has no Muon; set {name}.lr, or name=muon"
+        return
+    said = f"{name}.name='muon'"
+    if optimizer.lr == 0.0 and optimizer.muon_lr:
+        yield f"{name}.lr=0: Muon's rate follows its schedule, so muon_lr={optimizer.muon_lr:g} would be 0 too"
+    if ENGINES[engine_of(config)].in_parts:
+        yield f"{said}: it moves whole matrices, which no rank of trainer.engine=sharded has; use flat, or adamw"
+    if optimizer.moments_on == KeptOn.host:
+        yield f"{said}: {name}.moments_on='host' is for AdamW's moments; use moments_on=device, or adamw"
+    if config.model.lora.rank:
+        yield f"{said}: model.lora.rank={config.model.lora.rank}: adapters are trained by AdamW; use adamw"
 
 
 def warnings(config: ExperimentConfig) -> Iterator[str]:
@@ -104,7 +125,7 @@ def warnings(config: ExperimentConfig) -> Iterator[str]:
         yield (
             f"algorithm.correction={correction!r}: rollout.sampling.{', '.join(cut)} cuts tokens off that no "
             "importance weight brings back; ratios are those of the whole distributions, 1 on policy, and correct for "
-            "stale and differing weights only (docs/off_policy.md, Truncated sampling)"
+            "stale and differing weights only (docs/algorithms.md, Truncated sampling)"
         )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from asyncrl.comm.names import ACTOR
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device, Dtype
+from asyncrl.inference.settings import backends_that
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.call_graph import GraphError
 from asyncrl.models.folder_checks import hugging_face_folder
@@ -38,7 +39,8 @@ def _routing(config: ExperimentConfig) -> Iterator[str]:
     if not config.generation.engine.tells_experts:
         yield (
             f"{setting}: generation.backend={str(config.generation.backend)!r} does not tell which experts it chose in "
-            "a way that is shown to be right here; use generation.backend=embedded, or set moe.replay_routing=false"
+            "a way that is shown to be right here; use generation.backend="
+            f"{backends_that(lambda kind: kind.tells_experts)}, or set moe.replay_routing=false"
         )
     if config.samples.replay:
         yield f"{setting}: kept samples do not tell which experts there were; set it to false to replay them"
@@ -55,14 +57,9 @@ def _routing(config: ExperimentConfig) -> Iterator[str]:
 
 def _attention(config: ExperimentConfig) -> Iterator[str]:
     device, gpus, attention = config.trainer.device, count_gpus(), config.model.attn_implementation
-    if attention not in (AttentionImplementation.flash_attention_2, AttentionImplementation.flex_attention):
+    if attention != AttentionImplementation.flash_attention_2:
         return
-    if attention == AttentionImplementation.flex_attention and not config.trainer.share_prefixes:
-        yield (
-            f"model.attn_implementation={str(attention)!r}: it computes shared prefixes once and "
-            "trainer.share_prefixes=false; set that to true, or use sdpa"
-        )
-    if attention == AttentionImplementation.flash_attention_2 and importlib.util.find_spec("flash_attn") is None:
+    if importlib.util.find_spec("flash_attn") is None:
         yield (
             f"model.attn_implementation={str(attention)!r}: the package flash-attn is not installed; install it, or "
             "use sdpa"

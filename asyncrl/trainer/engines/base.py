@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from asyncrl.algorithms.arithmetic.sums import Stats
+from asyncrl.algorithms.arithmetic import Stats
 from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from asyncrl.algorithms.arithmetic.sums import Stats
+from asyncrl.algorithms.arithmetic import Stats
 from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.models.host_copies import HostCopy
 from asyncrl.trainer.batches.micro_batch import MicroBatch

@@ -25,15 +25,15 @@ from asyncrl.models.weights.versions.published import Published, TensorSpec
 from asyncrl.trainer.batches.micro_batch import MicroBatch, micro_batches, wanted_lengths
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import StepBatch
-from asyncrl.trainer.engines.adamw import EngineAdamW
 from asyncrl.trainer.engines.base import StepOutcome, TrainingEngine
 from asyncrl.trainer.engines.host_offload import HostOffload, local
+from asyncrl.trainer.engines.optimizer import EngineOptimizer
 from asyncrl.trainer.engines.vision import RoleVision
 from asyncrl.trainer.model.flops import FlopCount, ForwardPass
 from asyncrl.trainer.model.lora import adapters_off
 from asyncrl.trainer.parallel.rank_position import RankPosition
 
-Optimizer = TypeVar("Optimizer", bound=EngineAdamW)
+Optimizer = TypeVar("Optimizer", bound=EngineOptimizer)
 _log = logging.getLogger(__name__)
 
 

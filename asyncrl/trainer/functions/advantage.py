@@ -8,21 +8,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.arithmetic.sums import Stats, count_stat, mean_stat
-from asyncrl.algorithms.critic_objective import align_values
+from asyncrl.algorithms.arithmetic import Stats, count_stat, mean_stat
+from asyncrl.algorithms.critic import align_values
 from asyncrl.algorithms.inputs import AdvantageInputs, KLInputs
-from asyncrl.algorithms.objective.kl import k1, kl_token_rewards
-from asyncrl.algorithms.spec import KLPlace
-from asyncrl.api.trajectory import role_of
+from asyncrl.algorithms.kl import k1, kl_token_rewards
+from asyncrl.algorithms.registry import KLPlace
+from asyncrl.api.trajectory import GREEDY_REWARD, role_of
 from asyncrl.config.plugin_code.catalog import resolve
-from asyncrl.runtime.ranks import Ranks
+from asyncrl.models.ranks import Ranks
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.functions.inference import taught
 from asyncrl.trainer.functions.model_functions import CallContext, StatValues, model_function
 from asyncrl.trainer.settings import TeacherConfig
-
-GREEDY_REWARD = "agent/greedy_reward"
-"""The greedy answer's reward, which is ReMax's baseline; `asyncrl.rollout.user_code.greedy_baseline` generates it."""
 
 
 @model_function("advantage")

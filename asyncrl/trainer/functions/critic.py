@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.arithmetic.sums import Stats, mean_stat, merge_stats
-from asyncrl.algorithms.critic_objective import align_values
+from asyncrl.algorithms.arithmetic import Stats, mean_stat, merge_stats
+from asyncrl.algorithms.critic import align_values
 from asyncrl.algorithms.inputs import ValueLossInputs
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.step_batch import StepBatch
-from asyncrl.trainer.functions.minibatches import global_normalisers
+from asyncrl.trainer.functions.actor import global_normalisers
 from asyncrl.trainer.functions.model_functions import CallContext, StatValues, model_function
 
 

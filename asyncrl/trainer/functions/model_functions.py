@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
-from asyncrl.algorithms.arithmetic.sums import Stats, all_reduce_stats, values
-from asyncrl.algorithms.critic_objective import ValueNorm, ValueObjective
-from asyncrl.algorithms.objective.kl import KLController
-from asyncrl.algorithms.objective.objective import Objective
-from asyncrl.algorithms.spec import Choice, KLPlace, ObjectiveSpec, ValueNormalisation
+from asyncrl.algorithms.arithmetic import Stats, all_reduce_stats, stat_values
+from asyncrl.algorithms.critic import ValueNorm, ValueObjective
+from asyncrl.algorithms.kl import KLController
+from asyncrl.algorithms.objective import Objective
+from asyncrl.algorithms.registry import Choice, KLPlace, ObjectiveSpec, ValueNormalisation
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.config.plugin_code.signatures import MODEL_FUNCTION
 from asyncrl.config.setting import ChoiceConfig
-from asyncrl.runtime.ranks import Ranks
+from asyncrl.models.ranks import Ranks
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.base import PolicyEngine, TrainingEngine, ValueEngine
 from asyncrl.trainer.settings import AlgorithmConfig
@@ -89,7 +89,7 @@ class CallContext:
 
     def reduce(self, stats: Stats) -> StatValues:
         """Return `stats` over all ranks, as numbers. Every rank must call it with the same keys."""
-        return dict(values(all_reduce_stats(stats, self.ranks.all_reduce_sum, self.ranks.all_reduce_max)))
+        return dict(stat_values(all_reduce_stats(stats, self.ranks.all_reduce_sum, self.ranks.all_reduce_max)))
 
     def _engine(self, role: str, *, deferred: bool = False) -> TrainingEngine:
         try:

@@ -7,9 +7,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.algorithms.arithmetic.packed import segment_sum
-from asyncrl.algorithms.arithmetic.sums import count_stat, mean_stat
-from asyncrl.algorithms.group_view import GroupView, rewards_of_turns
+from asyncrl.algorithms.arithmetic import count_stat, mean_stat, segment_sum
+from asyncrl.algorithms.filters import GroupView, rewards_of_turns
 from asyncrl.api.columns import TOKEN
 from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.trainer.batches.step_batch import StepBatch

@@ -28,19 +28,16 @@ BACKEND: str | Callable[..., Any] = "inductor"
 """torch's name of the compiler, or a function that stands for it."""
 _COMPILATIONS = 64
 """Most compilations of one function. It is compiled for each type, with and without gradients, for sizes of one and of
-more, and for each inner function (the rule of a sliding window), of all models of the process."""
+more, of all models of the process."""
 
 
-def compiled(function: Callable[..., Any], *, whole: bool = False) -> Callable[..., Any]:
-    """Return `function` compiled, at its first call and once for all sizes of its inputs.
-
-    Args:
-        whole: raise an error if a part of it cannot be compiled, or after too many compilations; by default such a part
-            is computed as written.
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` compiled, at its first call and once for all sizes of its inputs; a part of it that cannot be
+    compiled is computed as written.
     """
     # torch's own limit is 8; beyond it everything is computed as written, without an error
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILATIONS)
-    return torch.compile(function, dynamic=True, fullgraph=whole, backend=BACKEND)
+    return torch.compile(function, dynamic=True, backend=BACKEND)
 
 
 def compile_layers(trunk: nn.Module) -> int:

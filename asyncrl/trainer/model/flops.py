@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from asyncrl.models.model_facts import ModelFacts
 from asyncrl.models.transformers_internals import layer_memories, text_part
 
 EXPERTS = "experts"
@@ -37,10 +38,8 @@ TENSOR_AXIS = "tensor"
 _QUERIES = ("q_proj.weight", "q_b_proj.weight", "qkv_proj.weight")
 """Matrices whose slices are those of the heads."""
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
-_NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _NO_LAYER = sys.maxsize
 """First trained layer of a model if only parameters after its layers are trained."""
-_CHOSEN = ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_top_k")
 
 
 class NotCounted(ValueError):
@@ -188,12 +187,10 @@ def _slices(parameter: Tensor) -> int:
 
 def _chosen_experts(config: PretrainedConfig) -> float:
     """Return the share of the experts that a token goes through."""
-    settings = config.to_dict()
-    experts = next((settings[name] for name in _NUMBERS_OF_EXPERTS if settings.get(name)), None)
-    chosen = next((settings[name] for name in _CHOSEN if settings.get(name)), None)
-    if not isinstance(experts, int) or not isinstance(chosen, int):
+    facts = ModelFacts.of(config.to_dict())
+    if not facts.experts_per_token:
         raise NotCounted(f"the configuration of {config.model_type} does not say how many experts a token goes through")
-    return chosen / experts
+    return facts.experts_per_token / facts.experts
 
 
 def _pairs(text: nn.Module, config: PretrainedConfig, first: int | None) -> dict[Attended, Product]:

@@ -6,7 +6,6 @@ list of names could distinguish these. So each layout is tried at load (`asyncrl
 
     sdpa                packed with shared prefixes, then packed, both first with torch's variable-length kernel if
                         there is one, then padded rows with torch's attention, then with transformers' eager one
-    flex_attention      packed with shared prefixes by FlexAttention, then as sdpa
     flash_attention_2   packed by its own kernel, then padded rows
     eager               padded rows
 
@@ -41,6 +40,7 @@ from asyncrl.models.parity import (
 )
 from asyncrl.models.pictures.picture_rows import Pictures
 from asyncrl.models.short_lengths import short_model, spoken
+from asyncrl.models.torch_device import attention_kernel
 from asyncrl.models.transformers_internals import (
     PLAIN_LAYERS,
     RECURRENT_LAYERS,
@@ -49,11 +49,8 @@ from asyncrl.models.transformers_internals import (
     layer_types,
     set_attention,
 )
-from asyncrl.runtime.process.torch_device import attention_kernel
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
-from asyncrl.trainer.model.attention.flex_attention import FLEX
-from asyncrl.trainer.model.attention.packed_attention import PACKED
-from asyncrl.trainer.model.attention.varlen_attention import VARLEN, kernel_exists
+from asyncrl.trainer.model.attention import PACKED, VARLEN, kernel_exists
 from asyncrl.trainer.settings import AttentionImplementation
 
 logger = logging.getLogger(__name__)
@@ -115,20 +112,17 @@ def layout_in_use(
 _HOW = {
     AttentionKind.padded: "on padded rows",
     AttentionKind.tree: "packed with shared prefixes",
-    AttentionKind.flex: "packed with shared prefixes",
 }
 
-_SDPA = (
-    SequenceLayout(AttentionKind.tree, VARLEN),
-    SequenceLayout(AttentionKind.packed, VARLEN),
-    SequenceLayout(AttentionKind.tree, PACKED),
-    SequenceLayout(AttentionKind.packed, PACKED),
-    SequenceLayout(AttentionKind.padded, "sdpa"),
-    SequenceLayout(AttentionKind.padded, "eager"),
-)
 _LAYOUTS: dict[AttentionImplementation, tuple[SequenceLayout, ...]] = {
-    AttentionImplementation.sdpa: _SDPA,
-    AttentionImplementation.flex_attention: (SequenceLayout(AttentionKind.flex, FLEX), *_SDPA),
+    AttentionImplementation.sdpa: (
+        SequenceLayout(AttentionKind.tree, VARLEN),
+        SequenceLayout(AttentionKind.packed, VARLEN),
+        SequenceLayout(AttentionKind.tree, PACKED),
+        SequenceLayout(AttentionKind.packed, PACKED),
+        SequenceLayout(AttentionKind.padded, "sdpa"),
+        SequenceLayout(AttentionKind.padded, "eager"),
+    ),
     AttentionImplementation.flash_attention_2: (
         SequenceLayout(AttentionKind.flash, "flash_attention_2"),
         SequenceLayout(AttentionKind.padded, "flash_attention_2"),
@@ -137,7 +131,7 @@ _LAYOUTS: dict[AttentionImplementation, tuple[SequenceLayout, ...]] = {
 }
 
 
-STREAM_ATTENTION = frozenset({PACKED, VARLEN, FLEX})
+STREAM_ATTENTION = frozenset({PACKED, VARLEN})
 """Attention functions of a micro-batch that is one stream, each of which also works across ranks that have a part of it
 (`asyncrl.trainer.engines.sharded.context_parallel`)."""
 _WHOLE = "a layout without c (trainer.parallel)"

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from asyncrl.algorithms.spec import WHOLE_DISTRIBUTIONS, ValueNormalisation
+from asyncrl.algorithms.registry import WHOLE_DISTRIBUTIONS, ValueNormalisation
 from asyncrl.comm.names import ACTOR
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.graph.call_graph import Graph
+from asyncrl.models.model_facts import ModelFacts, facts_of
 from asyncrl.models.pictures.picture_rules import placeholder_in
 from asyncrl.trainer.engines import AUTO, ENGINES
 from asyncrl.trainer.engines.sharded.architectures import refusals
-from asyncrl.trainer.parallel.model_shape import ModelShape, misfits, shape_of
+from asyncrl.trainer.parallel.layout_limits import misfits
 from asyncrl.trainer.parallel.placement import engine_of, layout_setting, model_of, placement
 from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
 from asyncrl.trainer.settings import AttentionImplementation, ReferenceMode, VisionMode
@@ -30,13 +31,13 @@ def problems(config: ExperimentConfig, graph: Graph, placed: Placement) -> Itera
     yield from _not_supported(config, placed)
 
 
-def base_model_problems(config: ExperimentConfig, graph: Graph, base: ModelShape) -> Iterator[str]:
+def base_model_problems(config: ExperimentConfig, graph: Graph, base: ModelFacts) -> Iterator[str]:
     """Yield error messages about layouts of the base model, which the run makes first if `model.path` is null."""
     yield from _models_that_do_not_fit(config, graph, placement(config, graph), base)
 
 
 def _models_that_do_not_fit(
-    config: ExperimentConfig, graph: Graph, placed: Placement, base: ModelShape | None
+    config: ExperimentConfig, graph: Graph, placed: Placement, base: ModelFacts | None
 ) -> Iterator[str]:
     """Yield an error message for each layout that a role's model cannot be cut into.
 
@@ -45,7 +46,7 @@ def _models_that_do_not_fit(
     said = set()
     for role, grid in placed.grids.items():
         name, path = layout_setting(config, role), model_of(config, graph, role)
-        shape = base if path is None else shape_of(path)
+        shape = base if path is None else facts_of(path)
         if shape is None:
             continue
         for problem in (*refusals(shape.model_type, grid.layout), *misfits(grid.layout, shape)):
@@ -77,7 +78,7 @@ def _not_in_parts(config: ExperimentConfig, graph: Graph, placed: Placement) -> 
             continue
         if padded and not any(name == other for other, _ in said):
             yield (
-                f"{name}={str(grid)!r}: sdpa and flex_attention work where ranks have parts of the tokens (c), and not "
+                f"{name}={str(grid)!r}: sdpa works where ranks have parts of the tokens (c), and not "
                 f"model.attn_implementation={str(attention)!r}; use sdpa, or c1"
             )
         said.add((name, path))

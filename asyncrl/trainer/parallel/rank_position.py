@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from asyncrl.comm.names import ACTOR
-from asyncrl.runtime.ranks import Ranks
+from asyncrl.models.ranks import Ranks
 from asyncrl.trainer.parallel.worker_grid import Coordinates, Placement, WorkerGrid
 
 MESH_AXES = ("pipeline", "replica", "shard", "tensor")

@@ -26,12 +26,11 @@ Trajectories always arrive at the actor's data heads, here workers 0 and 2.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from asyncrl.comm.names import ACTOR
 from asyncrl.trainer.parallel.layout import Layout
-from asyncrl.trainer.parallel.shards import ModelShardID, RoutingTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +41,10 @@ class Coordinates:
     data: int
     tensor: int
     context: int = 0
+
+    def __str__(self) -> str:
+        context = f".cp{self.context}" if self.context else ""
+        return f"dp{self.data}{context}.tp{self.tensor}.pp{self.pipeline}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,19 +110,6 @@ class WorkerGrid(Layout):
         """The worker that completes published weights and checkpoints, and sends weights from its memory."""
         return self.worker_at(Coordinates(0, 0, 0))
 
-    def shard(self, role: str, worker: int) -> ModelShardID:
-        """Return the shard of `role` on `worker`.
-
-        Raises:
-            ValueError: it is not in the grid.
-        """
-        place = self.coordinates(worker)
-        return ModelShardID(role, place.data, place.tensor, place.pipeline, place.context)
-
-    def routing_table(self, roles: Iterable[str]) -> RoutingTable:
-        """Return the workers of all shards of `roles`, which are spread over this grid, and of the data slots."""
-        return Placement(dict.fromkeys((ACTOR, *roles), self)).routing_table()
-
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -165,11 +155,11 @@ class Placement:
         """All roles, the actor among them."""
         return tuple(self.grids)
 
-    def shards_of(self, worker: int) -> tuple[ModelShardID, ...]:
-        """Return the shards that `worker` hosts, in the order of the roles."""
-        return tuple(grid.shard(role, worker) for role, grid in self.grids.items() if worker in grid.members)
+    @property
+    def members(self) -> dict[str, list[int]]:
+        """The workers that host each role, in ascending order."""
+        return {role: list(grid.members) for role, grid in self.grids.items()}
 
-    def routing_table(self) -> RoutingTable:
-        """Return the workers of every shard and of every data slot."""
-        shards = {grid.shard(role, worker): worker for role, grid in self.grids.items() for worker in grid.members}
-        return RoutingTable(shards, self.actor.data_heads)
+    def shards_of(self, worker: int) -> dict[str, Coordinates]:
+        """Return the roles that `worker` hosts, with its place in the grid of each."""
+        return {role: grid.coordinates(worker) for role, grid in self.grids.items() if worker in grid.members}

@@ -22,8 +22,8 @@ from asyncrl.comm.name_resolve import NameResolver
 from asyncrl.comm.names import TRAINING_WORLD_KEY
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import MEETING_PREFIX
+from asyncrl.models.ranks import Ranks
 from asyncrl.runtime.process.hardware import interface_of
-from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.engines import ENGINES
 from asyncrl.trainer.parallel.placement import engine_of
 from asyncrl.trainer.parallel.process_groups import Collectives

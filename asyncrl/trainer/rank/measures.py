@@ -1,16 +1,211 @@
-"""Measurements of a training rank's steps: operations per second, memory, and profiles of chosen steps."""
+"""Measurements of a training rank's steps: operations per second, memory, profiles of chosen steps.
+
+Profiles
+--------
+They are in the run's folder:
+
+    profile/step-10.rank-0.trace.json.gz    torch's trace, for ui.perfetto.dev or chrome://tracing
+            step-10.rank-0.memory.pickle    history of the GPU's memory, for pytorch.org/memory_viz
+
+Utilisation
+-----------
+The share of its device's peak that the rank reaches: model FLOPs utilisation, MFU (arXiv 2204.02311, appendix B).
+
+The operations are those of `asyncrl.trainer.model.flops`, the seconds those of the step's calls on this rank, waits
+included. The peak of a known GPU is its maker's for dense products in bfloat16; any other peak is that
+of torch's matrix product in the run's type, measured once.
+"""
 
 from __future__ import annotations
 
+import logging
+import re
 import resource
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 
 import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.memory_advice import OUT_OF_MEMORY, in_order, is_out_of_memory, trainer_settings
+from asyncrl.models.ranks import PeerFailed
+from asyncrl.models.torch_device import on_gpu_with_others, shortage
+from asyncrl.observe.settings import ProfileConfig
+from asyncrl.runtime.process.worker import OutOfMemory
+from asyncrl.trainer.engines.base import TrainingEngine
 from asyncrl.trainer.messages import EndedStep
-from asyncrl.trainer.rank.profile import StepProfile
-from asyncrl.trainer.rank.utilisation import Utilisation
+
+_MEMORY_EVENTS = 200_000
+"""Number of the newest allocations and frees that the history keeps."""
+
+_log = logging.getLogger(__name__)
+
+
+class StepProfile:
+    """Records the work of a rank between `begin` and `end` of the steps listed in `settings`.
+
+    Args:
+        rank: index of the ModelWorker.
+        folder: folder of the files; created with the first file.
+    """
+
+    def __init__(self, settings: ProfileConfig, rank: int, folder: Path, device: torch.device) -> None:
+        self._steps = frozenset(settings.steps) if rank in settings.ranks else frozenset[int]()
+        self._rank, self._folder = rank, folder
+        self._on_gpu = device.type == "cuda"
+        self._memory = settings.memory and self._on_gpu
+        if self._steps and settings.memory and not self._on_gpu:
+            _log.info("profile.memory: the history of a GPU's memory; this rank computes on the %s", device.type)
+        self._step = 0
+        self._profile: profile | None = None
+
+    def begin(self, step: int) -> None:
+        """Start recording if `step` is to be profiled; an unfinished recording is dropped."""
+        self._drop()
+        if step not in self._steps:
+            return
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
+        self._step, self._profile = step, profile(activities=activities, record_shapes=True)
+        self._profile.start()
+        if self._memory:
+            torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
+
+    def call(self, name: str) -> AbstractContextManager[object]:
+        """Label everything within this block as `name` in the trace."""
+        return nullcontext() if self._profile is None else record_function(name)
+
+    def end(self) -> list[Path]:
+        """End the step and write its files; returns them."""
+        if self._profile is None:
+            return []
+        self._profile.stop()
+        try:
+            files = self._write(self._profile)
+        except (OSError, RuntimeError) as error:  # for example a full disk; the step is trained anyway
+            _log.warning("the profile of step %d could not be written: %s", self._step, error)
+            files = []
+        self._drop(stopped=True)
+        if files:
+            _log.info("profile of step %d: %s", self._step, ", ".join(map(str, files)))
+        return files
+
+    def _write(self, recorded: profile) -> list[Path]:
+        self._folder.mkdir(exist_ok=True)
+        stem = f"step-{self._step}.rank-{self._rank}"
+        files = [self._folder / f"{stem}.trace.json.gz"]
+        recorded.export_chrome_trace(str(files[0]))
+        if self._memory:
+            files.append(self._folder / f"{stem}.memory.pickle")
+            torch.cuda.memory._dump_snapshot(str(files[1]))  # type: ignore[no-untyped-call]
+        return files
+
+    def _drop(self, *, stopped: bool = False) -> None:
+        if self._profile is None:
+            return
+        if not stopped:
+            self._profile.stop()
+        if self._memory:
+            torch.cuda.memory._record_memory_history(enabled=None)
+        self._profile = None
+
+
+BFLOAT16_PEAKS = {
+    "GB200": 2.5e15,
+    "B200": 2.25e15,
+    "GH200": 9.89e14,
+    "H200": 9.89e14,
+    "H100 PCIe": 7.56e14,
+    "H100 NVL": 8.35e14,
+    "H100": 9.89e14,
+    "H800": 9.89e14,
+    "H20": 1.48e14,
+    "A100": 3.12e14,
+    "A800": 3.12e14,
+    "L40S": 3.62e14,
+    "A10G": 7.0e13,
+    "L4": 1.21e14,
+}
+"""Dense operations per second in bfloat16 (NVIDIA's data sheets), by words in torch's name of the GPU; the first match
+counts."""
+_CPU_SIZE, _GPU_SIZE = 512, 4096
+_REPEATS = 5
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the peak operations per second of matrix products of `dtype` on `device`."""
+    if device.type == "cuda" and dtype == torch.bfloat16:
+        name = torch.cuda.get_device_name(device)
+        known = next((peak for words, peak in BFLOAT16_PEAKS.items() if re.search(rf"\b{words}\b", name)), None)
+        if known is not None:
+            return known
+    return measured_peak(device, dtype)
+
+
+def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the operations per second of the fastest of several matrix products."""
+    size = _CPU_SIZE if device.type == "cpu" else _GPU_SIZE
+    matrix = torch.randn(size, size, device=device).to(dtype)
+    fastest = min(_seconds(matrix) for _ in range(1 + _REPEATS))
+    return 2.0 * size**3 / fastest
+
+
+def _seconds(matrix: torch.Tensor) -> float:
+    begin = time.perf_counter()
+    matrix @ matrix
+    if matrix.is_cuda:
+        torch.cuda.synchronize(matrix.device)
+    return time.perf_counter() - begin
+
+
+class Utilisation:
+    """Counts the operations and the seconds of the calls that this rank runs.
+
+    Args:
+        engines: engine of every role that the rank hosts.
+        peak: peak of the rank's device, in operations per second.
+    """
+
+    def __init__(self, engines: Mapping[str, TrainingEngine], peak: float) -> None:
+        self._engines, self._peak = engines, peak
+        self._computing_s = 0.0
+        self._step = (0.0, 0.0)
+        self._mfu: float | None = None
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Count the time within this block as time of a call."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._computing_s += time.perf_counter() - began
+
+    def end_step(self) -> tuple[float, float] | None:
+        """Return operations per second and MFU of the step's calls; None if they are not counted."""
+        total = self._total()
+        if total is None:
+            return None
+        flops, seconds = total - self._step[0], self._computing_s - self._step[1]
+        self._step = (total, self._computing_s)
+        speed = flops / seconds if seconds else 0.0
+        self._mfu = speed / self._peak
+        return speed, self._mfu
+
+    def gauges(self) -> dict[str, float]:
+        """Return figures for a line of `observed/`."""
+        figures = {"computing_s": round(self._computing_s, 3), "peak_flops": self._peak}
+        if (total := self._total()) is not None:
+            figures["flops_total"] = total
+        if self._mfu is not None:
+            figures["mfu"] = round(self._mfu, 5)
+        return figures
+
+    def _total(self) -> float | None:
+        counts = [engine.flops for engine in self._engines.values()]
+        return None if None in counts else sum(count for count in counts if count is not None)
 
 
 class StepMeasures:
@@ -62,3 +257,48 @@ def _peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class MemoryShortage:
+    """Turns torch's errors into one message for the user.
+
+    Args:
+        name: name of the process.
+        device: device of the rank.
+        roles: number of models on the rank.
+    """
+
+    def __init__(self, config: ExperimentConfig, name: str, device: torch.device, roles: int) -> None:
+        self._config, self._name, self._device, self._roles = config, name, device, roles
+
+    @contextmanager
+    def explained(self, what: str, *, forward: bool = False, backward: bool = False) -> Iterator[None]:
+        """Raise OutOfMemory in place of torch's error within this block. Other errors pass unchanged.
+
+        Args:
+            what: the work of the block, for the message.
+            forward: it computes with micro-batches.
+            backward: it trains with them.
+
+        Raises:
+            OutOfMemory: the memory of the device is used up, here or on another rank.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            settings = trainer_settings(
+                self._config,
+                backward=backward,
+                forward=forward,
+                on_gpu=self._device.type == "cuda",
+                roles=self._roles,
+                shared=on_gpu_with_others(self._device),
+            )
+            if isinstance(error, PeerFailed):
+                happened = f"{OUT_OF_MEMORY}: {error}"
+            else:
+                happened = shortage(self._name, what, self._device, error)
+            lower = f"{in_order([*settings])}; --show-allocation prints the need by part"
+            raise OutOfMemory.observed(happened, lower) from error

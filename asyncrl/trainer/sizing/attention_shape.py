@@ -11,8 +11,7 @@ from typing import Self
 
 import numpy as np
 
-from asyncrl.trainer.batches.micro_batch_layout import Block, Ints, blocks
-from asyncrl.trainer.batches.prefix_tree import WORTHWHILE, Branches, lay_out
+from asyncrl.trainer.batches.micro_batch_layout import WORTHWHILE, Block, Branches, Ints, blocks, lay_out
 
 
 @dataclass(frozen=True, slots=True)

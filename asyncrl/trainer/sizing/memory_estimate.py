@@ -1,6 +1,7 @@
-"""Memory that a layout needs of each rank, estimated before anything starts. docs/sizing.md derives the model.
+"""Memory that a layout needs of each rank, estimated before anything starts.
 
-Parameters are counted (`sized_model`).
+Parameters are counted (`sized_model`). Activations are those of Korthikanti et al. (2205.05198, section 4), for
+decoders with RMSNorm, SwiGLU and no dropout, without sequence parallelism. docs/sizing.md has tables.
 
 Kept from step to step, for P values on the rank (a shard of them under the sharded engine), in bytes:
 
@@ -30,13 +31,14 @@ from math import lcm, prod
 
 from asyncrl.config.setting import Dtype
 from asyncrl.models.chunked_logprobs import MAX_LOGITS_BYTES
+from asyncrl.models.model_facts import ModelFacts
 from asyncrl.trainer.engines import ENGINES
-from asyncrl.trainer.engines.adamw import PIECE
+from asyncrl.trainer.engines.optimizer import PIECE
 from asyncrl.trainer.parallel.layout import Layout, stage_layers
 from asyncrl.trainer.parallel.worker_grid import Coordinates
 from asyncrl.trainer.settings import AttentionImplementation
 from asyncrl.trainer.sizing.attention_shape import AttentionShape
-from asyncrl.trainer.sizing.sized_model import ModelSizes, Parameter, SizedModel
+from asyncrl.trainer.sizing.sized_model import Parameter, SizedModel
 
 LOGITS_COPIES = 4
 """fp32 copies of a chunk's logits at the peak, in its backward pass: logits, log-softmax, and a gradient of each."""
@@ -215,7 +217,7 @@ def _adapter(parameter: Parameter, shape: tuple[int, ...], work: Workload) -> in
     return work.adapter_rank * sum(shape)
 
 
-def layer_bytes_per_token(sizes: ModelSizes, tensor: int, work: Workload, context: int = 1) -> int:
+def layer_bytes_per_token(sizes: ModelFacts, tensor: int, work: Workload, context: int = 1) -> int:
     """Return the bytes that autograd keeps of one decoder layer, per token, on one of `tensor` slices.
 
     A norm keeps its input (in fp32) and its normalised input, a linear layer its input, SwiGLU gate, silu(gate), up and
@@ -250,7 +252,7 @@ def layer_bytes_per_token(sizes: ModelSizes, tensor: int, work: Workload, contex
     return kept
 
 
-def _recomputed_bytes_per_token(sizes: ModelSizes, tensor: int, work: Workload, context: int) -> int:
+def _recomputed_bytes_per_token(sizes: ModelFacts, tensor: int, work: Workload, context: int) -> int:
     """Return bytes per token of a layer that is recomputed, at the larger of its two peaks.
 
     One is in the backward pass of the feed-forward: all that the layer keeps, and two gradients. The other is in the

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, cast
 
@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
 
+from asyncrl.models.model_facts import ModelFacts
 from asyncrl.models.transformers_internals import EXPERTS_PARAMETER, language_model_for
 from asyncrl.trainer.parallel.layout import Layout, slice_of, stage_layers
 
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,29 +55,6 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelSizes:
-    """Sizes that activations depend on; `feed_forward` is one expert's if there are `experts_per_token`.
-
-    Attributes:
-        shared_feed_forward: width of the feed-forward that every token goes through beside its experts; 0 if there is
-            none.
-        query_key_norm: queries and keys are normalised.
-    """
-
-    layers: int
-    hidden: int
-    vocabulary: int
-    query_heads: int
-    key_value_heads: int
-    head_size: int
-    feed_forward: int
-    experts: int = 0
-    experts_per_token: int = 0
-    shared_feed_forward: int = 0
-    query_key_norm: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class SizedModel:
     """The parameters of a model, each once: a tied head is not listed.
 
@@ -89,7 +66,7 @@ class SizedModel:
 
     name: str
     parameters: tuple[Parameter, ...]
-    sizes: ModelSizes
+    sizes: ModelFacts
     embedding: str
     tied: bool
     head: bool = True
@@ -132,7 +109,7 @@ def count(described: Mapping[str, Any], *, value_model: bool = False) -> SizedMo
 def sized(model: PreTrainedModel, *, value_model: bool = False) -> SizedModel:
     """Count a model that is already built; see `count`."""
     text = model.config.get_text_config()
-    sizes = _sizes(model, text)
+    sizes = _facts(model, text)
     cut = _Cuts(model, sizes)
     parameters, layers_begun = [], False
     embedding = model.get_input_embeddings()
@@ -160,33 +137,18 @@ def _layers_name(model: PreTrainedModel, layers: int, beside: str) -> str:
     raise ValueError(f"{type(model).__name__} has no list of its {layers} layers beside its embedding")
 
 
-def _sizes(model: PreTrainedModel, text: PretrainedConfig) -> ModelSizes:
-    settings = text.to_dict()
-    hidden, heads = int(text.hidden_size), int(text.num_attention_heads)
-    experts = next((settings[name] for name in _EXPERTS if settings.get(name)), 0)
-    feed_forward = int(settings.get("intermediate_size") or 4 * hidden)
-    if experts:
-        feed_forward = int(settings.get("moe_intermediate_size") or feed_forward)
-    shared = settings.get("shared_expert_intermediate_size") or (settings.get("n_shared_experts") or 0) * feed_forward
-    return ModelSizes(
-        layers=int(text.num_hidden_layers),
-        hidden=hidden,
-        vocabulary=int(text.vocab_size),
-        query_heads=heads,
-        key_value_heads=int(settings.get("num_key_value_heads") or heads),
-        head_size=int(settings.get("head_dim") or hidden // heads),
-        feed_forward=feed_forward,
-        experts=int(experts),
-        experts_per_token=int(settings.get("num_experts_per_tok") or 0) if experts else 0,
-        shared_feed_forward=int(shared) if experts else 0,
-        query_key_norm=any(name.endswith("q_norm.weight") for name, _ in model.named_parameters()),
-    )
+def _facts(model: PreTrainedModel, text: PretrainedConfig) -> ModelFacts:
+    """Return the facts of a model, whose configuration may have these sizes under other names."""
+    names = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+    facts = ModelFacts.of(text.to_dict() | {name: int(getattr(text, name)) for name in names})
+    normalised = any(name.endswith("q_norm.weight") for name, _ in model.named_parameters())
+    return replace(facts, query_key_norm=normalised)
 
 
 class _Cuts:
     """The dimension along which each parameter is cut into tensor slices, by transformers' own plans for the model."""
 
-    def __init__(self, model: PreTrainedModel, sizes: ModelSizes) -> None:
+    def __init__(self, model: PreTrainedModel, sizes: ModelFacts) -> None:
         self._plan = {"lm_head": "colwise", **(model.tp_plan or {}), **(model.ep_plan or {})}
         self._sizes = sizes
 

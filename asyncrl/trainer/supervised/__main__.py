@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]
 
 from asyncrl.comm.typed import convert
-from asyncrl.trainer.supervised.make_model import make_base_model, run_dir_of
-from asyncrl.trainer.supervised.settings import SFTConfig, SupervisedOptimizer
+from asyncrl.trainer.supervised.base_model import run_dir_of
+from asyncrl.trainer.supervised.make_model import make_base_model
+from asyncrl.trainer.supervised.settings import SFTConfig
 from asyncrl.trainer.supervised.start_ranks import other_ranks
 from asyncrl.trainer.supervised.supervised_loop import SFTProgress
 
@@ -26,8 +26,7 @@ def main(config_file: Path, out_dir: Path, rank: int | None) -> None:
     if rank is not None:
         make_base_model(config, out_dir, rank=rank)
         return
-    alone = config.optimizer == SupervisedOptimizer.muon
-    with nullcontext() if alone else other_ranks(config, sys.argv[1:3], run_dir_of(out_dir)):
+    with other_ranks(config, sys.argv[1:3], run_dir_of(out_dir)):
         make_base_model(config, out_dir, progress=_report, note=_note)
 
 

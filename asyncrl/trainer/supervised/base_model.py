@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import deque
@@ -26,9 +27,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from asyncrl.comm.files.private_files import NotPrivate, check_tree, make_private_folder
+from asyncrl.comm.files import NotPrivate, check_tree, make_private_folder
 from asyncrl.config.load import experiments_dir
-from asyncrl.config.run_dir import plain_settings
+from asyncrl.config.run_dir import CHECKPOINTS_DIR, plain_settings
 from asyncrl.config.values import to_yaml
 from asyncrl.models.model_config import for_all_versions, read_model_config
 from asyncrl.models.weights import atomic_dir
@@ -143,6 +144,11 @@ def ensure_base_model(config: SFTConfig) -> Path:
     return folder
 
 
+def run_dir_of(out_dir: Path) -> Path:
+    """Return the folder of the run that makes `out_dir`."""
+    return out_dir.with_name(f"{out_dir.name}.run")
+
+
 def _copy(shipped: Path, folder: Path) -> None:
     aside = atomic_dir.begin(folder)
     for name, file in model_files(shipped).items():
@@ -173,6 +179,9 @@ def _make(config: SFTConfig, folder: Path) -> None:
         code = process.wait()
         if code != 0:
             config_file.unlink()
+            run_dir = run_dir_of(folder)
+            if not any(run_dir.glob(f"{CHECKPOINTS_DIR}/*")):  # nothing to resume from
+                shutil.rmtree(run_dir, ignore_errors=True)
     if code != 0:
         raise BaseModelError(f"the base model's training exited with {code}:\n" + "\n".join(last_lines))
     config_file.rename(folder / "sft.yaml")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from asyncrl.config.plugin_code import catalog
 from asyncrl.config.plugin_code.import_paths import PluginError
@@ -17,16 +16,15 @@ from asyncrl.runtime.process.hardware import count_gpus
 from asyncrl.trainer.model.lora_checks import lora_problems
 from asyncrl.trainer.parallel.placement import layout_of
 from asyncrl.trainer.parallel.worker_grid import WorkerGrid
-from asyncrl.trainer.settings import LoraPublish
+from asyncrl.trainer.settings import LoraPublish, OptimizerName
 from asyncrl.trainer.supervised.losses import LABEL_LOSS, REWARD_LOSS, loss_kind
-from asyncrl.trainer.supervised.settings import CROSS_ENTROPY, MUON_LR, SFTConfig, SupervisedOptimizer
+from asyncrl.trainer.supervised.settings import CROSS_ENTROPY, MUON_LR, SFTConfig
 
 
 def check(config: SFTConfig) -> Iterator[str]:
     """Yield an error message for each invalid setting: `setting=value: what is wrong; what to do`."""
     data = config.dataset
-    args = [{**data.args, **phase.args} for phase in config.phases] or [data.args]
-    yield from dict.fromkeys(problem for each in args for problem in source_problems("dataset", data.path, each))
+    yield from source_problems("dataset", data.path)
     if is_data_path(data.path):
         yield from (
             f"dataset.args.{name}: it is set by asyncrl for supervised training; leave it out"
@@ -71,7 +69,7 @@ def _loss(config: SFTConfig) -> Iterator[str]:
     except ValueError as error:
         yield f"loss.params={loss.params}: {error}"
     given = f"loss.name={loss.name!r}"
-    if config.optimizer == SupervisedOptimizer.muon:
+    if config.optimizer == OptimizerName.muon:
         yield f"{given}: optimizer=muon learns from demonstrations alone; use optimizer=adamw"
     if config.dataset.train_on != TrainOn.all:
         yield f"{given}: the answers' turns carry loss, so dataset.train_on does nothing; leave it out"
@@ -87,7 +85,7 @@ def _held_out(config: SFTConfig) -> Iterator[str]:
     if not held_out.interval:
         return
     if held_out.path is not None:
-        yield from source_problems("eval", held_out.path, held_out.args)
+        yield from source_problems("eval", held_out.path)
     elif is_data_path(data.path) and not data.args.get("held_out_share"):
         yield (
             f"eval.path=null: the held-out loss would be measured on the training file {data.path!r} itself; give it a "
@@ -99,13 +97,8 @@ def _held_out(config: SFTConfig) -> Iterator[str]:
 def _engine(config: SFTConfig) -> Iterator[str]:
     """Yield an error message for each problem of the settings of optimizer, adapters and layout."""
     lora, parallel = config.model.lora, config.trainer.parallel
-    if config.optimizer == SupervisedOptimizer.muon:
-        given: dict[str, Any] = {
-            "model.lora.rank": lora.rank,
-            "trainer.gradient_checkpointing": config.trainer.gradient_checkpointing,
-            "checkpoint.interval": config.checkpoint.interval,
-        }
-        given |= {} if parallel == "d1" else {"trainer.parallel": parallel}
+    if config.optimizer == OptimizerName.muon:
+        given = {"model.lora.rank": lora.rank, "trainer.parallel": None if parallel == "d1" else parallel}
         for name, value in given.items():
             if value:
                 yield f"{name}={value}: optimizer=muon trains whole weights in one process; use optimizer=adamw"
@@ -120,9 +113,11 @@ def _engine(config: SFTConfig) -> Iterator[str]:
             f"trainer.parallel={parallel!r}: {ranks} ranks want a GPU each and this machine shows {gpus}; use a layout "
             "of that many ranks, or device=cpu"
         )
-    if config.optimizer == SupervisedOptimizer.adamw and config.lr != MUON_LR:
+    if config.optimizer == OptimizerName.adamw and config.lr != MUON_LR:
         yield f"lr={config.lr:g}: it is Muon's rate, and optimizer=adamw has another; set adamw_lr={config.lr:g}"
-    if config.optimizer == SupervisedOptimizer.muon and config.model.path is not None:
+    if config.optimizer == OptimizerName.muon and config.adamw_lr == 0.0 and config.lr:
+        yield f"adamw_lr=0: Muon's rate follows its schedule, so lr={config.lr:g} would be 0 too; set a small adamw_lr"
+    if config.optimizer == OptimizerName.muon and config.model.path is not None:
         yield (
             f"model.path={config.model.path!r}: optimizer=muon trains models from scratch, at rates that ruin a "
             "pretrained one; use optimizer=adamw, with adamw_lr=1e-5 or another rate for fine-tuning"

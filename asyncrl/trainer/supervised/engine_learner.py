@@ -1,4 +1,4 @@
-"""Learning with AdamW by the engines of RL training: packed if that is proven correct, with adapters and layouts.
+"""Learning by the engines of RL training: packed if that is proven correct, with adapters and layouts.
 
 `engine_objective` makes the loss with its engine, `versions` writes the model; this module has steps and checkpoints.
 
@@ -24,6 +24,7 @@ from asyncrl.models.weights.versions.manifest import FileEntry
 from asyncrl.plugins.datasets.supervised.demonstrations import Demonstration
 from asyncrl.trainer.model.lora_checks import publishes_adapters
 from asyncrl.trainer.parallel.rank_position import World
+from asyncrl.trainer.settings import OptimizerName
 from asyncrl.trainer.supervised.engine_objective import engine_settings, make_objective
 from asyncrl.trainer.supervised.model_versions import ModelVersions
 from asyncrl.trainer.supervised.objectives import Measures
@@ -31,7 +32,7 @@ from asyncrl.trainer.supervised.settings import SFTConfig
 
 
 class EngineLearner:
-    """Trains a model with AdamW, by the engines of RL training. All ranks call its methods together.
+    """Trains a model by the engines of RL training. All ranks call its methods together.
 
     Args:
         model: Hugging Face folder to begin with.
@@ -72,7 +73,8 @@ class EngineLearner:
         outcome = self._engine.step(self._settings.learning_rate(self._steps))
         self._steps += 1
         if not outcome.applied:
-            raise FloatingPointError(f"the gradient's norm is {outcome.grad_norm}; lower adamw_lr")
+            rates = "lr and adamw_lr" if self._settings.optimizer.name == OptimizerName.muon else "adamw_lr"
+            raise FloatingPointError(f"the gradient's norm is {outcome.grad_norm}; lower {rates}")
         return measures
 
     def measure(self, batch: Sequence[Demonstration]) -> Measures:

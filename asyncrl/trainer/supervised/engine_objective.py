@@ -15,7 +15,7 @@ from asyncrl.trainer.engines.base import engine_loader
 from asyncrl.trainer.engines.lora_reference import LoraReference
 from asyncrl.trainer.parallel.placement import engine_of
 from asyncrl.trainer.parallel.rank_position import RankPosition
-from asyncrl.trainer.settings import LearningRateSchedule, LoraPublish, OptimizerConfig
+from asyncrl.trainer.settings import LearningRateSchedule, LoraPublish, OptimizerConfig, OptimizerName
 from asyncrl.trainer.supervised.losses import PAIR_LOSS, REWARD_LOSS, loss_kind
 from asyncrl.trainer.supervised.objectives import (
     Imitation,
@@ -25,6 +25,9 @@ from asyncrl.trainer.supervised.objectives import (
     RewardModelling,
 )
 from asyncrl.trainer.supervised.settings import SFTConfig
+
+MUON_DECAY = 0.01
+"""Weight decay of the matrices of a model that Muon trains from scratch."""
 
 
 def make_objective(
@@ -61,8 +64,13 @@ def engine_settings(config: SFTConfig, model: Path, total: int) -> ExperimentCon
     translated.trainer.share_prefixes, translated.trainer.ppo_minibatches, translated.trainer.ppo_epochs = False, 1, 1
     translated.trainer.threads = config.threads
     translated.generation.context_length = config.dataset.max_tokens
+    by_muon = config.optimizer == OptimizerName.muon
     translated.optimizer = OptimizerConfig(
+        name=config.optimizer,
         lr=config.adamw_lr,
+        muon_lr=config.lr if by_muon else None,
+        weight_decay=MUON_DECAY if by_muon else 0.0,
+        decay_embeddings=not by_muon,
         max_grad_norm=config.max_grad_norm,
         schedule=LearningRateSchedule.cosine,
         min_lr_share=config.min_lr_share,

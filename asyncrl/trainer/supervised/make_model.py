@@ -1,48 +1,39 @@
-"""Make the folder of a model by supervised training: its first weights, the loop, and the files beside the weights.
-
-The loop (`supervised_loop`) takes the steps. Its learner is AdamW by the engines of RL training (`engine_learner`), or
-Muon (`muon`). Muon is not a part of the engines: it orthogonalises whole matrices, which no rank of a sharded engine
-has. Only the small models of the demos are trained from scratch.
-"""
+"""Make the folder of a model by supervised training: its first weights, the loop, and the files beside the weights."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, Self, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.api import Tokenizer
-from asyncrl.comm.files.private_files import make_private_folder
+from asyncrl.comm.files import make_private_folder
 from asyncrl.config.run_dir import METRICS_FILE, write_run_config
 from asyncrl.models.model_config import CONFIG_FILE as MODEL_CONFIG
 from asyncrl.models.model_config import TOKENIZER_CONFIG_FILE, for_all_versions
+from asyncrl.models.torch_device import choose_device
 from asyncrl.models.weights import atomic_dir
-from asyncrl.models.weights.model_files.whole_folder import check_whole
 from asyncrl.observe.history.tail import read_rows
 from asyncrl.plugins.datasets.tokenizers import (
     CharTokenizer,
-    ChatTokenizer,
     FastTokenizer,
     HuggingFaceTokenizer,
     load_tokenizer,
     model_files,
 )
-from asyncrl.runtime.process.torch_device import choose_device
+from asyncrl.trainer.supervised.base_model import run_dir_of
 from asyncrl.trainer.supervised.engine_learner import EngineLearner
-from asyncrl.trainer.supervised.muon import MuonLearner
-from asyncrl.trainer.supervised.settings import DEMO_MODEL, SFTConfig, SupervisedOptimizer
+from asyncrl.trainer.supervised.settings import DEMO_MODEL, SFTConfig
 from asyncrl.trainer.supervised.start_ranks import joined
 from asyncrl.trainer.supervised.supervised_loop import (
-    Learner,
     NoteCallback,
     ProgressCallback,
     SFTPhase,
@@ -64,8 +55,8 @@ def make_base_model(
     """Train and save the model that `config` describes in the Hugging Face layout; the folder appears only once it is
     complete.
 
-    The same config, with the same `threads`, gives the same model. With `optimizer=adamw` the run has its own folder,
-    `<out_dir>.run`. If that folder exists, the run resumes from it. It is kept afterwards if checkpoints are on.
+    The same config, with the same `threads`, gives the same model. The run has its own folder, `<out_dir>.run`. If that
+    folder exists, the run resumes from it. It is kept afterwards if checkpoints are on.
 
     Args:
         out_dir: folder of the model; an existing one is replaced.
@@ -83,10 +74,19 @@ def make_base_model(
         raise ValueError("supervised training has 0 steps: give at least one phase with steps >= 1")
     folder = config.model.path if config.model.path is not None else config.model.tokenizer
     tokenizer = CharTokenizer() if folder is None else load_tokenizer(folder)
-    by, started = _by_muon if config.optimizer == SupervisedOptimizer.muon else _by_engine, time.monotonic()
+    run_dir, device, started = run_dir_of(out_dir), choose_device("device", config.device), time.monotonic()
     with _threads(config.threads), torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        with by(config, out_dir, tokenizer, sum(steps), rank) as (learner, save, file):
+        initial = run_dir / "initial" if config.model.path is None else Path(config.model.path).expanduser().resolve()
+        if rank == 0:
+            make_private_folder(run_dir)
+            write_run_config(config, run_dir)
+            if config.model.path is None and not initial.is_dir():
+                model = _random_model(config.model.architecture or DEMO_MODEL, tokenizer)
+                save_model(model, tokenizer, initial, {})
+        with joined(config, run_dir, rank, sum(steps), device) as world:
+            learner = EngineLearner(initial, run_dir, config, sum(steps), world, device)
+            file = run_dir / METRICS_FILE if rank == 0 else None
             before = [] if file is None else [row for row in read_rows(file) if row["step"] <= learner.steps_done]
             with _Rows(file, before) as rows:
                 loss = train_on_demonstrations(
@@ -98,58 +98,10 @@ def make_base_model(
                     note=note,
                     last_loss=before[-1]["loss"] if before else 0.0,
                 )
-            save(_records(config, steps, loss, started, rows.all))
-    return out_dir
-
-
-class _Run(NamedTuple):
-    """A model in training."""
-
-    learner: Learner
-    save: Callable[[dict[str, bytes]], None]
-    """Makes the folder of the trained model, with further files, given by name."""
-    rows: Path | None
-    """File that keeps the metrics of the steps while the training runs; None if they are not kept, or another rank
-    keeps them.
-    """
-
-
-@contextmanager
-def _by_muon(config: SFTConfig, out_dir: Path, tokenizer: ChatTokenizer, total: int, rank: int) -> Iterator[_Run]:
-    initial = config.model.path
-    if initial is not None:
-        check_whole(initial)
-    model = (
-        _random_model(config.model.architecture or DEMO_MODEL, tokenizer)
-        if initial is None
-        else cast(PreTrainedModel, AutoModelForCausalLM.from_pretrained(initial, dtype=torch.float32))
-    )
-    model.to(choose_device("device", config.device))  # type: ignore[arg-type]
-
-    def save(beside: dict[str, bytes]) -> None:
-        model.train(False)
-        save_model(model.to("cpu"), tokenizer, out_dir, beside)  # type: ignore[arg-type]
-
-    yield _Run(MuonLearner(model, config, total), save, None)
-
-
-@contextmanager
-def _by_engine(config: SFTConfig, out_dir: Path, tokenizer: ChatTokenizer, total: int, rank: int) -> Iterator[_Run]:
-    run_dir = run_dir_of(out_dir)
-    initial = run_dir / "initial" if config.model.path is None else Path(config.model.path).expanduser().resolve()
-    if rank == 0:
-        make_private_folder(run_dir)
-        write_run_config(config, run_dir)
-        if config.model.path is None and not initial.is_dir():
-            model = _random_model(config.model.architecture or DEMO_MODEL, tokenizer)
-            save_model(model, tokenizer, initial, {})
-    device = choose_device("device", config.device)
-    with joined(config, run_dir, rank, total, device) as world:
-        learner = EngineLearner(initial, run_dir, config, total, world, device)
-        save = partial(learner.finish, total, out_dir)
-        yield _Run(learner, save, run_dir / METRICS_FILE if rank == 0 else None)
+            learner.finish(sum(steps), out_dir, _records(config, steps, loss, started, rows.all))
     if rank == 0 and not config.checkpoint.interval:
         shutil.rmtree(run_dir)
+    return out_dir
 
 
 class _Rows:
@@ -203,11 +155,6 @@ def _records(
     }
     lines = "".join(json.dumps(row) + "\n" for row in measured)
     return {"training.json": f"{json.dumps(record, indent=2)}\n".encode(), METRICS_FILE: lines.encode()}
-
-
-def run_dir_of(out_dir: Path) -> Path:
-    """Return the folder of the run that makes `out_dir`."""
-    return out_dir.with_name(f"{out_dir.name}.run")
 
 
 def save_model(model: PreTrainedModel, tokenizer: Tokenizer, out_dir: Path, beside: Mapping[str, bytes]) -> None:

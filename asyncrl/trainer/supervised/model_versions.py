@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from asyncrl.comm.names import ACTOR
+from asyncrl.models.ranks import Ranks
 from asyncrl.models.weights import atomic_dir
 from asyncrl.models.weights.model_files.adapters import CONFIG_FILE as ADAPTERS_FILE
 from asyncrl.models.weights.model_files.stored import MergedModel, StoredModel, from_folder
 from asyncrl.models.weights.versions.manifest import verify
 from asyncrl.models.weights.versions.publishing import publish, tokenizer_assets, write_model
 from asyncrl.models.weights.versions.shared_files import SharedFiles
-from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.engines.base import TrainingEngine
 from asyncrl.trainer.model.lora import adapter_config
 from asyncrl.trainer.settings import LoraConfig

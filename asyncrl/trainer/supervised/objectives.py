@@ -19,9 +19,8 @@ from typing import NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.arithmetic.packed import segment_sum
-from asyncrl.algorithms.arithmetic.sums import Stats
-from asyncrl.algorithms.preference_losses.preference_inputs import AnswerPairs, LabelledAnswers, ScoredPairs
+from asyncrl.algorithms.arithmetic import Stats, segment_sum
+from asyncrl.algorithms.preference_losses import AnswerPairs, LabelledAnswers, ScoredPairs
 from asyncrl.plugins.datasets.supervised.demonstrations import Demonstration
 from asyncrl.plugins.datasets.supervised.preferences import JudgedAnswer
 from asyncrl.trainer.batches.micro_batch import MicroBatch

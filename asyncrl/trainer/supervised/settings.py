@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum, auto
 from typing import Any, Optional
 
 from asyncrl.config.setting import MOST_SEED, ChoiceConfig, Device, setting
 from asyncrl.plugins.datasets.settings import AUTO, TrainOn
-from asyncrl.trainer.settings import LoraConfig, VisionMode
+from asyncrl.trainer.settings import LoraConfig, OptimizerName, VisionMode
 
 # OmegaConf resolves annotations at run time and knows Optional[X], not X | None.
 # ruff: noqa: UP045
@@ -35,15 +34,6 @@ CROSS_ENTROPY = "cross_entropy"
 
 MUON_LR = 7e-3
 """Default of `lr`: a check tells it from a rate that was meant for AdamW."""
-
-
-class SupervisedOptimizer(StrEnum):
-    """Choice of optimizers."""
-
-    muon = auto()
-    """Muon for matrices, AdamW for the rest."""
-    adamw = auto()
-    """AdamW for all."""
 
 
 @dataclass
@@ -118,7 +108,7 @@ class SFTEvalConfig:
 
 @dataclass
 class SFTTrainerConfig:
-    """The ranks, with optimizer=adamw."""
+    """The ranks."""
 
     parallel: str = setting(
         "d1",
@@ -132,7 +122,7 @@ class SFTTrainerConfig:
 
 @dataclass
 class SFTCheckpointConfig:
-    """Checkpoints, from which an interrupted run resumes, with optimizer=adamw."""
+    """Checkpoints, from which an interrupted run resumes."""
 
     interval: int = setting(
         0, "steps between checkpoints; 0: none, a run that was cut off starts over", unit="steps", minimum=0
@@ -152,13 +142,13 @@ class SFTConfig:
     batch_size: int = setting(64, "rows per step: demonstrations, pairs or labelled answers", unit="rows", minimum=1)
     loss: ChoiceConfig = setting(
         help="cross_entropy: imitate demonstrations; bradley_terry: a reward model from pairs of answers; dpo, ipo, "
-        "kto: a policy from pairs, or with kto from labelled answers; docs/preferences.md",
+        "kto: a policy from pairs, or with kto from labelled answers; docs/sft.md",
         factory=lambda: ChoiceConfig(CROSS_ENTROPY),
     )
-    optimizer: SupervisedOptimizer = setting(
-        SupervisedOptimizer.adamw,
-        "adamw: all weights, by the engines of RL training: packed, in layouts, with adapters and checkpoints; muon: "
-        "matrices by Muon, the rest by AdamW, whole and padded, in one process, for small models from scratch",
+    optimizer: OptimizerName = setting(
+        OptimizerName.adamw,
+        "adamw: all weights, in layouts, with adapters; muon: the matrices of the layers by Muon, the rest by AdamW, "
+        "in one process, for small models from scratch",
     )
     lr: float = setting(MUON_LR, "peak learning rate of Muon, with optimizer=muon", minimum=0.0)
     adamw_lr: float = setting(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from asyncrl.comm.files.private_files import make_private_folder
+from asyncrl.comm.files import make_private_folder
 from asyncrl.comm.name_resolve import NameBackend, make_resolver
 from asyncrl.comm.names import ACTOR
 from asyncrl.config.run_dir import LOCK_FILE, NAMES_DIR

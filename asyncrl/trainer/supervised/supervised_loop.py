@@ -4,7 +4,7 @@ A run is a list of phases: a number of steps on the demonstrations of one datase
 demonstrations and then a few careless ones, so that the model has both behaviours and RL can select between them.
 `asyncrl.plugins.datasets.supervised.demonstrations` decides which tokens of a demonstration carry loss.
 
-There is one loop. A `Learner` takes a step on a batch (`engine_learner`, `muon`), and `loss` decides what is learnt
+There is one loop. A learner takes a step on a batch (`engine_learner`), and `loss` decides what is learnt
 (`objectives`). `make_model` gives the loop its learner, and makes the folder of the model.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from asyncrl.models.pictures.picture_rules import picture_rules
 from asyncrl.plugins.datasets import DemonstrationDataset, Placed
@@ -34,8 +34,8 @@ from asyncrl.plugins.datasets.supervised.demonstrations import Demonstration, De
 from asyncrl.plugins.datasets.supervised.preferences import PreferenceFormat
 from asyncrl.plugins.datasets.tokenizers import ChatTokenizer
 from asyncrl.trainer.settings import VisionMode
+from asyncrl.trainer.supervised.engine_learner import EngineLearner
 from asyncrl.trainer.supervised.losses import LABEL_LOSS, loss_kind
-from asyncrl.trainer.supervised.objectives import Measures
 from asyncrl.trainer.supervised.settings import SFTConfig
 
 
@@ -71,27 +71,6 @@ class SFTProgress:
     def row(self) -> dict[str, Any]:
         """Return the line of `metrics.jsonl`, without the figures that the loss does not have."""
         return {name: value for name, value in asdict(self).items() if value is not None or name == "held_out_loss"}
-
-
-class Learner(Protocol):
-    """A model that learns from sequences."""
-
-    @property
-    def steps_done(self) -> int:
-        """Steps that were taken before this process began."""
-        ...
-
-    def learn(self, batch: Sequence[Demonstration]) -> Measures:
-        """Take a step on `batch`. Return the figures of `batch` before the step."""
-        ...
-
-    def measure(self, batch: Sequence[Demonstration]) -> Measures:
-        """Return the figures of `batch`, without a step."""
-        ...
-
-    def complete(self, step: int) -> None:
-        """Record that `step` (from 1) is complete and reported."""
-        ...
 
 
 ProgressCallback = Callable[[SFTProgress], None]
@@ -136,7 +115,7 @@ def row_format(config: SFTConfig, tokenizer: ChatTokenizer) -> RowFormat:
 
 
 def train_on_demonstrations(
-    learner: Learner,
+    learner: EngineLearner,
     tokenizer: ChatTokenizer,
     phases: Sequence[SFTPhase],
     config: SFTConfig,

@@ -21,7 +21,7 @@ from operator import itemgetter
 import numpy as np
 
 from asyncrl.api.trajectory import SampleColumns, SharedPrompt, Trajectory
-from asyncrl.trainer.batches.prefix_tree import distinct_tokens
+from asyncrl.trainer.batches.micro_batch_layout import distinct_tokens
 from asyncrl.trainer.messages import PolledBuffer, RolloutRecord
 from asyncrl.trainer.trajectories.inbox_store import InboxStore
 from asyncrl.trainer.trajectories.scored import Scores, attach

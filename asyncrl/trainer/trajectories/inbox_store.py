@@ -23,8 +23,7 @@ from pathlib import Path
 import xxhash
 
 from asyncrl.api.trajectory import Trajectory
-from asyncrl.comm.files.leftovers import remove_leftover
-from asyncrl.comm.files.retry_write import retry_write_blocking
+from asyncrl.comm.files import remove_leftover, retry_write_blocking
 from asyncrl.comm.sockets import Frame
 from asyncrl.comm.trajectory_codec import decode_trajectories, encode_trajectories
 

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from asyncrl.api.trajectory import FINISHED_AT, Trajectory
-from asyncrl.comm.files.retry_write import retry_write_blocking
+from asyncrl.comm.files import retry_write_blocking
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import PollBuffer, PolledBuffer
 from asyncrl.trainer.settings import TrainerConfig

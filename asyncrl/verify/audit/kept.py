@@ -12,12 +12,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.comm.ended_rollouts.ledger_lines import Trained
+from asyncrl.comm.ended_rollouts import Trained
 from asyncrl.observe.samples import TOKEN_SCORES, per_token_columns
-from asyncrl.verify.audit.documents import Settings, one_line
 from asyncrl.verify.audit.ledger_files import Report
 from asyncrl.verify.audit.outcome import Outcome
 from asyncrl.verify.audit.policy_checks import OWN, head_and_policy, strangers
+from asyncrl.verify.audit.run_files import Settings, one_line
 
 _COLUMNS = {
     *("step", "rollout", "prompt", "order", "sample", "episode", "total_reward", "staleness", "segments"),

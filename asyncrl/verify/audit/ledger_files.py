@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.comm.ended_rollouts.ledger_lines import SEAL_BYTES, SEAL_END, Begin, End, Line, Step
+from asyncrl.comm.ended_rollouts import SEAL_BYTES, SEAL_END, Begin, End, Line, Step
 from asyncrl.comm.typed import json_decoder
 
 _decode = json_decoder(Line).decode

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from asyncrl.comm.ended_rollouts.ledger_lines import RolloutCounts, RunSettings, Trained
+from asyncrl.comm.ended_rollouts import RolloutCounts, RunSettings, Trained
 from asyncrl.plugins.datasets.queue.order import epoch_of
 
 

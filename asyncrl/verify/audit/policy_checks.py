@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from asyncrl.comm.ended_rollouts.ledger_lines import Trained
+from asyncrl.comm.ended_rollouts import Trained
 from asyncrl.verify.audit.outcome import StepTotals
 
 OWN = "actor"

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from asyncrl.config.run_dir import CHECKPOINT_STATE_FILE
-from asyncrl.observe.history.appended import Appended
-from asyncrl.verify.audit.documents import Settings, Summary, one_line
+from asyncrl.observe.history.tail import Appended
 from asyncrl.verify.audit.ledger_files import Report
 from asyncrl.verify.audit.outcome import Outcome, StepTotals
 from asyncrl.verify.audit.policy_checks import wrong_row
+from asyncrl.verify.audit.run_files import Settings, Summary, one_line
 
 _TOLERANCE = 1e-6
 """Relative tolerance, since sums are computed in another order."""
@@ -109,7 +109,7 @@ def _check_drops(place: str, row: Mapping[str, Any], outcome: Outcome, report: R
         return
     for name, told in row.items():
         reason = name.removeprefix(_DROPPED)
-        if reason in (name, "stale"):  # stale rollouts are counted when they are found, before the gate counts them
+        if reason == name:
             continue
         if not _close(told, added := now.dropped.get(reason, 0) - before.dropped.get(reason, 0)):
             report(place, f"step {row['step']} has {name} {told}, the books of the ledger {added}")

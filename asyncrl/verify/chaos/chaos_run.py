@@ -1,8 +1,9 @@
 """Run an experiment as its user would, inject the faults of a plan, and watch the run until its end.
 
-The run is a child process, `python -m asyncrl.launch EXPERIMENT ...`. All information about it comes from its files and
-from name resolution. Any process with the user's rights could cause these faults. After a fault has killed the
-launcher, the same command is run again, as a user or a supervisor would do. The run gets no other help.
+The run is a child process, `python -m asyncrl.launch EXPERIMENT ...`. All information about it comes from its files,
+from name resolution and from the operating system. Any process with the user's rights could cause these faults. After
+a fault has killed the launcher, the same command is run again, as a user or a supervisor would do. The run gets no
+other help.
 """
 
 from __future__ import annotations
@@ -11,25 +12,342 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from asyncrl.comm.name_resolve import NameResolveError
+from asyncrl.comm import names
+from asyncrl.comm.http.calls import HttpError, JsonHttp
+from asyncrl.comm.name_resolve import NameResolveError, NameResolver
+from asyncrl.comm.security import HttpSecurity, RunSecret, SecretError
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.run_dir import METRICS_FILE, RESTARTS_FILE, run_dir_of
+from asyncrl.config.run_dir import METRICS_FILE, OBSERVED_DIR, RESTARTS_FILE, SECRET_FILE, run_dir_of
+from asyncrl.manager.messages import StatusReply
+from asyncrl.observe.history.process_history import ProcessHistory
 from asyncrl.observe.history.tail import JsonlTail
-from asyncrl.verify.chaos.fault_costs import InjectedFault
-from asyncrl.verify.chaos.fault_injector import FaultInjector
-from asyncrl.verify.chaos.fault_plan import Fault, PlanClock
+from asyncrl.runtime.trials.claim import open_resolver
+from asyncrl.verify.chaos.fault_costs import LAUNCHER, InjectedFault
+from asyncrl.verify.chaos.fault_plan import DELAY_S, Fault, FaultKind, PlanClock
 from asyncrl.verify.chaos.links import Links
-from asyncrl.verify.chaos.process_targets import LOOK_S, ProcessTargets
-from asyncrl.verify.chaos.run_launcher import RunLauncher
+
+LARGEST_BYTES = 2 << 30
+"""Size in bytes above which a file system is not filled: others use it too, and it would take long."""
+_BLOCK = bytes(1 << 20)
+_LEAST = bytes(1 << 12)
+
+
+def why_no_disk_is_filled(folder: Path) -> str | None:
+    """Return the reason why the file system of `folder` must not be filled, with the fix; None if it may be filled."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    size = shutil.disk_usage(existing).total
+    if size <= LARGEST_BYTES:
+        return None
+    return (
+        f"fileroot={str(folder)!r} lies on a file system of {size / 2**30:,.0f} GiB, and only file systems of at most "
+        f"{LARGEST_BYTES / 2**30:.0f} GiB are filled; to make a small one without privileges: "
+        "unshare --map-root-user --mount sh -c "
+        "'mount -t tmpfs -o size=512m,mode=0700 tmpfs DIR && COMMAND fileroot=DIR'"
+    )
+
+
+class Ballast:
+    """A file that takes all free space until `drop`. Call `grow` again when others may have freed space."""
+
+    def __init__(self, file: Path) -> None:
+        self._path = file
+        self._file: int | None = None
+
+    def grow(self) -> None:
+        """Take all free space."""
+        if self._file is None:
+            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        for block in (_BLOCK, _LEAST):
+            with contextlib.suppress(OSError):  # no space is left for a block
+                while True:
+                    os.write(self._file, block)
+
+    def drop(self) -> None:
+        """Free the space."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+        self._path.unlink(missing_ok=True)
+
+
+LOOK_S = 0.05
+"""Time between two checks of the run."""
+_CALL_LIMIT_S = 2.0
+
+
+class ProcessTargets:
+    """The workers of a run, and its name resolution once the run has begun."""
+
+    def __init__(self, config: ExperimentConfig, launcher: RunLauncher) -> None:
+        self._config, self._run_dir, self._launcher = config, run_dir_of(config), launcher
+        self._resolver: NameResolver | None = None
+        self._killed: set[int] = set()
+        """Ids of the killed processes; the kernel reuses an id only after thousands of others."""
+
+    def names(self) -> NameResolver:
+        """Return the run's name resolution.
+
+        Raises:
+            NameResolveError: the run has none yet.
+        """
+        if self._resolver is None:
+            if not self._launcher.begun:  # until then its folder may be wiped
+                raise NameResolveError("the run has not begun")
+            self._resolver = open_resolver(self._config, self._run_dir, patience_s=0.0)
+        return self._resolver
+
+    async def find(self, target: str) -> psutil.Process:
+        """Return the current process of the worker `target`. If it is just restarting, wait for the new process."""
+        kind, _, index = target.partition("/")
+        while True:
+            with contextlib.suppress(NameResolveError, ValueError, psutil.NoSuchProcess, psutil.AccessDenied):
+                status = names.WorkerStatus.decode(self.names().get(names.status_key(kind, int(index))))
+                process = psutil.Process(status.pid)
+                living = status.state in ("starting", "ready") and status.pid not in self._killed
+                if living and _is_worker(process, target):
+                    return process
+            await asyncio.sleep(LOOK_S)
+
+    def kill(self, process: psutil.Process) -> None:
+        """Kill a worker; `find` returns its successor from now on."""
+        self._killed.add(process.pid)
+        process.kill()
+
+    async def replaced(self, index: int, dead: int) -> None:
+        """Return when the generation server `index` that replaces the process `dead` gets requests.
+
+        The server has the newest weights then.
+        """
+        http: JsonHttp | None = None
+        try:
+            while True:
+                await asyncio.sleep(LOOK_S)
+                with contextlib.suppress(NameResolveError, HttpError, SecretError, OSError):
+                    entry = names.GenerationServerEntry.decode(self.names().get(names.gen_server_key(index)))
+                    if entry.pid == dead:
+                        continue
+                    if http is not None:
+                        await http.close()
+                    http = JsonHttp(self._security())  # another launch has another secret
+                    url = self.names().get(names.MANAGER_KEY)
+                    reply = await http.call("POST", f"{url}/status", timeout_s=_CALL_LIMIT_S, reply=StatusReply)
+                    if any(server.url == entry.url and server.state == "serving" for server in reply.servers):
+                        return
+        finally:
+            if http is not None:
+                await http.close()
+
+    async def close(self) -> None:
+        """Close name resolution."""
+        if self._resolver is not None:
+            await asyncio.to_thread(self._resolver.close)
+
+    def _security(self) -> HttpSecurity | None:
+        return RunSecret.load(self._run_dir / SECRET_FILE).http() if self._config.system.encrypt else None
+
+
+def _is_worker(process: psutil.Process, target: str) -> bool:
+    """True if the process is this worker. Before it sets its title, its command line is compared."""
+    arguments = process.cmdline()
+    if " ".join(arguments).startswith(f"asyncrl {target} "):
+        return True
+    kind, _, index = target.partition("/")
+    return "asyncrl.runtime.main" in arguments and arguments[arguments.index("asyncrl.runtime.main") + 1 :][:2] == [
+        kind,
+        index,
+    ]
+
+
+class RunLauncher:
+    """The current launcher of the run.
+
+    Args:
+        command: starts the run.
+        again: continues the run after its launcher died.
+        run_dir: the run's folder.
+        on_line: called with each line that it prints.
+
+    Attributes:
+        heard_at: monotonic time of the newest line, in s.
+    """
+
+    def __init__(
+        self, command: Sequence[str], again: Sequence[str], run_dir: Path, on_line: Callable[[str], None]
+    ) -> None:
+        self._commands = chain([command], repeat(again))
+        self._observed = ProcessHistory(run_dir / OBSERVED_DIR, "launcher-0")
+        self._begun = False
+        self.heard_at = time.monotonic()
+        self._on_line = on_line
+        self._launched = asyncio.Event()
+        """Set while a launcher exists that has not been killed."""
+        self._process: asyncio.subprocess.Process | None = None
+        """The newest launcher; None before the first one started."""
+        self._reading: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Start the run, or continue it."""
+        self._process = process = await asyncio.create_subprocess_exec(
+            *next(self._commands),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C at the terminal reaches it only through `interrupt`
+        )
+        self._launched.set()
+        assert process.stdout is not None
+        reading = asyncio.create_task(self._read_lines(process.stdout))
+        self._reading.add(reading)
+        reading.add_done_callback(self._reading.discard)
+
+    @property
+    def begun(self) -> bool:
+        """True once the first launcher has started the run's processes."""
+        if not self._begun and self._process is not None:
+            self._begun = self._observed.has_started(self._process.pid)
+        return self._begun
+
+    @property
+    def code(self) -> int | None:
+        """Return the exit code; None while the launcher runs, and before the first one started."""
+        return None if self._process is None else self._process.returncode
+
+    @property
+    def killed(self) -> bool:
+        """True from `kill` until the next `start`."""
+        return not self._launched.is_set()
+
+    async def find(self) -> psutil.Process:
+        """Return the launcher, once there is one that has not been killed."""
+        await self._launched.wait()
+        assert self._process is not None
+        return psutil.Process(self._process.pid)
+
+    def kill(self, process: psutil.Process) -> None:
+        """Kill the launcher; the run is continued by another one."""
+        self._launched.clear()
+        process.kill()
+
+    def interrupt(self) -> None:
+        """Send the launcher Ctrl-C."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGINT)
+
+    async def close(self) -> None:
+        """End the launcher if it still runs, and stop reading lines."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+        for reading in self._reading:
+            reading.cancel()
+        await asyncio.gather(*self._reading, return_exceptions=True)
+
+    async def _read_lines(self, output: asyncio.StreamReader) -> None:
+        async for line in output:
+            self.heard_at = time.monotonic()
+            self._on_line(line.decode(errors="replace").rstrip("\n"))
+
+
+class FaultInjector:
+    """Injects faults, several at a time.
+
+    Args:
+        links: the processes behind proxies.
+        run_dir: folder of the run, whose file system is filled.
+        note: called with an injected fault, its description, and details; returns its record.
+    """
+
+    def __init__(
+        self,
+        launcher: RunLauncher,
+        processes: ProcessTargets,
+        links: Links,
+        run_dir: Path,
+        note: Callable[[Fault, str, str], InjectedFault],
+    ) -> None:
+        self._launcher, self._processes, self._links, self._run_dir = launcher, processes, links, run_dir
+        self._note = note
+
+    async def inject(self, fault: Fault) -> None:
+        """Inject `fault` once its target exists; return when the fault is over."""
+        ways: dict[FaultKind, Callable[[Fault], Coroutine[Any, Any, None]]] = {
+            FaultKind.kill: self._kill,
+            FaultKind.pause: self._pause,
+            FaultKind.cut: self._cut,
+            FaultKind.delay: self._delay,
+            FaultKind.full_disk: self._fill_disk,
+        }
+        await ways[fault.kind](fault)
+
+    async def _kill(self, fault: Fault) -> None:
+        process = await self._find(fault.target)
+        (self._launcher if fault.target == LAUNCHER else self._processes).kill(process)
+        done = self._note(fault, f"SIGKILL {fault.target}", f"pid {process.pid}")
+        if done.kind == names.GENERATION_SERVER:
+            await self._processes.replaced(int(fault.target.partition("/")[2]), process.pid)
+            done.serves = time.time()
+
+    async def _pause(self, fault: Fault) -> None:
+        process = await self._find(fault.target)
+        process.suspend()
+        done = self._note(fault, f"SIGSTOP {fault.target} for {fault.seconds:g} s", f"pid {process.pid}")
+        try:
+            await asyncio.sleep(fault.seconds)
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):  # killed meanwhile
+                process.resume()
+            done.over = time.time()
+
+    async def _cut(self, fault: Fault) -> None:
+        proxy = self._links.proxy(fault.target)
+        proxy.refuses = True
+        what = f"cut from {fault.target}, none let through for {fault.seconds:g} s"
+        done = self._note(fault, what, f"{proxy.cut()} connections")
+        try:
+            await asyncio.sleep(fault.seconds)
+        finally:
+            proxy.refuses = False
+            done.over = time.time()
+
+    async def _delay(self, fault: Fault) -> None:
+        proxy = self._links.proxy(fault.target)
+        proxy.delay_s = DELAY_S
+        what = f"{DELAY_S:g} s late to and from {fault.target} for {fault.seconds:g} s"
+        done = self._note(fault, what, f"{proxy.connections} connections")
+        try:
+            await asyncio.sleep(fault.seconds)
+        finally:
+            proxy.delay_s = 0.0
+            done.over = time.time()
+
+    async def _fill_disk(self, fault: Fault) -> None:
+        ballast = Ballast(self._run_dir.parent / f"{self._run_dir.name}.ballast")
+        done = self._note(fault, f"no room on the disk for {fault.seconds:g} s", "")
+        try:
+            until = time.monotonic() + fault.seconds
+            while time.monotonic() < until:
+                ballast.grow()
+                await asyncio.sleep(LOOK_S)
+        finally:
+            ballast.drop()
+            done.over = time.time()
+
+    async def _find(self, target: str) -> psutil.Process:
+        return await (self._launcher.find() if target == LAUNCHER else self._processes.find(target))
+
 
 LINK_LOOK_S = 0.01
 """Time in seconds between two checks of addresses. A process that reads an address before it is replaced bypasses the

@@ -10,9 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from asyncrl.comm import names
-from asyncrl.comm.ended_rollouts.drop_reasons import DropReason
-from asyncrl.comm.ended_rollouts.ledger_lines import Admitted, Begin, Dropped, Finished, Step, Trained
-from asyncrl.runtime.trials.restart_log import BRAIN, WHOLE_RUN
+from asyncrl.comm.ended_rollouts import Admitted, Begin, Dropped, DropReason, Finished, Step, Trained
+from asyncrl.runtime.trials.restarts import BRAIN, WHOLE_RUN
 from asyncrl.verify.audit.ledger_files import Entry
 from asyncrl.verify.chaos.fault_plan import Fault, FaultKind
 

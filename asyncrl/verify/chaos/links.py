@@ -1,4 +1,5 @@
-"""Put proxies between a run's processes and its servers, only by changing addresses in name resolution.
+"""Cut and slow connections: proxies between a run's processes and its servers, by changing addresses in name resolution
+alone.
 
 A server's entry is replaced by an entry with the address of its proxy as soon as it appears. Its owner then finds that
 it no longer owns the entry. This process renews the new entry instead, and removes it once the owner's status is gone.
@@ -6,11 +7,14 @@ So a death is noticed as late as without the proxy. A successor enters its own a
 only suspended (`NameResolver.fences`). These entries are replaced again.
 
 A process that reads an address in the few milliseconds before the replacement bypasses the proxy until its connection
-breaks.
+breaks. The traffic stays encrypted from end to end, so a proxy cannot select messages: a cut loses the messages in
+flight, and a delay keeps their order.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit, urlunsplit
@@ -19,7 +23,89 @@ import msgspec
 
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameEntryNotFound, NameResolver
-from asyncrl.verify.chaos.proxy import LinkProxy
+
+_CHUNK_BYTES = 1 << 16
+CONNECT_LIMIT_S = 5.0
+
+
+class LinkProxy:
+    """A proxy on a free port of `host`. `upstream` may change when a server restarts."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._server: asyncio.Server | None = None
+        self._pairs: dict[asyncio.Task[None], tuple[asyncio.StreamWriter, ...]] = {}
+        self.upstream: tuple[str, int] | None = None
+        """Host and port that bytes go to; None if there is no server."""
+        self.delay_s = 0.0
+        """Delay in each direction, in s."""
+        self.refuses = False
+        """True if new connections are closed at once."""
+
+    async def start(self) -> int:
+        """Listen; return the port."""
+        self._server = await asyncio.start_server(self._take, self._host, 0)
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    @property
+    def connections(self) -> int:
+        """Number of open connections."""
+        return len(self._pairs)
+
+    def cut(self) -> int:
+        """Break all connections at once, dropping bytes in flight; return the number of connections."""
+        pairs = list(self._pairs.values())
+        for writer in (writer for pair in pairs for writer in pair):
+            writer.transport.abort()
+        return len(pairs)
+
+    async def close(self) -> None:
+        """Break all connections and stop listening."""
+        if self._server is not None:
+            self._server.close()
+        self.cut()
+        tasks = list(self._pairs)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.refuses or self.upstream is None:
+            writer.transport.abort()
+            return
+        task = asyncio.current_task()
+        assert task is not None, "a connection is a task of its own"
+        self._pairs[task] = (writer,)
+        try:
+            async with asyncio.timeout(CONNECT_LIMIT_S):
+                far_reader, far_writer = await asyncio.open_connection(*self.upstream)
+        except OSError:  # nothing listens there: behave in the same way
+            writer.transport.abort()
+            del self._pairs[task]
+            return
+        self._pairs[task] = (writer, far_writer)
+        try:
+            async with asyncio.TaskGroup() as pumps:
+                pumps.create_task(self._pump(reader, far_writer))
+                pumps.create_task(self._pump(far_reader, writer))
+        except* OSError:  # one end broke it: break the other end too
+            far_writer.transport.abort()
+            writer.transport.abort()
+        finally:
+            for each in (writer, far_writer):
+                each.close()
+            del self._pairs[task]
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(_CHUNK_BYTES):
+            if self.delay_s:
+                await asyncio.sleep(self.delay_s)
+            writer.write(data)
+            await writer.drain()
+        with contextlib.suppress(OSError):  # it is closed already
+            if writer.can_write_eof():
+                writer.write_eof()
 
 
 def through(key: str, value: str, port: int) -> tuple[str, tuple[str, int]]:

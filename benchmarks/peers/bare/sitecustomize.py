@@ -32,7 +32,7 @@ def _without_ledger(module: ModuleType) -> None:
     }.items():
         getattr(module.LedgerFiles, name)  # it is what is to be left out
         setattr(module.LedgerFiles, name, instead)
-    for name in ("add", "step", "saved", "end", "_seal"):
+    for name in ("add", "step", "end", "_seal"):
         getattr(module.Ledger, name)
         setattr(module.Ledger, name, nothing)
 

@@ -43,7 +43,7 @@ def _paced_rank(module: ModuleType) -> None:
 
 after_import(
     {
-        "asyncrl.inference.embedded.decoding.batch": _paced_server,
+        "asyncrl.inference.embedded.scheduler": _paced_server,
         "asyncrl.trainer.engines.role": _paced_rank,
     }
 )

@@ -16,11 +16,11 @@ from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.client import GenerateItem, GenerationServerClient, derive_seed
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.serving.server import serve
+from asyncrl.inference.embedded.server import serve
 from asyncrl.plugins.datasets.queue.order import PromptRef
 from asyncrl.rollout.episode import run_group
 from asyncrl.rollout.user_code.components import UserComponents
-from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError
+from asyncrl.rollout.user_code_pool.call_records import UserCodeError
 
 EXPERIMENTS = Path(__file__).parents[3] / "experiments"
 GROUP = 4

@@ -27,11 +27,11 @@ from asyncrl.api import (
 from asyncrl.inference.openai.endpoint import Endpoint
 from asyncrl.inference.openai.session import Session
 from asyncrl.plugins.chat.client import ChatPolicy, EpisodeClient
-from asyncrl.plugins.chat.request import ChatLimits
+from asyncrl.plugins.chat.conversation import ChatLimits
 from asyncrl.plugins.chat.settings import DriftCheck
 from asyncrl.plugins.chat.stop_strings import kept_tokens
 from asyncrl.plugins.chat.template import ChatFormat
-from asyncrl.rollout.generation.served import ServedEpisodeClient
+from asyncrl.rollout.user_code.conversations import ServedEpisodeClient
 
 FEEDBACK = ("Are you sure? 2 + 2 is more than that.", "Really?  Say it\n\n again: \u4f60\u597d.")
 TOOLS: Any = [{"type": "function", "function": {"name": "look", "description": "d", "parameters": {}}}]

@@ -15,19 +15,18 @@ from typing import Any, TypeVar, cast
 
 from msgspec import structs
 
-from asyncrl.comm.ended_rollouts.ledger_lines import RolloutCounts, Step, Trained
+from asyncrl.comm.ended_rollouts import RolloutCounts, Step, Trained
 from asyncrl.comm.names import TrainerTurn
-from asyncrl.comm.request_reply import Done, Reply, Request
-from asyncrl.comm.request_reply.client import RequestTimeout
-from asyncrl.comm.waits.running_time import RunningClock
+from asyncrl.comm.request_reply import Done, Reply, Request, RequestTimeout
+from asyncrl.comm.waits import RunningClock
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager import messages as m
 from asyncrl.manager.client import GateStatus, ManagerGone
 from asyncrl.manager.rollouts.ledger import Ledger
-from asyncrl.manager.rollouts.live_rollouts import RolloutTicket
+from asyncrl.manager.rollouts.staleness_gate import RolloutTicket
 from asyncrl.manager.service import ManagerService
 from asyncrl.master.graph.builtin import grpo
-from asyncrl.master.parts import Peers, assemble
+from asyncrl.master.parts import Parts, Peers
 from asyncrl.master.train_loop import TrainLoop
 from asyncrl.models.weights.checkpoints.checkpoint_folder import prune
 from asyncrl.models.weights.versions.manifest import FileEntry
@@ -60,7 +59,7 @@ from asyncrl.trainer.messages import (
 )
 from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
 from asyncrl.verify.audit.ledger_files import read_ledger, surviving
-from asyncrl.verify.audit.rules import Replay
+from asyncrl.verify.audit.ledger_rules import Replay
 
 _Q = TypeVar("_Q", bound=Request[Any])
 WORKER, SILENT = "rollout_worker/0", "rollout_worker/1"
@@ -355,7 +354,7 @@ class FakeManager:
         rollouts, ticket = self.service.rollouts, RolloutTicket(rollout_id, worker, f"e0-{order}", order)
         rollouts.gate.enter(ticket, version)
         rollouts.queue.enter(order)
-        rollouts.lines.admitted(ticket, version)
+        rollouts._admitted(ticket, version)
 
     def give_up(self, prompt_id: str, reason: str = "failed") -> None:
         """A RolloutWorker drops a rollout of `prompt_id` for good."""
@@ -419,7 +418,7 @@ class FakeManager:
     async def close_gate(self) -> None:
         await self._answers()
         self.closed = True
-        await self.service.close_gate(m.TrainerRequest(manager=self.number))
+        await self.service.close_gate(m.CloseGate(manager=self.number))
 
     async def end_run(self, version: int) -> RolloutCounts:
         await self._answers()
@@ -532,7 +531,7 @@ class Run:
         graph = grpo(config)
         assert self.workers.placed is not None
         fakes: list[Any] = [list(self.workers), self.workers.placed, self.manager, [self.rollouts], self.board]
-        parts = assemble(config, run_dir, graph, Peers(*fakes), self.stop, clock, self.memory_checkpoint)
+        parts = Parts(config, run_dir, graph, Peers(*fakes), self.stop, clock, self.memory_checkpoint)
         self.loop = TrainLoop(parts, ready=self._begin)
         self.begun = 0
 
@@ -613,4 +612,4 @@ async def until(condition: Callable[[], bool]) -> None:
 def kill(run: Run) -> None:
     """Disconnect the run: the end of anything from here on is not reported."""
     announcer: Any = run.loop.parts.announcer
-    announcer._on_end = announcer._announce = lambda *_: None
+    announcer._board, announcer._metrics_log.evaluated = FakeBoard(), lambda *_: None

@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from asyncrl.comm.ended_rollouts.ledger_lines import Admitted, Dropped, End, Step
+from asyncrl.comm.ended_rollouts import Admitted, Dropped, End, Step
 from asyncrl.manager import messages as m
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import RolloutRecord
 from asyncrl.verify.audit.ledger_files import Entry, read_ledger, surviving
+from asyncrl.verify.audit.ledger_rules import Replay
 from asyncrl.verify.audit.outcome import Outcome
-from asyncrl.verify.audit.rules import Replay
 from tests.integration.master.fakes import (
     ROWS,
     SILENT,
@@ -61,25 +61,29 @@ AROUND_A_REPORT = {
     **points(lambda run: run.manager, "consumed", after=True),
 }
 STEP_END = {
-    **points(
-        lambda run: run.loop._step_end,
-        *("begin_keeping", "publish", "finish_keeping", "announce", "write_down", "save"),
-    ),
-    **points(lambda run: run.loop._step_end, "begin_keeping", "announce", "save", after=True),
+    **points(lambda run: run.loop.parts.memory_checkpointer, "begin", "finish", whose="memory_checkpointer."),
+    **points(lambda run: run.loop.parts.memory_checkpointer, "begin", after=True, whose="memory_checkpointer."),
+    **points(lambda run: run.loop.parts.publishing, "publish"),
+    **points(lambda run: run.loop.parts.announcer, "published"),
+    **points(lambda run: run.loop.parts.announcer, "published", after=True),
+    **points(lambda run: run.loop, "_record"),
     **points(lambda run: run.loop.parts.metrics_log, "step", after=True, whose="metrics_log."),
+    **points(lambda run: run.loop.parts.checkpoints, "begin", whose="checkpoints."),
+    **points(lambda run: run.loop.parts.checkpoints, "begin", after=True, whose="checkpoints."),
     **AROUND_A_REPORT,
 }
 BEGINNING = {
-    **points(
-        lambda run: run.loop._beginning,
-        *("take_up_state", "continue_metrics", "publish", "announce", "open_gate", "evaluate_again"),
-    ),
-    **points(lambda run: run.loop._beginning, "evaluate_again", after=True),
+    **points(lambda run: run.loop, "_load_state"),
+    **points(lambda run: run.loop.parts.reports, "look", "begin", whose="reports."),
+    **points(lambda run: run.loop.parts.publishing, "publish"),
+    **points(lambda run: run.loop.parts.announcer, "announce"),
+    **points(lambda run: run.loop, "_ready"),
+    **points(lambda run: run.loop, "_ready", after=True),
     **points(lambda run: run.manager, "begin_run", after=True),
     **points(lambda run: run.manager.ledger, "begin", whose="ledger."),
     **points(lambda run: run.manager.ledger, "begin", after=True, whose="ledger."),
-    **points(lambda run: run.loop.parts.collector, "confirm"),
-    **points(lambda run: run.loop.parts.collector, "confirm", after=True),
+    **points(lambda run: run.loop.parts.collector, "held", "start"),
+    **points(lambda run: run.loop.parts.collector, "start", after=True),
     **AROUND_A_REPORT,
 }
 
@@ -255,7 +259,7 @@ async def begin(run: Run, point: Point | None) -> Run:
     """A successor begins; returns the one that is alive, which has not begun if this one died."""
     disarm = arm(run, point, BEGINNING)
     try:
-        await run.loop._beginning.run()
+        await run.loop.begin()
     except Killed:
         return await succeed(run)
     disarm()
@@ -287,11 +291,11 @@ async def test_a_stop_request_while_a_successor_begins_saves_the_last_step_with_
     memory_checkpoint = MemoryCheckpoint(tmp_path)
     memory_checkpoint.begin()
     run = first_run(tmp_path, memory_checkpoint)
-    await run.loop._beginning.run()
+    await run.loop.begin()
     await deliver(run)
     await run.loop.step()
     await deliver(run)
-    arm(run, STEP_END["before write_down"], STEP_END)
+    arm(run, STEP_END["before _record"], STEP_END)
     with suppress(Killed):
         await run.loop.step()
     run = await succeed(run)
@@ -321,7 +325,7 @@ async def test_a_stop_request_while_a_successor_begins_saves_the_last_step_with_
 
 async def play(folder: Path, memory_checkpoint: MemoryCheckpoint, at: Point, then: Point | None, *, step: int) -> None:
     run = first_run(folder, memory_checkpoint)
-    await run.loop._beginning.run()
+    await run.loop.begin()
     for _ in range(step - 1):
         await deliver(run)
         await run.loop.step()
@@ -347,8 +351,8 @@ async def play(folder: Path, memory_checkpoint: MemoryCheckpoint, at: Point, the
     await run.loop.parts.collector.refresh()
     check_that_each_prompt_is_at_one_place(run)
     check_that_none_is_lost(run)
-    await run.loop._run_end.finish()
-    await run.loop._run_end.close()
+    await run.loop.finish()
+    await run.loop.close()
     check(run, folder)
 
 

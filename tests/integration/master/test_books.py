@@ -11,8 +11,8 @@ import pytest
 
 from asyncrl.config.setting import ChoiceConfig
 from asyncrl.manager import messages as m
+from asyncrl.master.data.collector import BooksError
 from asyncrl.master.peers.rank_clients import Stalled
-from asyncrl.master.recovery.run_files import BooksError
 from asyncrl.plugins.datasets.queue.prompt_queue import NextTry
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from tests.integration.master.fakes import (

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.master.peers import connections
+from asyncrl.master.peers import policy_versions
 from asyncrl.master.peers.rank_clients import Stalled
 from asyncrl.rollout.settings import EvalSetConfig
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
@@ -90,7 +90,7 @@ async def test_an_evaluation_whose_worker_is_silent_has_failed_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may take any time: there is no other limit."""
-    monkeypatch.setattr(connections, "ASK_S", 0.0)
+    monkeypatch.setattr(policy_versions, "ASK_S", 0.0)
     run = Run(tmp_path, make_config(eval__interval=3))
     run.rollouts.finish, run.rollouts.silent = asyncio.Event(), True
     await run.deliver(range(12), oldest=2)
@@ -103,8 +103,8 @@ async def test_a_slow_evaluation_that_holds_the_data_back_is_no_stall(tmp_path: 
     """The gate has no room before a newer version is served, and none is while the evaluation goes on."""
     run = Run(tmp_path, make_config(eval__interval=10))
     stall, looks = run.loop.parts.stall, itertools.count()
-    free_since = stall._free_since
-    stall._free_since = lambda: (next(looks), free_since())[1]
+    stalls_at = stall._stalls_at
+    stall._stalls_at = lambda: (next(looks), stalls_at())[1]  # type: ignore[method-assign]
     run.rollouts.finish = asyncio.Event()
     await run.deliver(range(8), oldest=1)
     async with running(run) as task:

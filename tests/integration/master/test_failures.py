@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from asyncrl.comm.http.calls import HttpRefused
-from asyncrl.comm.request_reply.client import RequestTimeout
-from asyncrl.comm.waits.running_time import RunningClock
+from asyncrl.comm.request_reply import RequestTimeout
+from asyncrl.comm.waits import RunningClock
 from asyncrl.manager.client import GateStatus, ManagerGone
 from asyncrl.manager.messages import RunBegin
+from asyncrl.master.data import collector
+from asyncrl.master.data.collector import BooksError
 from asyncrl.master.graph.executor import ExecutionError
-from asyncrl.master.peers import rank_clients, reports
+from asyncrl.master.peers import rank_clients
 from asyncrl.master.peers.rank_clients import Stalled
-from asyncrl.master.recovery.run_files import BooksError
-from asyncrl.master.recovery.step_end import CompleteStep
 from asyncrl.trainer.messages import (
     AskPulse,
     BeginStep,
@@ -47,7 +47,9 @@ async def test_a_stall_says_who_waits_for_what_on_which_counter(tmp_path: Path) 
     async with running(run) as task:
         await until(lambda: run.begun == 1 and len(run.loop.parts.run.buffer) == 3)
         run.loop.parts.stall.limit_s = 0.05  # below the setting's least value
-        now += 0.1
+        while not task.done():  # what passes between two waits is no silence
+            now += 0.1
+            await asyncio.sleep(0.01)
         with pytest.raises(Stalled) as stall:
             await task
     message = str(stall.value)
@@ -100,7 +102,7 @@ async def test_the_stall_clock_begins_once_generation_servers_and_rollout_worker
         looks += 1
         return looks < 20  # ten times the limit
 
-    run.loop.parts.stall._starting = starting
+    run.board.producers_start = starting  # type: ignore[method-assign]
     with pytest.raises(Stalled, match="0 of 4 rollouts in the buffer"):
         await run.loop.run()
     assert looks >= 20
@@ -226,7 +228,7 @@ async def test_without_the_manager_a_stopped_run_saves_its_last_step_and_the_nex
     tmp_path: Path, manager: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gate's part of the checkpoint is that of the step: nobody knows what happened at the gate since."""
-    monkeypatch.setattr(reports, "ANSWER_S", 0.05)
+    monkeypatch.setattr(collector, "ANSWER_S", 0.05)
     run = Run(tmp_path, make_config(total_train_steps=3))
     await run.deliver(range(6))
     async with running(run) as task:
@@ -279,23 +281,35 @@ async def test_a_step_that_the_manager_did_not_record_is_not_saved(tmp_path: Pat
     assert (run.workers.saved(), run.rows(), run.board.versions) == ([], [], [])
 
 
-@pytest.mark.parametrize("fails", ["begin_keeping", "publish", "finish_keeping", "announce", "write_down", "save"])
-async def test_what_is_saved_after_a_failure_at_a_steps_end_is_what_the_books_have(tmp_path: Path, fails: str) -> None:
+@pytest.mark.parametrize(
+    ("of", "fails"),
+    [
+        ("publishing", "publish"),
+        ("memory_checkpointer", "finish"),
+        ("announcer", "published"),
+        ("metrics_log", "step"),
+        ("checkpoints", "begin"),
+    ],
+)
+async def test_what_is_saved_after_a_failure_at_a_steps_end_is_what_the_books_have(
+    tmp_path: Path, of: str, fails: str
+) -> None:
     """Without an in-memory checkpoint, a step is complete once it is trained; the run goes on as if nothing was."""
     run = Run(tmp_path, make_config(total_train_steps=4, checkpoint__interval=1, max_head_offpolicyness=3))
     await run.deliver(range(8))
-    end = run.loop._step_end
-    does = getattr(end, fails)
+    part = getattr(run.loop.parts, of)
+    does = getattr(part, fails)
 
-    def fail(step: CompleteStep) -> Any:
-        if step.version == 2:
+    def fail(*given: Any, **options: Any) -> Any:
+        if run.loop.parts.run.version == 2:
+            setattr(part, fails, does)
             raise OSError("disk full")
-        return does(step)
+        return does(*given, **options)
 
-    setattr(end, fails, fail)
+    setattr(part, fails, fail)
     with pytest.raises(OSError, match="disk full"):
         await run.loop.run()
-    recorded = 1 if fails == "write_down" else 2
+    recorded = 1 if of == "metrics_log" else 2
     assert run.workers.saved()[-1] == recorded
     assert [row["step"] for row in run.rows()] == list(range(1, recorded + 1))
     run = Run(tmp_path, run.config, follows=run)

@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 
-from asyncrl.comm.request_reply import PeerGone, RemoteError
-from asyncrl.comm.request_reply.messages import Failure
+from asyncrl.comm.request_reply import Failure, PeerGone, RemoteError
 from asyncrl.comm.typed import convert
-from asyncrl.master.peers import reports
-from asyncrl.master.recovery.run_files import BooksError
-from asyncrl.master.recovery.step_end import CompleteStep
+from asyncrl.master.data import collector
+from asyncrl.master.data.collector import BooksError
 from asyncrl.runtime.process.worker import StateLost
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.runtime.trials.resume import newest_progress
@@ -27,7 +25,7 @@ from asyncrl.trainer.messages import (
     LoadMemoryCheckpoint,
     Publish,
 )
-from asyncrl.verify.audit.folders import MasterState
+from asyncrl.verify.audit.run_files import MasterState
 from tests.integration.master.fakes import (
     FakeWorkers,
     Run,
@@ -142,7 +140,7 @@ async def test_a_run_that_is_stopped_before_its_gate_opens_has_nothing_to_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither at its beginning nor where it is resumed."""
-    monkeypatch.setattr(reports, "ANSWER_S", 0.05)
+    monkeypatch.setattr(collector, "ANSWER_S", 0.05)
     whole = Run(tmp_path, make_config(total_train_steps=1))
     await whole.deliver(range(4))
     await whole.loop.run()
@@ -305,20 +303,20 @@ async def test_the_row_of_a_step_that_its_master_did_not_write_is_written_by_the
     """Its state is whole; whether its version was announced or not, its evaluation is still due."""
     config = make_config(total_train_steps=3, eval__interval=2 if is_evaluated else 0)
     first = Run(tmp_path, config, memory_checkpoint=memory_checkpoint)
-    end = first.loop._step_end
-    announce, reached = end.announce, asyncio.Event()
+    announcer, reached = first.loop.parts.announcer, asyncio.Event()
+    announce = announcer.published
 
-    async def announce_and_wait(step: CompleteStep) -> None:
-        if step.version == 2:
+    async def announce_and_wait(version: int, path: str) -> None:
+        if version == 2:
             first.rollouts.finish = asyncio.Event()
-            end.write_down = lambda step: None  # type: ignore[method-assign]
-        if step.version < 2 or is_announced:
-            await announce(step)
-        if step.version == 2:
+            first.loop._record = lambda batch, measured: None  # type: ignore[method-assign]
+        if version < 2 or is_announced:
+            await announce(version, path)
+        if version == 2:
             reached.set()
             await asyncio.Event().wait()
 
-    end.announce = announce_and_wait  # type: ignore[method-assign]
+    announcer.published = announce_and_wait  # type: ignore[method-assign]
     await first.deliver(range(8), oldest=1)
     async with running(first):
         await reached.wait()

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from asyncrl.comm.request_reply import Request
-from asyncrl.comm.waits.running_time import RunningClock
+from asyncrl.comm.waits import RunningClock
 from asyncrl.manager import messages as m
 from asyncrl.manager.client import GateStatus
+from asyncrl.observe.metrics.sinks import SampleTables
+from asyncrl.runtime.trials.restarts import note_restart, note_went_on
 from asyncrl.trainer.messages import (
     BeginStep,
     CollectWeights,
@@ -276,7 +278,7 @@ async def test_groups_that_filters_dropped_are_counted_where_they_were_dropped(t
     assert [row["rollout/dropped_filter: zero_variance"] for row in run.rows()] == [3, 3, 3]
     assert [row["rollout/dropped_filter: too_hard"] for row in run.rows()] == [1, 1, 1]
     assert [row["rollout/dropped_worker_died"] for row in run.rows()] == [1, 0, 0]
-    assert [row["rollout/dropped_stale"] for row in run.rows()] == [0, 0, 0], "as the buffer counts them"
+    assert [row["rollout/dropped_stale"] for row in run.rows()] == [7, 0, 0]
 
 
 async def test_weights_that_a_server_still_loads_are_kept(tmp_path: Path) -> None:
@@ -286,3 +288,30 @@ async def test_weights_that_a_server_still_loads_are_kept(tmp_path: Path) -> Non
     await run.loop.run()
     kept = [request.keep for request in run.workers.requests(CollectWeights)]
     assert kept == [(0,), (0, 1), (0, 1, 2), (0, 2, 3)]
+
+
+async def test_each_row_counts_the_restarts_of_all_launches(tmp_path: Path) -> None:
+    note_restart(tmp_path, "rollout_worker/0", "was killed")
+    note_went_on(tmp_path, "rollout_worker/0", 2.5)
+    run = Run(tmp_path, make_config())
+    await run.deliver(range(12), oldest=2)
+    run.workers.on_train = lambda: note_restart(tmp_path, "the brain", "was killed")
+    await run.loop.run()
+    assert [row["restarts"] for row in run.rows()] == [2, 3, 4]
+    assert [row["time/restarts_s"] for row in run.rows()] == [2.5] * 3
+
+
+async def test_kept_samples_are_shown_once_their_step_is_over_and_the_last_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[int] = []
+
+    def new(tables: SampleTables, before: int) -> list[Any]:
+        shown.append(before)
+        return []
+
+    monkeypatch.setattr(SampleTables, "new", new)
+    run = Run(tmp_path, make_config(samples__every=1))
+    await run.deliver(range(12), oldest=2)
+    await run.loop.run()
+    assert shown == [1, 2, 3, 4], "those of steps before"

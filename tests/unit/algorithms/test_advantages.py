@@ -274,8 +274,9 @@ def test_a_group_of_one_has_no_advantage_but_under_leave_one_out_is_plain_reinfo
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "gpg", "reinforce_pp_baseline"])
 def test_equal_fp32_rewards_give_no_advantage_not_a_division_of_roundings(ragged, name):
-    inputs = advantage_inputs(ragged(2, group_size=3), 2)
-    equal = dataclasses.replace(inputs, rewards_S=torch.full((6,), 0.1, dtype=torch.float32))
+    """In fp32 the mean of eight times 0.1 is off by a rounding, the mean of three is not."""
+    inputs = advantage_inputs(ragged(2, num_seqs=8, group_size=8), 2)
+    equal = dataclasses.replace(inputs, rewards_S=torch.full((8,), 0.1, dtype=torch.float32))
     found = estimate(name, equal).advantages_T
     assert found.dtype == torch.float32
     assert found.abs().max() < 1e-8
@@ -298,6 +299,8 @@ def test_a_batch_without_policy_tokens_has_no_advantages(ragged, name):
     rewarded = torch.ones_like(inputs.token_rewards_T)
     nothing = dataclasses.replace(inputs, mask_T=torch.zeros_like(inputs.mask_T), token_rewards_T=rewarded)
     assert not estimate(name, nothing).advantages_T.any()
+    if "turn_discount" in known("advantage")[name].params:
+        assert not estimate(name, nothing, turn_discount=0.5).advantages_T.any()
 
 
 def test_gdpo_weighs_the_parts_of_the_reward_that_it_is_told(ragged):

@@ -12,12 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algorithms.advantages.dr_grpo import dr_grpo
-from asyncrl.algorithms.advantages.grpo import grpo
-from asyncrl.algorithms.advantages.rae import rae
-from asyncrl.algorithms.filters import zero_variance
+from asyncrl.algorithms.advantages import dr_grpo, grpo, rae
+from asyncrl.algorithms.filters import overlong, zero_variance
 from asyncrl.algorithms.inputs import AdvantageInputs
-from asyncrl.algorithms.shaping import overlong
 from asyncrl.api.trajectory import MAX_GROUPS, Sample, Trajectory
 from asyncrl.comm.trajectory_codec import CodecError, decode_trajectories, encode_trajectories
 from asyncrl.config.experiment import ExperimentConfig
@@ -25,6 +22,7 @@ from asyncrl.observe.samples import rows_of, trajectories
 from asyncrl.rollout.episode import GroupRules, metrics_of
 from asyncrl.trainer.batches.step_batch import build_step_batch
 from asyncrl.trainer.functions.model_functions import TrainState
+from asyncrl.trainer.settings import SOURCE_NUMBER
 from asyncrl.trainer.trajectories.inbox import record_of
 from tests.examples import examples
 
@@ -123,6 +121,12 @@ def test_metrics_have_the_mean_reward_of_each_role() -> None:
     samples = [sample(1.0, "solver/0"), sample(0.0, "solver/1"), sample(0.25, "proposer")]
     assert metrics_of(samples) == {"reward/role/solver": 0.5, "reward/role/proposer": 0.25}
     assert metrics_of([sample(1.0)]) == {}
+
+
+def test_a_field_of_the_rows_has_its_own_metric_and_the_number_of_a_teachers_source_none() -> None:
+    numbers = [{"row/level": level, "turns": 2.0, SOURCE_NUMBER: 1.0} for level in (1.0, 4.0)]
+    samples = [dataclasses.replace(sample(0.0), metrics=each) for each in numbers]
+    assert metrics_of(samples) == {"row/level": 2.5, "agent/turns": 2.0}
 
 
 @settings(max_examples=examples(25))

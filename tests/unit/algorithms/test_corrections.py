@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.algorithms.corrections import CRITERIA
 from asyncrl.algorithms.inputs import CorrectionInputs, CorrectionOutput
-from asyncrl.algorithms.objective.corrections import CRITERIA
-from asyncrl.algorithms.objective.objective import approximate_prox_logprobs
+from asyncrl.algorithms.objective import approximate_prox_logprobs
 from asyncrl.config.plugin_code.catalog import known, resolve
 from tests.examples import examples
 
@@ -102,6 +102,14 @@ def test_equal_policies_need_no_correction(ragged, name):
     assert torch.equal(output.keep_T, torch.tensor(batch.mask))
     assert output.weight_T[output.keep_T].eq(1.0).all()
     assert not any(output.masked.values())
+
+
+@pytest.mark.parametrize("name", sorted(known("correction")))
+def test_weights_are_finite_where_every_token_of_a_long_answer_has_become_far_likelier(ragged, name):
+    """The product of its ratios is no finite number, and an infinite weight times a masked loss of 0 would be nan."""
+    batch = ragged(1, longest=100)
+    far = dataclasses.replace(batch, behave=batch.prox - 50.0)
+    assert torch.isfinite(correct(name, far).weight_T).all()
 
 
 @pytest.mark.parametrize("name", sorted(known("correction")))

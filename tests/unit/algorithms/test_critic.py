@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algorithms.critic_objective import ValueNorm, ValueObjective, align_values
+from asyncrl.algorithms.critic import ValueNorm, ValueObjective, align_values
 from asyncrl.algorithms.inputs import ValueLossInputs
-from asyncrl.algorithms.spec import Choice, ValueNormalisation
+from asyncrl.algorithms.registry import Choice, ValueNormalisation
 from asyncrl.config.plugin_code.catalog import known, resolve
 from tests.examples import examples
 

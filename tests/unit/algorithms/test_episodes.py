@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.algorithms.group_view import GroupView
+from asyncrl.algorithms.filters import GroupView
 from asyncrl.algorithms.inputs import AdvantageInputs
 from asyncrl.config.plugin_code.catalog import known, resolve
 

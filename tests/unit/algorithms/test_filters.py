@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.algorithms.group_view import FilterDecision, GroupView, rewards_of_turns
+from asyncrl.algorithms.filters import FilterDecision, GroupView, rewards_of_turns
 from asyncrl.config.plugin_code.catalog import resolve
 
 

@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algorithms.arithmetic.sums import all_reduce_stats, merge_stats, values
+from asyncrl.algorithms.arithmetic import all_reduce_stats, merge_stats, stat_values
 from asyncrl.algorithms.inputs import SelectionInputs, SelectionOutput
-from asyncrl.algorithms.objective.objective import Objective
-from asyncrl.algorithms.policy_losses.ppo_clip import ppo_clip
-from asyncrl.algorithms.spec import Choice, ObjectiveSpec
+from asyncrl.algorithms.objective import Objective
+from asyncrl.algorithms.policy_losses import ppo_clip
+from asyncrl.algorithms.registry import Choice, ObjectiveSpec
 from asyncrl.config.plugin_code.catalog import known, resolve
 
 build_objective = functools.partial(Objective, resolve=resolve)
@@ -135,8 +135,8 @@ def test_loss_gradient_and_stats_do_not_depend_on_the_cut(ragged, spec, dtype, t
     torch.testing.assert_close(sum(loss for loss, _, _ in results), whole, rtol=tolerance, atol=tolerance)
     gradient = torch.cat([g for _, g, _ in results])
     torch.testing.assert_close(gradient, whole_gradient[index], rtol=tolerance, atol=tolerance)
-    merged = values(merge_stats(stats for _, _, stats in results))
-    assert merged == pytest.approx(values(whole_stats), rel=max(tolerance, 1e-9), abs=1e-9)
+    merged = stat_values(merge_stats(stats for _, _, stats in results))
+    assert merged == pytest.approx(stat_values(whole_stats), rel=max(tolerance, 1e-9), abs=1e-9)
 
 
 @pytest.mark.parametrize("loss", sorted(known("policy_loss")))
@@ -169,7 +169,7 @@ def test_objectives_are_finite_at_log_ratios_of_fifty(ragged, gap, spec):
     loss, gradient, stats = run(build_objective(spec), dataclasses.replace(batch, **far), torch.float32)
     assert torch.isfinite(loss)
     assert torch.isfinite(gradient).all()
-    assert all(math.isfinite(v) for v in values(stats).values())
+    assert all(math.isfinite(v) for v in stat_values(stats).values())
 
 
 def test_decoupled_objective_equals_vanilla_where_prox_is_behave(ragged):
@@ -240,7 +240,7 @@ def test_behave_as_prox_turns_the_correction_off(ragged):
 def test_behave_as_prox_leaves_the_distances_from_the_generating_engine(ragged):
     """That policy is no distance from itself, whatever the trainer computes."""
     batch = ragged(4)
-    found = values(run(build_objective(ObjectiveSpec(prox="behave")), batch)[2])
+    found = stat_values(run(build_objective(ObjectiveSpec(prox="behave")), batch)[2])
     inputs = batch.inputs()
     current = batch.mask & (inputs.versions_T.numpy() == inputs.current_version)
     moved = (batch.logprobs - batch.behave)[batch.mask]
@@ -255,13 +255,15 @@ def test_a_batch_without_loss_tokens_gives_a_loss_of_zero(ragged):
     loss, gradient, stats = run(build_objective(SPECS[0]), empty)
     assert float(loss) == 0.0
     assert not gradient.any()
-    assert values(stats)["tokens/loss"] == 0.0
-    assert values(stats)["ppo/behave_imp_weight_max"] == 0.0
+    assert stat_values(stats)["tokens/loss"] == 0.0
+    assert stat_values(stats)["ppo/behave_imp_weight_max"] == 0.0
 
 
 def test_statistics_are_those_of_the_definition(ragged):
     batch = ragged(4)
-    found = values(run(build_objective(ObjectiveSpec(correction=Choice("token_truncate", {"cap": 1.2}))), batch)[2])
+    found = stat_values(
+        run(build_objective(ObjectiveSpec(correction=Choice("token_truncate", {"cap": 1.2}))), batch)[2]
+    )
     m = batch.mask
     inputs = batch.inputs()
     current = m & (inputs.versions_T.numpy() == inputs.current_version)
@@ -286,7 +288,7 @@ def test_statistics_are_those_of_the_definition(ragged):
 
 def test_without_a_proximal_policy_distances_are_from_the_policy_that_sampled(ragged):
     inputs = dataclasses.replace(ragged(4).inputs(), prox_logprobs_T=None)
-    found = values(build_objective(ObjectiveSpec(Choice("ppo_clip"), Choice("none")))(inputs, None, 1.0)[1])
+    found = stat_values(build_objective(ObjectiveSpec(Choice("ppo_clip"), Choice("none")))(inputs, None, 1.0)[1])
     moved_T = (inputs.logprobs_T.detach() - inputs.behave_logprobs_T)[inputs.mask_T]
     distance = float((moved_T.exp() - 1 - moved_T).mean())
     assert (found["ppo/behave_kl"], found["ppo/approx_kl"]) == pytest.approx((distance, distance))
@@ -348,7 +350,7 @@ def test_full_kl_enters_the_loss(ragged):
 
 def test_ranks_reduce_their_statistics_in_two_collectives(ragged):
     objective = build_objective(SPECS[0])
-    whole = values(run(objective, ragged(9, num_seqs=8))[2])
+    whole = stat_values(run(objective, ragged(9, num_seqs=8))[2])
     halves = [run(objective, ragged(9, num_seqs=8).select(list(range(a, a + 4))))[2] for a in (0, 4)]
     tables: dict[str, list[torch.Tensor]] = {"sum": [], "max": []}
 
@@ -361,7 +363,7 @@ def test_ranks_reduce_their_statistics_in_two_collectives(ragged):
         halves[0], lambda _: torch.stack(tables["sum"]).sum(0), lambda _: torch.stack(tables["max"]).amax(0)
     )
     assert len(tables["sum"]) == len(tables["max"]) == 2
-    assert values(reduced) == pytest.approx(whole, rel=1e-9)
+    assert stat_values(reduced) == pytest.approx(whole, rel=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.algorithms.objective.objective import Objective
+from asyncrl.algorithms.objective import Objective
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.plugin_code.catalog import resolve
-from asyncrl.launch.before_start.checks import validate
+from asyncrl.launch.before_start.setting_checks import validate
 from asyncrl.trainer.functions.model_functions import objective_spec
 
 Slope = Callable[[int], float]

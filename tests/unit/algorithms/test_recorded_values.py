@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from asyncrl.algorithms.inputs import AdvantageInputs, CorrectionInputs, PolicyLossInputs, SelectionInputs
-from asyncrl.algorithms.objective.objective import Objective
-from asyncrl.algorithms.spec import Choice, ObjectiveSpec, ProximalMode
+from asyncrl.algorithms.objective import Objective
+from asyncrl.algorithms.registry import Choice, ObjectiveSpec, ProximalMode
 from asyncrl.config.plugin_code.catalog import resolve
 
 LOGPROBS = [-0.5, -1.2, -0.1, -2.0, -0.3, -0.9]

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.comm.files import retry_write
-from asyncrl.comm.files.leftovers import remove_leftover
+from asyncrl.comm import files as files_module
+from asyncrl.comm.files import remove_leftover
 from asyncrl.models.weights import atomic_dir
 from tests.refusing_disk import refusing
 
@@ -22,7 +22,7 @@ LOG = logging.getLogger(__name__)
 
 @pytest.fixture(autouse=True)
 def _soon_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry_write, "_BACKOFF", retry_write.Backoff(0.001, 0.001))
+    monkeypatch.setattr(files_module, "_BACKOFF", files_module.Backoff(0.001, 0.001))
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # most of the time that these tests would take
 
 
@@ -159,7 +159,7 @@ def test_a_leftover_that_others_delete_too_is_none(tmp_path: Path, caplog: pytes
 
 def test_a_disk_that_refuses_for_good_ends_the_removal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing could be written there either."""
-    monkeypatch.setattr(retry_write, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(files_module, "PATIENCE_S", 0.01)
     make(tmp_path / "v0")
 
     def read_only(*_: object) -> Path:

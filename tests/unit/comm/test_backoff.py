@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.comm.waits.backoff import Backoff
+from asyncrl.comm.waits import Backoff
 
 
 def test_waits_double_up_to_the_last() -> None:

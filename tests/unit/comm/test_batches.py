@@ -11,9 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.api.trajectory import Sample, Trajectory
-from asyncrl.comm.push_pull.outbox import OutboxEntry
-from asyncrl.comm.push_pull.puller import BATCH_BYTES, BATCH_TRAJECTORIES
-from asyncrl.comm.push_pull.pusher import Batch, Push
+from asyncrl.comm.push_pull import BATCH_BYTES, BATCH_TRAJECTORIES, Batch, Push
 from asyncrl.comm.trajectory_codec import prepare
 
 ONE = prepare(
@@ -38,12 +36,11 @@ def sizes_of(*sizes: int) -> list[list[int]]:
     """The sizes in each message."""
     batches = [Batch()]
     for seq, nbytes in enumerate(sizes):
-        push = Push("rollout", replace(ONE, nbytes=nbytes), math.inf, cast(Any, None))
-        entry = OutboxEntry(seq, f"rollout-{seq}", push)
+        entry = Push(f"rollout-{seq}", replace(ONE, nbytes=nbytes), math.inf, cast(Any, None), seq)
         if not batches[-1].add(entry):
             batches.append(Batch())
             assert batches[-1].add(entry)
-    return [[each.content.prepared.nbytes for each in batch.entries] for batch in batches]
+    return [[each.prepared.nbytes for each in batch.entries] for batch in batches]
 
 
 def test_small_ones_share_a_message_up_to_its_number() -> None:

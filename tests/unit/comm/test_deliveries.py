@@ -1,4 +1,4 @@
-"""What a puller does with a message, without sockets."""
+"""What a puller does with a message, whoever sent it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import numpy as np
 import zmq
 
 from asyncrl.api import Sample, Trajectory
-from asyncrl.comm.push_pull import InvalidTrajectory
-from asyncrl.comm.push_pull.puller import Accepted, Deliveries, Refused, Reply, encode
+from asyncrl.comm.push_pull import Accepted, InvalidTrajectory, Refused, TrajectoryPuller, encode
 from asyncrl.comm.sockets import Frame
 from asyncrl.comm.trajectory_codec import encode_trajectories
 
@@ -30,22 +29,20 @@ def test_accepted_ones_and_duplicates_are_acknowledged_together_after_the_refusa
             raise OSError("disk full")
         taken.append(trajectory.rollout_id)
 
-    deliveries = Deliveries(consume, 1 << 20, 100)
-    replies: list[Reply] = []
-    deliveries.take(message([3, 4, 5, 6, 7], "a", "bad", "later", "b", "a"), replies.append)
+    puller = TrajectoryPuller("127.0.0.1", None, on_message=consume)
+    replies = puller._deliver(message([3, 4, 5, 6, 7], "a", "bad", "later", "b", "a"))
     assert replies == [Refused([4], "a reward is missing"), Accepted([3, 6, 7])]
     assert taken == ["a", "b"]
-    deliveries.take(message([5], "later"), replies.append)
-    counters = deliveries.counters
+    assert puller._deliver(message([5], "later")) == [], "what was not accepted is not acknowledged"
+    counters = puller.counters
     assert (counters.received, counters.duplicates, counters.malformed, counters.refused) == (2, 1, 1, 2)
-    assert len(replies) == 2, "what was not accepted is not acknowledged"
+    puller.close()
 
 
 def test_a_message_with_numbers_for_other_trajectories_is_refused_whole() -> None:
-    deliveries = Deliveries(lambda trajectory: None, 1 << 20, 100)
-    replies: list[Reply] = []
-    deliveries.take(message([1, 2, 3], "a"), replies.append)
+    puller = TrajectoryPuller("127.0.0.1", None, on_message=lambda trajectory: None)
+    replies = puller._deliver(message([1, 2, 3], "a"))
     assert replies == [Refused([1, 2, 3], "message has 3 numbers for 1 trajectories")]
-    deliveries.take([zmq.Frame(b"no numbers")], replies.append)
-    assert len(replies) == 1, "a message without numbers has no answer"
-    assert deliveries.counters.malformed == 2
+    assert puller._deliver([zmq.Frame(b"no numbers")]) == [], "a message without numbers has no answer"
+    assert puller.counters.malformed == 2
+    puller.close()

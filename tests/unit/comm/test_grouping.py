@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.comm.push_pull.pusher import Groups, group
+from asyncrl.comm.push_pull import Groups, group
 
 pushers = st.sets(st.integers(0, 20).map("pusher{}".format), min_size=1)
 pullers = st.sets(st.integers(0, 20).map("puller{}".format), min_size=1)

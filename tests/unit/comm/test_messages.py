@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 import asyncrl.rollout.messages
 import asyncrl.trainer.messages
-from asyncrl.comm.request_reply import MessageError
-from asyncrl.comm.request_reply.messages import Failure, Reply, Request, decode, encode
+from asyncrl.comm.request_reply import Failure, MessageError, Reply, Request, decode, encode
 from asyncrl.trainer.messages import BeginStep, GridShare, PollBuffer
 from tests.examples import examples
 

@@ -26,7 +26,7 @@ from asyncrl.comm.name_resolve import (
     OwnerFenced,
     base,
 )
-from asyncrl.comm.name_resolve.outages import RECENT_S, Outages
+from asyncrl.comm.name_resolve.base import GRACE_S
 from asyncrl.comm.push_pull import TrajectoryPusher
 from asyncrl.rollout import process
 from asyncrl.rollout.process import RolloutWorker
@@ -95,6 +95,7 @@ def test_watching_in_an_outage_ends_at_its_own_limit(resolver: FileResolver, awa
     away.times = 1_000_000
     with pytest.raises(NameResolveTimeout):
         resolver.watch("a", 0.05)
+    assert resolver._failing.keys() <= {resolver._keep_up_to_date}, "only the thread that follows tries again"
 
 
 def test_an_outage_that_lasts_too_long_is_told_with_its_reason(tmp_path: Path, away: Away) -> None:
@@ -102,6 +103,33 @@ def test_an_outage_that_lasts_too_long_is_told_with_its_reason(tmp_path: Path, a
     away.times = 1_000_000
     with pytest.raises(NameResolveUnavailable, match=r"Stale file handle.*failed for \d+ s"):
         resolver.get_subtree("a")
+
+
+def test_what_is_only_followed_raises_once_an_outage_lasts_too_long(tmp_path: Path, away: Away) -> None:
+    """A manager that waits for the next version calls nothing that could fail for too long by itself."""
+    with FileResolver(tmp_path / "names", patience_s=0.1) as resolver:
+        followed = resolver.follow("a")
+        away.times = 1_000_000
+        told = r"Stale file handle.*failed for \d+ s"
+        resolver._wake()
+        assert resolver._follower is not None
+        resolver._follower.join(LIMIT_S)
+        with pytest.raises(NameResolveUnavailable, match=told):
+            followed.entries()
+        with pytest.raises(NameResolveUnavailable, match=told):
+            resolver.watch("a/b", LIMIT_S)
+
+
+def test_who_begins_to_follow_in_an_outage_waits_for_its_end_and_not_for_ever(tmp_path: Path, away: Away) -> None:
+    with FileResolver(tmp_path / "names") as resolver:
+        resolver.add("a/b", "1")
+        away.times = 2
+        assert resolver.follow("a").entries() == {"a/b": "1"}
+    with FileResolver(tmp_path / "names", patience_s=0.1) as resolver:
+        away.times = 1_000_000
+        with pytest.raises(NameResolveUnavailable, match=r"Stale file handle.*failed for \d+ s"):
+            resolver.follow("a")
+        away.times = 0
 
 
 def test_a_process_that_was_asked_to_stop_does_not_wait_for_the_end_of_an_outage(
@@ -225,51 +253,118 @@ def test_a_defect_in_one_renewal_is_logged_and_the_other_leases_live_on(caplog: 
 
 def test_a_defect_in_following_names_reaches_the_readers(caplog: pytest.LogCaptureFixture) -> None:
     with Renewing(lambda name: "kept") as resolver:
-        followed = resolver.follow("workers")
-        assert resolver._follower is not None
-        resolver._follower.join(LIMIT_S)
         told = r"names under '/names' are not followed: KeyError\('a defect'\)"
+        for root in ("workers", "status"):
+            with pytest.raises(NameResolveError, match=told):
+                resolver.follow(root)
         with pytest.raises(NameResolveError, match=told):
-            followed.entries()
-        with pytest.raises(NameResolveError, match=told):
-            resolver.follow("status")
+            resolver._followed["workers"].entries()
     (record,) = caplog.records
     assert (record.exc_info or [None])[0] is KeyError
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
+class Calling(Renewing):
+    """What its calls do says `script`, by name: None works, an error is raised."""
 
-    def __call__(self) -> float:
-        return self.now
+    def __init__(self, patience_s: float = 60.0) -> None:
+        super().__init__(lambda name: "kept", patience_s)
+        self.script: dict[str, Exception | None] = {}
+
+    def _read(self, name: str) -> str | None:
+        if (error := self.script.get(name)) is not None:
+            raise error
+        return "x"
 
 
 def test_an_outage_is_told_once_and_another_one_again(caplog: pytest.LogCaptureFixture) -> None:
-    clock, error = Clock(), OSError("disk full")
-    outages = Outages("/names", 60.0, clock)
-    for failures in range(1, 5):
-        clock.now += 10
-        assert outages.failed("add", error, failures) > 0
-        assert outages.failed("get", error, failures) > 0
-        outages.worked("watch")
+    resolver, away = Calling(), NameResolveUnavailable("disk full")
+    first, second = object(), object()
+    for call in (first, second, first, second):
+        resolver._failed(call, away)
+        assert resolver.get("another") == "x"
     assert len(caplog.records) == 1
-    outages.worked("add")
-    outages.worked("get")
-    outages.failed("get", error, 1)
+    resolver._failing.clear()
+    resolver._failed(first, away)
     assert len(caplog.records) == 2
 
 
-def test_calls_of_one_kind_may_fail_for_so_long_whatever_others_do() -> None:
+def test_a_call_may_fail_for_so_long_whatever_others_do() -> None:
     """As on a full disk, which can be read."""
-    clock, error = Clock(), OSError("disk full")
-    outages = Outages("/names", 60.0, clock)
-    for _ in range(6):
-        outages.failed("add", error, 1)
-        outages.worked("get")
-        clock.now += 10.0
-    with pytest.raises(NameResolveUnavailable, match=r"disk full \(name resolution has failed for 60 s\)"):
-        outages.failed("add", error, 7)
+    resolver = Calling(0.2)
+    resolver.script["full"] = NameResolveUnavailable("disk full")
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(resolver.get, "full")
+        while not writing.done():
+            assert resolver.get("another") == "x"
+        with pytest.raises(NameResolveUnavailable, match=r"disk full \(name resolution has failed for 0 s\)"):
+            writing.result()
+    assert resolver.outage_s == 0.0, "the call has ended"
+
+
+def test_an_outage_lasts_from_the_first_failure_of_what_is_retried_until_it_works() -> None:
+    resolver = Calling()
+    assert resolver.outage_s == 0.0
+    resolver.script["a"] = NameResolveUnavailable("away")
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(resolver.get, "a")
+        while not (since := resolver.outage_s):
+            assert not reading.done()
+        while resolver.outage_s <= since:
+            assert not reading.done()
+        resolver.script.clear()
+        assert reading.result(LIMIT_S) == "x"
+    assert resolver.outage_s == 0.0
+
+
+def test_a_renewal_that_fails_is_made_again_long_before_the_next_one_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    def renew(name: str) -> Literal["kept"]:
+        raise NameResolveUnavailable("etcd is away")
+
+    resolver = Renewing(renew)
+    resolver._stop_renewing()  # this test says when it renews
+    monkeypatch.setattr(base.time, "monotonic", lambda: 100.0)
+    resolver.add("a", "x", lease_s=9.0, replace=True)
+    resolver._renew_all()
+    assert resolver._renewal_due == 100.0 + base.LOOK_S
+
+
+def test_a_failed_call_and_a_late_renewal_are_trouble_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def renew(name: str) -> Literal["kept"]:
+        hangs.set()
+        assert goes_on.wait(LIMIT_S)
+        return "kept"
+
+    resolver = Renewing(renew)
+    resolver._stop_renewing()  # this test says when it renews
+    monkeypatch.setattr(base.time, "monotonic", lambda: now)
+    assert not resolver.in_trouble
+    resolver.add("a", "x", lease_s=9.0, replace=True)
+    now += 9.0 / base.RENEWALS_PER_LEASE
+    assert not resolver.in_trouble, "it is due"
+    now += base.LATE_S + 0.1
+    assert resolver.in_trouble, "this process or the back end stands still"
+    with ThreadPoolExecutor(1) as pool:
+        renewing = pool.submit(resolver._renew_all)
+        assert hangs.wait(LIMIT_S)
+        now += 1.0
+        assert resolver.in_trouble
+        goes_on.set()
+        renewing.result(LIMIT_S)
+    assert resolver._renewal_due == now + 2.0, "a third of the lease after the renewal began"
+    now += GRACE_S - 7.0
+    assert resolver.in_trouble, "it did a moment ago"
+    resolver._renew_all()
+    resolver.delete("a")
+    now += 7.1
+    assert not resolver.in_trouble
+    resolver._failed(object(), NameResolveError("away"))
+    now += GRACE_S - 0.1
+    assert resolver.in_trouble
+    now += 0.2
+    assert not resolver.in_trouble
 
 
 async def test_a_rollout_worker_follows_the_training_ranks_through_an_outage(
@@ -282,7 +377,8 @@ async def test_a_rollout_worker_follows_the_training_ranks_through_an_outage(
     own = {
         "log": log,
         "_has_joined": False,
-        "_register_pusher": lambda: resolver.add(names.pusher_key(0), "rollout_worker/0"),
+        "name": "rollout_worker/0",
+        "config": SimpleNamespace(system=SimpleNamespace(lease_s=None)),
     }
     worker = cast(RolloutWorker, SimpleNamespace(resolver=resolver, index=0, **own))
     resolver.add(names.puller_key(0), "tcp://one")
@@ -309,25 +405,8 @@ def test_a_shorter_value_replaces_a_longer_one_whose_add_failed_halfway(
 ) -> None:
     with FileResolver(tmp_path / "names", patience_s=0.0) as resolver:
         with monkeypatch.context() as broken:
-            broken.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "away")))
+            broken.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "away")))
             with pytest.raises(NameResolveUnavailable):
                 resolver.add("a", 100 * "long ")
         resolver.add("a", "short")
         assert resolver.get("a") == "short"
-
-
-def test_an_outage_lasts_from_the_first_failure_until_a_call_works_or_none_is_made() -> None:
-    now = 100.0
-    outages = Outages("root", 60.0, lambda: now)
-    assert outages.outage_s == 0.0
-    assert not outages.in_trouble
-    outages.failed("get", OSError(), 1)
-    assert outages.in_trouble, "leases may have run out"
-    now = 112.0
-    outages.failed("get", OSError(), 2)
-    assert outages.outage_s == 12.0
-    outages.worked("get")
-    assert outages.outage_s == 0.0
-    outages.failed("add", OSError(), 1)
-    now += RECENT_S
-    assert outages.outage_s == 0.0

@@ -5,6 +5,7 @@ back.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import pytest
 
 from asyncrl.comm.name_resolve import FileResolver, NameResolveError, Subtree
 from asyncrl.comm.name_resolve import file as file_module
-from asyncrl.comm.name_resolve.file import _FileSystemClock, _Scan
-from asyncrl.comm.name_resolve.outages import GRACE_S
+from asyncrl.comm.name_resolve.base import GRACE_S
+from asyncrl.comm.name_resolve.file import _Scan
+from asyncrl.comm.waits import LOOK_S
 
 W = frozenset({"w"})
 
@@ -72,17 +74,14 @@ def test_a_second_outage_holds_longer_what_the_first_one_held(subtree: Subtree, 
     assert "w/a" not in subtree.entries()
 
 
-def test_only_the_first_reading_is_stored_as_the_first_and_waits_end_with_a_change(clock: Clock) -> None:
+def test_what_was_never_read_is_told_apart_from_nothing_and_waits_end_with_a_change(clock: Clock) -> None:
     subtree = Subtree("w", clock)
-    assert not subtree.is_read
     subtree.away()
-    assert not subtree.is_read
-    subtree.replace({}, first=True)
-    assert subtree.is_read
+    assert not subtree.await_first(0.0)
+    subtree.replace({})
+    assert subtree.await_first(0.0)
     seen = subtree.changes
     subtree.replace({"w/a": "1"})
-    subtree.replace({"w/a": "0"}, first=True)
-    assert subtree.entries() == {"w/a": "1"}
     subtree.await_change(seen, 3600.0)
     seen = subtree.changes
     subtree.replace({"w/a": "1"})
@@ -117,106 +116,121 @@ def resolver(tmp_path: Path) -> Iterator[FileResolver]:
         yield resolver
 
 
-class FileSystemClock(_FileSystemClock):
-    """Stands `ahead_s` after the last change of the folder."""
+class Now:
+    """Takes the place of the module `time`: this process's clock, which this test sets."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.ahead_s = folder, 0.1
+    def __init__(self) -> None:
+        self.now = 1000.0
 
-    def now(self, *, fresh: bool = False) -> float:
-        return self.folder.stat().st_mtime + self.ahead_s
+    def monotonic(self) -> float:
+        return self.now
 
 
-def _age(folder: Path, seconds: float) -> None:
-    """As if the folder had been changed so long ago."""
-    then = folder.stat().st_mtime - seconds
-    os.utime(folder, (then, then))
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> Now:
+    now = Now()
+    monkeypatch.setattr(file_module, "time", now)
+    return now
 
 
 def test_a_folder_that_did_not_change_is_not_read_again(
-    resolver: FileResolver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    resolver: FileResolver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, now: Now
 ) -> None:
     folder = tmp_path / "names"
-    clock = FileSystemClock(folder)
-    scan = _Scan(folder, clock)
+    scan = _Scan(folder, resolver._left_s)
     for index in range(20):
         resolver.add(f"w/{index}", "x", lease_s=3600.0 if index % 2 else None)
     resolver.add("other", "x")
     opened = Opened(folder, monkeypatch)
     assert len(scan.look(W)) == 20
     assert opened.count == 21
+    now.now += 1.9
     assert len(scan.look(W)) == 20, "it changed a moment ago, so it may have changed again within a tick of its clock"
     assert opened.count == 42
-    clock.ahead_s = 60.0
-    scan.look(W)
-    before = opened.count
+    now.now += 60.0
+    assert len(scan.look(W)) == 20, "as well as before this process stood still"
+    assert opened.count == 63
     for _ in range(100):
         assert len(scan.look(W)) == 20
-    assert opened.count == before
+    assert opened.count == 63
     assert scan.look(frozenset({"w/1", "other"})).keys() == {"other", "w/1"}, "another root is awaited"
+    for _ in range(2):
+        scan.look(W)
+        now.now += 3.0
     scan.look(W)
     before = opened.count
     resolver.add("w/3", "y", replace=True)
+    before = opened.count
     assert scan.look(W)["w/3"] == "y"
     assert opened.count == before + 2, "the listing, and what is another file"
     resolver.delete("w/3")
     assert len(scan.look(W)) == 19
 
 
+def test_an_entry_that_is_replaced_within_a_tick_of_the_clock_by_a_file_with_the_same_number_is_read(
+    resolver: FileResolver, tmp_path: Path, now: Now
+) -> None:
+    scan, file = _Scan(tmp_path / "names", resolver._left_s), tmp_path / "names" / "w+0.json"
+    resolver.add("w/0", "old")
+    folder_time, time = (tmp_path / "names").stat().st_mtime_ns, file.stat().st_mtime_ns
+    assert scan.look(W) == {"w/0": "old"}
+    file.write_bytes(file.read_bytes().replace(b"old", b"new"))
+    os.utime(file, ns=(time, time))
+    assert (tmp_path / "names").stat().st_mtime_ns == folder_time
+    now.now += 1.0
+    assert scan.look(W) == {"w/0": "new"}
+
+
 def test_a_lease_that_runs_out_and_one_that_comes_back_are_seen_though_the_folder_stays_the_same(
-    resolver: FileResolver, tmp_path: Path
+    resolver: FileResolver, tmp_path: Path, now: Now
 ) -> None:
     folder = tmp_path / "names"
     resolver.add("w/0", "x", lease_s=3600.0)
     resolver._stop_renewing()
-    _age(folder, 60.0)
-    scan = _Scan(folder, _FileSystemClock(folder))
-    assert scan.look(W) == {"w/0": "x"}
+    scan = _Scan(folder, resolver._left_s)
+    for _ in range(2):
+        assert scan.look(W) == {"w/0": "x"}
+        now.now += 3.0
+    now.now += 3600.0
     past = folder.stat().st_mtime - 7200
     os.utime(folder / "w+0.json", (past, past))
-    scan._seen["w/0"].expires = scan._until = 0.0  # as by now it would be
     assert scan.look(W) == {}
     os.utime(folder / "w+0.json")  # by its owner, which was stalled just before
     assert scan.look(W) == {}, "it is looked at now and then"
-    scan._until = 0.0
+    now.now += LOOK_S
     assert scan.look(W) == {"w/0": "x"}
+    now.now += 3600.0
     os.utime(folder / "w+0.json", (past, past))
-    scan._seen["w/0"].expires = scan._until = 0.0
     assert scan.look(W) == {}
-    resolver._renew_entry("w/0")
+    resolver._renew_all()
     assert scan.look(W) == {"w/0": "x"}
 
 
 @pytest.mark.parametrize("set_by_s", [-7200.0, 7200.0])
 def test_a_clock_that_is_set_ends_no_lease_that_is_renewed_and_one_that_is_not_ends(
-    resolver: FileResolver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_by_s: float
+    resolver: FileResolver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, now: Now, set_by_s: float
 ) -> None:
-    folder, now = tmp_path / "names", [0.0]
+    """The file system's clock."""
+    folder = tmp_path / "names"
     for name in ("w/0", "w/1"):
         resolver.add(name, "x", lease_s=60.0)
     resolver._stop_renewing()
-    _age(folder, 60.0)
-    monkeypatch.setattr(file_module.time, "monotonic", lambda: now[0])
-    clock = _FileSystemClock(folder)
-    monkeypatch.setattr(resolver, "_clock", clock)
-    scan = _Scan(folder, clock)
+    scan = _Scan(folder, resolver._left_s)
     assert scan.look(W).keys() == {"w/0", "w/1"}
+    now.now += 20.0
+    utime = os.utime
 
-    def ticks(seconds: float) -> None:
-        now[0] += seconds
-        before = clock.now()
-        monkeypatch.setattr(clock, "now", lambda *, fresh=False: before + seconds + (set_by_s if fresh else 0.0))
+    def set_clock(file: int | Path, times: tuple[float, float] | None = None) -> None:
+        utime(file, (time.time() + set_by_s,) * 2 if times is None else times)
 
-    ticks(20.0)
-    written = time_of(folder / "w+0.json") + 20.0 + set_by_s
-    os.utime(folder / "w+0.json", (written, written))  # its owner renews it by the clock that was just set
+    monkeypatch.setattr(os, "utime", set_clock)
+    os.utime(folder / "w+0.json")  # its owner renews it by the clock that was just set
     assert resolver.get("w/0") == "x"
     assert scan.look(W).keys() == {"w/0", "w/1"}, "followers measure by their own clock"
-    now[0] += 45.0
-    written += 45.0
-    os.utime(folder / "w+0.json", (written, written))
+    late = _Scan(folder, resolver._left_s)
+    assert ("w/1" in late.look(W)) == (set_by_s < 0)
+    now.now += 45.0
+    os.utime(folder / "w+0.json")
     assert scan.look(W).keys() == {"w/0"}
-
-
-def time_of(file: Path) -> float:
-    return file.stat().st_mtime
+    now.now += 61.0
+    assert late.look(W).keys() == {"w/0"}, "no lease lasts longer than it is, however far the clock was set back"

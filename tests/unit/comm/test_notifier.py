@@ -2,7 +2,7 @@
 
 import asyncio
 
-from asyncrl.comm.waits.notifier import Notifier
+from asyncrl.comm.waits import Notifier
 
 
 async def test_those_who_have_waited_longest_are_woken_first() -> None:

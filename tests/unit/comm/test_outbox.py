@@ -1,19 +1,30 @@
 from __future__ import annotations
 
+import math
+from typing import Any, cast
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from asyncrl.comm.push_pull.outbox import Outbox, OutboxFull
+from asyncrl.comm.push_pull import Outbox, OutboxFull, Push
 from tests.examples import examples
 
 
-def make_outbox(*peers: str, high_water: int = 100, resend_after_s: float = 5.0) -> Outbox[None]:
-    return Outbox(peers, high_water=high_water, resend_after_s=resend_after_s)
+def make_outbox(*peers: str, high_water: int = 100, resend_after_s: float = 5.0) -> Outbox:
+    outbox = Outbox(high_water=high_water, resend_after_s=resend_after_s)
+    outbox.set_peers(peers)
+    return outbox
 
 
-def send_all(outbox: Outbox[None], writable: set[str], now: float = 0.0) -> list[tuple[int, str]]:
+def add(outbox: Outbox, rollout_id: str) -> Push:
+    push = Push(rollout_id, cast(Any, None), math.inf, cast(Any, None))
+    outbox.add(push)
+    return push
+
+
+def send_all(outbox: Outbox, writable: set[str], now: float = 0.0) -> list[tuple[int, str]]:
     sent = []
     while (taken := outbox.take(writable, now)) is not None:
         sent.append((taken[0].seq, taken[1]))
@@ -23,12 +34,12 @@ def send_all(outbox: Outbox[None], writable: set[str], now: float = 0.0) -> list
 def test_entries_are_sent_in_order_to_the_peer_with_the_fewest_in_flight() -> None:
     outbox = make_outbox("a", "b")
     for label in "xyz":
-        outbox.add(label, None)
+        add(outbox, label)
     sent = send_all(outbox, {"a", "b"})
     assert [seq for seq, _ in sent] == [0, 1, 2]
     assert sent[0][1] == sent[2][1] != sent[1][1]
     assert outbox.acked(1) is not None
-    fourth = outbox.add("w", None)
+    fourth = add(outbox, "w")
     taken = outbox.take(["a", "b"], 0.0)
     assert taken is not None
     assert taken[0] is fourth
@@ -36,9 +47,9 @@ def test_entries_are_sent_in_order_to_the_peer_with_the_fewest_in_flight() -> No
 
 def test_an_entry_is_kept_until_it_is_acknowledged_and_forgotten_once() -> None:
     outbox = make_outbox("a")
-    entry = outbox.add("x", None)
+    entry = add(outbox, "x")
     send_all(outbox, {"a"})
-    assert outbox.labels == ["x"]
+    assert outbox.entries == [entry]
     assert outbox.acked(entry.seq) is entry
     assert outbox.acked(entry.seq) is None
     assert len(outbox) == 0
@@ -46,22 +57,22 @@ def test_an_entry_is_kept_until_it_is_acknowledged_and_forgotten_once() -> None:
 
 def test_the_high_water_mark_bounds_what_is_kept() -> None:
     outbox = make_outbox("a", high_water=2)
-    outbox.add("x", None)
-    outbox.add("y", None)
+    add(outbox, "x")
+    add(outbox, "y")
     assert outbox.full
     with pytest.raises(OutboxFull, match="high_water=2"):
-        outbox.add("z", None)
+        add(outbox, "z")
     outbox.acked(0)
     assert not outbox.full
 
 
 def test_a_silent_peer_gets_the_entry_again_when_it_is_due() -> None:
     outbox = make_outbox("a", "b", resend_after_s=5.0)
-    outbox.add("x", None)
+    add(outbox, "x")
     ((_, first),) = send_all(outbox, {"a", "b"}, now=1.0)
     assert outbox.next_due() == 6.0
     assert outbox.expire(5.9) == []
-    assert [entry.label for entry in outbox.expire(6.0)] == ["x"]
+    assert [entry.rollout_id for entry in outbox.expire(6.0)] == ["x"]
     assert outbox.take({"a", "b"} - {first}, 6.0) is None
     assert send_all(outbox, {"a", "b"}, now=6.0) == [(0, first)]
     assert outbox.next_due() == 11.0
@@ -69,7 +80,7 @@ def test_a_silent_peer_gets_the_entry_again_when_it_is_due() -> None:
 
 def test_after_a_lost_connection_any_peer_may_take_the_entry() -> None:
     outbox = make_outbox("a", "b")
-    outbox.add("x", None)
+    add(outbox, "x")
     ((_, first),) = send_all(outbox, {"a", "b"})
     outbox.lost(first)
     (other,) = {"a", "b"} - {first}
@@ -78,8 +89,8 @@ def test_after_a_lost_connection_any_peer_may_take_the_entry() -> None:
 
 def test_entries_of_a_peer_that_left_go_to_those_that_stay() -> None:
     outbox = make_outbox("a")
-    outbox.add("x", None)
-    outbox.add("y", None)
+    add(outbox, "x")
+    add(outbox, "y")
     send_all(outbox, {"a"})
     outbox.set_peers(["b", "c"])
     assert sorted(peer for _, peer in send_all(outbox, {"b", "c"})) == ["b", "c"]
@@ -88,17 +99,17 @@ def test_entries_of_a_peer_that_left_go_to_those_that_stay() -> None:
 
 def test_an_entry_bound_to_a_blocked_peer_does_not_hold_up_the_rest() -> None:
     outbox = make_outbox("a", "b")
-    outbox.add("x", None)
+    add(outbox, "x")
     send_all(outbox, {"a"})
     outbox.expire(5.0)
-    outbox.add("y", None)
+    add(outbox, "y")
     assert send_all(outbox, {"b"}) == [(1, "b")]
 
 
 def test_what_the_connection_did_not_take_waits_in_front_in_order() -> None:
     outbox = make_outbox("a")
     for label in "xyz":
-        outbox.add(label, None)
+        add(outbox, label)
     taken = [outbox.take({"a"}, 0.0) for _ in range(2)]
     outbox.untake([item[0] for item in taken if item is not None])
     assert outbox.next_due() is None
@@ -107,7 +118,7 @@ def test_what_the_connection_did_not_take_waits_in_front_in_order() -> None:
 
 def test_an_entry_acknowledged_while_it_waits_is_not_sent_again() -> None:
     outbox = make_outbox("a")
-    outbox.add("x", None)
+    add(outbox, "x")
     send_all(outbox, {"a"})
     outbox.expire(5.0)
     outbox.acked(0)
@@ -127,7 +138,7 @@ class OutboxMachine(RuleBasedStateMachine):
     @rule()
     def add(self) -> None:
         if not self.outbox.full:
-            self.kept.add(self.outbox.add("x", None).seq)
+            self.kept.add(add(self.outbox, "x").seq)
 
     @rule(writable=st.sets(st.sampled_from("abcd")))
     def take(self, writable: set[str]) -> None:

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from asyncrl.comm.files.private_files import (
+from asyncrl.comm import files
+from asyncrl.comm.files import (
     NotPrivate,
     check_tree,
     make_private_folder,
@@ -92,3 +94,22 @@ def test_only_a_short_regular_file_of_this_user_is_read(tmp_path: Path, monkeypa
         with pytest.raises(NotPrivate, match=r"of user|belongs to user"):
             look()
     assert len(os.listdir("/proc/self/fd")) == opened
+
+
+def test_what_vanishes_while_a_tree_is_checked_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dying launcher's processes still rotate their checkpoints."""
+    for name in ("a", "b"):
+        make_private_folder(tmp_path / "run" / name / "deeper")
+    looked: list[Path] = []
+
+    def rotated_meanwhile(path: Path, status: os.stat_result) -> None:
+        looked.append(path)
+        if path.name == "a":
+            shutil.rmtree(tmp_path / "run" / "a")
+            shutil.rmtree(tmp_path / "run" / "b")
+
+    monkeypatch.setattr(files, "check_owned", rotated_meanwhile)
+    check_tree(tmp_path / "run")
+    assert tmp_path / "run" / "a" in looked
+    with pytest.raises(FileNotFoundError):
+        check_tree(tmp_path / "nothing")

@@ -10,9 +10,17 @@ import numpy as np
 import pytest
 
 from asyncrl.api import Sample, Trajectory
-from asyncrl.comm.push_pull import PushTimeout, TrajectoryPusher, pusher
-from asyncrl.comm.push_pull.outbox import Outbox, OutboxEntry
-from asyncrl.comm.push_pull.puller import BATCH_TRAJECTORIES, Accepted, decode_numbers, encode
+from asyncrl.comm import push_pull
+from asyncrl.comm.push_pull import (
+    BATCH_TRAJECTORIES,
+    Accepted,
+    Outbox,
+    Push,
+    PushTimeout,
+    TrajectoryPusher,
+    decode_numbers,
+    encode,
+)
 from asyncrl.comm.sockets import Frame
 
 COUNT = 4 * BATCH_TRAJECTORIES
@@ -76,13 +84,13 @@ async def test_a_message_is_filled_only_when_the_connection_takes_it(monkeypatch
     takes = 0
     take = Outbox.take
 
-    def counted(outbox: Outbox[Any], *arguments: Any) -> tuple[OutboxEntry[Any], str] | None:
+    def counted(outbox: Outbox, *arguments: Any) -> tuple[Push, str] | None:
         nonlocal takes
         takes += 1
         return take(outbox, *arguments)
 
     monkeypatch.setattr(Outbox, "take", counted)
-    monkeypatch.setattr(pusher, "PeerRouter", NarrowLink)
+    monkeypatch.setattr(push_pull, "PeerRouter", NarrowLink)
     sender = TrajectoryPusher(["narrow"], None, identity="test", high_water=COUNT, resend_after_s=3600.0)
     (link,) = sender._links.values()
     assert isinstance(link, NarrowLink)
@@ -95,7 +103,7 @@ async def test_a_message_is_filled_only_when_the_connection_takes_it(monkeypatch
 
 
 async def test_what_one_connection_does_not_take_goes_over_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pusher, "PeerRouter", NarrowLink)
+    monkeypatch.setattr(push_pull, "PeerRouter", NarrowLink)
     sender = TrajectoryPusher(["wide", "full"], None, identity="test")
     async with asyncio.timeout(300):
         await asyncio.gather(*(sender.push(trajectory(number)) for number in range(2)))
@@ -105,7 +113,7 @@ async def test_what_one_connection_does_not_take_goes_over_another(monkeypatch: 
 async def test_calls_end_at_their_deadlines_and_only_what_had_a_place_is_still_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pusher, "PeerRouter", NarrowLink)
+    monkeypatch.setattr(push_pull, "PeerRouter", NarrowLink)
     sender = TrajectoryPusher([], None, identity="test", high_water=1, resend_after_s=3600.0)
     limits = {0: 0.01, 1: 0.02, 2: 3600.0, 3: 3600.0}
     held, queued, cancelled, later = (

@@ -8,7 +8,7 @@ from typing import TypeVar
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.comm.ended_rollouts.recent_ids import GENERATIONS, RecentIds
+from asyncrl.comm.ended_rollouts import GENERATIONS, RecentIds
 
 PUT, POP = "put", "pop"
 V = TypeVar("V", bound=object)

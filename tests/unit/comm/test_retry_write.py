@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
-import asyncrl.comm.files.retry_write as writing
-from asyncrl.comm.files.retry_write import no_retry, retry_write, retry_write_blocking
+import asyncrl.comm.files as writing
+from asyncrl.comm.files import no_retry, retry_write, retry_write_blocking
 
 LOG = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from asyncrl.comm.waits import running_time
-from asyncrl.comm.waits.running_time import SLICE_S, TICK_S, RunningClock, RunningTimeout, running_wait
+from asyncrl.comm import waits
+from asyncrl.comm.waits import SLICE_S, TICK_S, RunningClock, RunningTimeout, running_wait
 
 
 class Raw:
@@ -58,7 +58,7 @@ def test_it_never_goes_back() -> None:
 
 
 async def test_the_ticker_keeps_time_passing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running_time, "TICK_S", 0.0)
+    monkeypatch.setattr(waits, "TICK_S", 0.0)
     raw = Raw()
     clock = RunningClock(raw)
     begun = clock()
@@ -72,7 +72,7 @@ async def test_the_ticker_keeps_time_passing(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_a_wait_outlasts_a_pause_of_its_own_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running_time, "SLICE_S", 0.02)
+    monkeypatch.setattr(waits, "SLICE_S", 0.02)
     answer = asyncio.get_running_loop().create_future()
     waiting = asyncio.create_task(running_wait(answer, limit_s=0.2))
     await asyncio.sleep(0)
@@ -85,7 +85,7 @@ async def test_a_wait_outlasts_a_pause_of_its_own_process(monkeypatch: pytest.Mo
 
 
 async def test_a_limit_outlasts_a_pause_of_its_own_process_and_ends_what_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running_time, "SLICE_S", 0.02)
+    monkeypatch.setattr(waits, "SLICE_S", 0.02)
     limit = RunningTimeout(0.2)
 
     async def hang() -> None:
@@ -120,7 +120,7 @@ async def test_a_limit_of_no_time_is_over_at_once() -> None:
 
 
 async def test_time_in_which_a_limit_is_paused_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running_time, "SLICE_S", 0.01)
+    monkeypatch.setattr(waits, "SLICE_S", 0.01)
     looks = 0
 
     def paused() -> bool:

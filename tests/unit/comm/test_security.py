@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.comm.security.run_secret import RunSecret, SecretError
+from asyncrl.comm.security import RunSecret, SecretError
 
 
 def test_the_secret_is_written_for_its_owner_alone(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.api import Sample, Trajectory
-from asyncrl.api.trajectory import SharedPrompt
+from asyncrl.api.trajectory import SampleColumns, SharedPrompt
 from asyncrl.comm.trajectory_codec import (
     COLUMNS,
     MAGIC,
@@ -119,6 +119,15 @@ def test_rewards_of_turns_are_sent_by_those_trajectories_that_have_them() -> Non
     plain, rewarded = with_prompt(100, [5, 6]), with_more(with_prompt(100, [5, 6]), seed=2)
     assert roundtrip(plain, rewarded)[0].columns.token_rewards is None
     assert prepare(rewarded).nbytes - prepare(plain).nbytes == 4 * (5 + 6)
+
+
+def test_token_columns_alone_bring_no_rewards_of_turns() -> None:
+    sample = make_trajectory([5]).samples[0]
+    column = np.where(sample.loss_mask, 0.5, 0.0).astype(np.float32)
+    sent = Trajectory("r", "p", 0, (dataclasses.replace(sample, token_columns={"entropy": column}),))
+    columns = roundtrip(sent)[0].columns
+    assert columns.token_rewards is None
+    np.testing.assert_array_equal(columns.token_columns["entropy"], column)
 
 
 def with_prompt(prompt: int, rests: list[int], seed: int = 0, name: str = "rollout-1") -> Trajectory:
@@ -304,6 +313,18 @@ def test_what_the_wire_cannot_carry_is_refused_by_the_sender(field: str, value: 
     trajectory = changed(**{"reward" if field == "rewards" else field: value})
     with pytest.raises(CodecError, match=f"trajectory.{field}"):
         encode_trajectories([trajectory])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("episodes", np.array([2**40])), ("truncated", np.array([300])), ("lengths", np.array([4.5]))]
+)
+def test_columns_that_the_wire_cannot_carry_are_refused_before_they_share_a_message(
+    field: str, value: np.ndarray
+) -> None:
+    columns = SampleColumns.join(make_trajectory([4]).samples)
+    trajectory = Trajectory("r", "p", 0, dataclasses.replace(columns, **{field: value}))
+    with pytest.raises(CodecError, match=f"trajectory.{field}"):
+        prepare(trajectory)
 
 
 @pytest.mark.parametrize(("field", "value"), [("order", 2**70), ("prompt_id", object()), ("metrics", {1j: 1.0})])

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.aliases import ALIASES, RENAMED, allocation, elsewhere
+from asyncrl.config.aliases import allocation, elsewhere, table
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment, settings
 from asyncrl.config.setting import ConfigError
 from asyncrl.trainer.parallel.layout import Layout
 
+ALIASES, RENAMED = table().aliases, table().renamed
 PAGE = Path(__file__).parents[3] / "docs" / "coming_from.md"
-BEGIN, END = "<!-- made from asyncrl/config/aliases.py by tests/unit/config/test_aliases.py -->\n", "<!-- end -->\n"
+BEGIN, END = "<!-- made from asyncrl/config/aliases.yaml by tests/unit/config/test_aliases.py -->\n", "<!-- end -->\n"
 OURS = {path for path, _, _ in settings(ExperimentConfig)}
 
 # Of the systems' own examples (verl's run_*.sh, TRL's and AReaL's GRPO examples, slime's run scripts, siiRL's guide).
@@ -243,3 +244,7 @@ def test_the_m_of_a_layout_is_t() -> None:
     assert str(Layout.parse("d2m4")) == "d2t4"
     with pytest.raises(ValueError, match="'t' is there twice"):
         Layout.parse("m2t2")
+
+
+def test_of_several_names_that_end_so_the_longest_is_meant() -> None:
+    assert [alias.theirs for alias in elsewhere("actor_rollout_ref.actor.optim.lr")] == ["actor.optim.lr"]

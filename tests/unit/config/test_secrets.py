@@ -13,7 +13,7 @@ from asyncrl.config.run_dir import CONFIG_FILE, write_run_config
 from asyncrl.config.secrets import HIDDEN, hide, is_secret, shown, without_secrets
 from asyncrl.config.setting import ConfigError
 from asyncrl.launch.refusal import refuse
-from asyncrl.observe.dashboard.page_data import page_data
+from asyncrl.observe.dashboard.page import page_data
 from asyncrl.observe.history import History
 
 RANDOM = "0123456789abcdefABCDEF"

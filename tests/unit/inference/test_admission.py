@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.inference.embedded.decoding.admission_queue import AdmissionQueue
-from asyncrl.inference.embedded.decoding.slot_layout import LENGTH_STEP, plan_length
+from asyncrl.inference.embedded.cache import LENGTH_STEP, plan_length
+from asyncrl.inference.embedded.scheduler import AdmissionQueue
 
 
 @dataclass(frozen=True)

@@ -7,19 +7,31 @@ import pkgutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 import asyncrl
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.inference.settings import BACKENDS, Backend, GenerationBackend
-from asyncrl.launch.before_start import checks
-from asyncrl.launch.before_start.devices import device_lines
+from asyncrl.config.setting import ConfigError
+from asyncrl.inference.engine_host import AdoptedHost
+from asyncrl.inference.process import GenerationServer
+from asyncrl.inference.settings import BACKENDS, Backend, GenerationBackend, ProgramConfig
+from asyncrl.launch.before_start import setting_checks as checks
+from asyncrl.launch.before_start.machine import check_reachable, device_lines
+from asyncrl.manager.settings import PolicyConfig
 from asyncrl.runtime.planning.plan_workers import plan_workers, with_types
 
 ROOT = Path(asyncrl.__file__).parent
 TABLE = ROOT / "inference" / "settings.py"
+PACKAGE = "asyncrl.inference"
+ALLOWED = {
+    "config/aliases.py": "translates AReaL's words, which name an engine",
+    "manager/settings.py": "help of two settings, for readers who look for an engine's name",
+    "plugins/rewards/srpo.py": "`embedded` is a method of an encoder",
+    "reference.py": "one process with the engine that is made of torch",
+}
+"""Files that may name a back end, and why."""
 
 
 def comparisons(code: str) -> Iterator[int]:
@@ -39,6 +51,64 @@ def comparisons(code: str) -> Iterator[int]:
         for each in compared:
             if ast.unparse(each).startswith("GenerationBackend.") or getattr(each, "value", None) in BACKENDS:
                 yield each.lineno
+
+
+def names(code: str, *, texts: bool = True) -> Iterator[tuple[int, str]]:
+    """Yield the lines that name a back end, with its name: an attribute, an import, with `texts` a setting in one."""
+    if not any(name in code for name in BACKENDS):
+        return
+    tree = ast.parse(code)
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        for name in BACKENDS if isinstance(node, ast.expr | ast.stmt) else ():
+            match node:
+                case ast.Attribute(attr=attr):
+                    found = attr == name
+                case ast.Import() | ast.ImportFrom():
+                    package = f"{PACKAGE}.{name}"
+                    said = [alias.name for alias in node.names]
+                    if isinstance(node, ast.ImportFrom):
+                        said = [node.module or "", *(f"{node.module}.{alias}" for alias in said)]
+                    found = any(f"{module}.".startswith(f"{package}.") for module in said)
+                case ast.Constant(value=str() as text) if texts and id(node) not in docstrings:
+                    found = f"generation.{name}." in text or f"backend={name}" in text or f"{PACKAGE}.{name}" in text
+                case _:
+                    found = False
+            if found:
+                yield node.lineno, name
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("python = config.generation.sglang.python", "sglang"),
+        ("backend = GenerationBackend.embedded", "embedded"),
+        ("from asyncrl.inference.sglang.host import SGLangHost", "sglang"),
+        ("from asyncrl.inference import embedded", "embedded"),
+        ("import asyncrl.inference.sglang", "sglang"),
+        ("said = f'generation.sglang.args.{key}: no'", "sglang"),
+        ("said = 'use generation.backend=embedded'", "embedded"),
+        ("host = 'asyncrl.inference.sglang.host:make'", "sglang"),
+    ],
+)
+def test_a_name_is_found(line: str, name: str) -> None:
+    assert [found for _, found in names(line)] == [name]
+
+
+def test_no_code_but_a_back_ends_own_and_the_table_names_it() -> None:
+    """A back end's own messages may advise another one."""
+    found = []
+    for file in ROOT.rglob("*.py"):
+        where = file.relative_to(ROOT).as_posix()
+        if where in ALLOWED or file == TABLE:
+            continue
+        own = next((name for name in BACKENDS if where.startswith(f"inference/{name}/")), "")
+        found += [f"{file}:{line} {name}" for line, name in names(file.read_text(), texts=not own) if name != own]
+    assert found == [], "ask `generation.engine`, whose `named` has the names of its settings"
+
+
+def test_each_exception_is_needed() -> None:
+    assert [where for where in ALLOWED if not any(names((ROOT / where).read_text()))] == []
 
 
 @pytest.mark.parametrize(
@@ -92,6 +162,26 @@ def config(monkeypatch: pytest.MonkeyPatch) -> ExperimentConfig:
     return config
 
 
+class PretendProgram(Pretend):
+    """One that is a program of its own."""
+
+    package = "pretend_package"
+    settings = ProgramConfig()
+
+    @property
+    def program(self) -> ProgramConfig:
+        return self.settings
+
+
+@pytest.fixture
+def program(config: ExperimentConfig, monkeypatch: pytest.MonkeyPatch) -> ProgramConfig:
+    """The settings of the third back end, as a program of its own."""
+    settings = ProgramConfig()
+    monkeypatch.setattr(PretendProgram, "settings", settings)
+    monkeypatch.setitem(BACKENDS, "pretend", PretendProgram)
+    return settings
+
+
 def messages_of(config: ExperimentConfig) -> list[str]:
     return [message for check in checks._ROOMS for message in check(config)]
 
@@ -109,3 +199,41 @@ def test_what_another_back_end_cannot_do_is_refused_by_its_name(config: Experime
     named = [message for message in messages_of(config) if "generation.backend='pretend'" in message]
     refused = [message.partition(":")[0] for message in named]
     assert refused == ["moe.replay_routing=True", "manager.weight_transport='tensor'"]
+
+
+def test_messages_on_another_program_name_its_own_settings(config: ExperimentConfig, program: ProgramConfig) -> None:
+    program.urls, config.generation.guests = ["http://127.0.0.1:9", "no address"], "all"
+    config.policies = [PolicyConfig("judge", path="/models/judge"), PolicyConfig("other", url="http://127.0.0.1:9")]
+    said = [message for message in messages_of(config) if ".urls" in message]
+    assert len(said) == 4
+    assert all("generation.pretend.urls" in message for message in said)
+
+
+def test_servers_of_an_engine_that_is_not_chosen_are_refused(program: ProgramConfig) -> None:
+    program.urls = ["http://127.0.0.1:9"]
+    said = [message for message in messages_of(ExperimentConfig()) if "urls" in message]
+    assert said == [
+        "generation.pretend.urls=['http://127.0.0.1:9']: servers of Pretend, which generation.backend='embedded' does "
+        "not use; set generation.backend=pretend, or leave them out"
+    ]
+
+
+def test_another_programs_interpreter_is_asked_for_its_package(
+    config: ExperimentConfig, program: ProgramConfig
+) -> None:
+    program.python = sys.executable
+    with pytest.raises(ConfigError, match=r"generation\.pretend\.python=.*: pretend_package is not installed"):
+        check_reachable(config)
+
+
+def test_another_programs_ranks_are_its_tensor_axis(config: ExperimentConfig, program: ProgramConfig) -> None:
+    program.tensor_parallel = 3
+    shape = config.generation.engine.shape
+    assert (shape.gpus, shape.settings) == (3, "generation.pretend.tensor_parallel=3")
+
+
+def test_an_adopted_server_is_the_same_for_every_back_end(config: ExperimentConfig, program: ProgramConfig) -> None:
+    program.urls, config.model.path = ["http://127.0.0.1:9/"], "/models/one"
+    server = object.__new__(GenerationServer)
+    vars(server).update(config=config, spec=SimpleNamespace(index=0), http_security=None)
+    assert isinstance(server._make_host(), AdoptedHost)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from asyncrl.inference.embedded.model.cached_attention import slot_decode_attention
+from asyncrl.inference.embedded.attention import slot_decode_attention
 
 HEADS, KV_HEADS, DIM, LENGTH = 4, 2, 64, 50
 

@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from asyncrl.inference.embedded import step
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.engine_io import GenerationInput, Job, RequestError, SamplingSpec
-from asyncrl.inference.embedded.model import model_io
 from asyncrl.models.chunked_logprobs import token_logprobs
 from tests.engine_steps import run
 
@@ -118,7 +118,7 @@ def test_a_long_prompt_is_scored_in_parts(monkeypatch: pytest.MonkeyPatch) -> No
     parts: list[int] = []
     model.lm_head.register_forward_hook(lambda module, args, output: parts.append(output.numel() * 4))
     limited = functools.partial(token_logprobs, max_logits_bytes=4 * VOCAB * 7)
-    monkeypatch.setattr(model_io, "token_logprobs", limited)
+    monkeypatch.setattr(step, "token_logprobs", limited)
     request = GenerationInput("p", prompt, SamplingSpec(max_new_tokens=0), prompt_logprobs_from=10)
     (output,) = run(engine, request)
     torch.testing.assert_close(torch.tensor(output.prompt_logprobs), reference, rtol=0.0, atol=FP32_TOLERANCE)

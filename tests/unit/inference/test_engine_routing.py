@@ -15,8 +15,8 @@ from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from asyncrl.inference.client import RoutingWanted
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, Job, RequestError, SamplingSpec
-from asyncrl.inference.embedded.serving.generate_replies import sample_reply
-from asyncrl.inference.embedded.serving.requests import parse_generate
+from asyncrl.inference.embedded.http_requests import parse_generate
+from asyncrl.inference.embedded.server import sample_reply
 from asyncrl.inference.messages import PauseMode
 from asyncrl.inference.replies import MalformedReply, parse_completion
 from asyncrl.models.parity import UnsupportedModelError

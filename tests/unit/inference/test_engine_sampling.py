@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.inference.embedded import random_streams as seeds
-from asyncrl.inference.embedded.model.sampling import RowSampling, sample, signed_64, uniforms_TR
+from asyncrl.inference import random_streams as seeds
+from asyncrl.inference.embedded.rows import RowSampling, sample, signed_64, uniforms_TR
 from tests.examples import examples
 
 PROBABILITIES = torch.tensor([0.05, 0.4, 0.02, 0.25, 0.1, 0.18])

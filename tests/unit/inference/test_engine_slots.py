@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from asyncrl.inference.embedded.decoding.sequence import Sequence
-from asyncrl.inference.embedded.decoding.slots import Slots
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, Job, SamplingSpec
+from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, Job, SamplingSpec, Sequence
+from asyncrl.inference.embedded.rows import Slots
 from asyncrl.inference.messages import PauseMode
 from tests.engine_steps import drain
 from tests.examples import examples

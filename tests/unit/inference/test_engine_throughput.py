@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.inference.embedded.statistics import INTERVAL_S, WINDOW_S, WorkMeter
+from asyncrl.inference.embedded.engine import INTERVAL_S, WINDOW_S, WorkMeter
 
 
 def test_readings_are_taken_at_intervals_and_give_tokens_per_second() -> None:

@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from asyncrl.inference.embedded.decoding.prefills import WORTH_A_FORWARD
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, Job, SamplingSpec
+from asyncrl.inference.embedded.prefix import WORTH_A_FORWARD
 from asyncrl.inference.messages import PauseMode
 from tests.engine_steps import drain, run
 
@@ -211,7 +211,6 @@ def test_an_agent_of_many_turns_prefills_its_new_tokens_alone(kind: str) -> None
 @pytest.mark.parametrize("together", [True, False])
 def test_what_rollouts_begin_with_is_prefilled_once_for_a_version(together: bool) -> None:
     engine, draw = engine_of("qwen2", max_running_requests=4), Random(2)
-    engine._batch.prefills.forward.pairs_per_token = 0  # a row for each, so that they do not share one
     system = draw_tokens(draw, SYSTEM)
     inputs = [
         GenerationInput(f"s{i}", (*system, i + 2, *draw_tokens(draw, 5)), SamplingSpec(6, seed=i)) for i in range(8)

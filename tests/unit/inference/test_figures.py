@@ -6,7 +6,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CollectorRegistry
 
 from asyncrl.inference.embedded.engine_io import EngineStats
-from asyncrl.inference.embedded.serving.engine_metrics import EngineCollector
+from asyncrl.inference.embedded.server import EngineCollector
 from asyncrl.inference.replies import engine_figures
 
 SGLANG = """

@@ -1,4 +1,4 @@
-"""Prefixes that begin alike are prefilled as one row, and each slot gets the keys that its prefix has alone."""
+"""Each slot gets the keys that its prefix has alone, and what prefixes have in common is computed once."""
 
 from __future__ import annotations
 
@@ -13,78 +13,81 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from asyncrl.inference.embedded.decoding.prefix_rows import MOST_SHARED_TOKENS, Prefix, RowTensors, batches_of, rows_of
+from asyncrl.inference.embedded.attention import Reach, after_base_bias
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, Job, SamplingSpec
-from asyncrl.inference.embedded.model.masks import Reach, tree_bias
-from asyncrl.inference.embedded.model.model_io import ModelRunner
-from asyncrl.inference.embedded.model.prefix_forward import PrefixForward
+from asyncrl.inference.embedded.prefix import WORTH_A_FORWARD, PrefixForward
+from asyncrl.inference.embedded.prefix_cache import (
+    MOST_MASKED_PAIRS,
+    Prefix,
+    PrefixRow,
+    RowTensors,
+    batches_of,
+    common_length,
+)
+from asyncrl.inference.embedded.step import ModelRunner
 from asyncrl.inference.messages import PauseMode
 from tests.examples import examples
 
 CPU = torch.device("cpu")
-TOGETHER = 10**9
-"""Pairs of a query and a key that a token's other work is worth, so that all that begins alike joins."""
 
 prefixes = st.lists(st.integers(0, 2), min_size=1, max_size=8).map(tuple)
-tries = st.lists(prefixes, min_size=1, max_size=9, unique=True)
 
 
-def distinct(prefixes: list[Prefix]) -> int:
-    return len({prefix[:length] for prefix in prefixes for length in range(1, len(prefix) + 1)})
-
-
-@given(tries, st.sampled_from([None, 0, 40, TOGETHER]), st.integers(1, 60), st.booleans())
-def test_every_prefix_is_a_path_that_sees_itself_alone(
-    found: list[Prefix], pairs: int | None, most: int, ragged: bool
+@given(st.lists(prefixes, min_size=1, max_size=9, unique=True), st.integers(1, 60), st.booleans(), st.integers(0, 99))
+def test_every_prefix_goes_to_its_slots_behind_its_base(
+    found: list[Prefix], most: int, ragged: bool, seed: int
 ) -> None:
-    rows = rows_of(found, pairs)
-    assert sorted(prefix for row in rows for prefix in row.prefixes) == sorted(found)
-    assert all(row.size == distinct(row.prefixes) for row in rows), "what a row's prefixes share is there once"
-    assert pairs is not None or len(rows) == len(found)
-    assert pairs != TOGETHER or sum(row.size for row in rows) == distinct(found)
+    draw = Random(seed)
+    rows = [PrefixRow(prefix, draw.choice((0, draw.randrange(len(prefix))))) for prefix in found]
     batches = batches_of(rows, most, ragged=ragged)
-    assert ragged or all(len({row.size for row in batch}) == 1 for batch in batches)
-    assert sorted(map(id, rows)) == sorted(id(row) for batch in batches for row in batch)
+    assert sorted(rows) == sorted(row for batch in batches for row in batch)
     slots = {prefix: [3 * number, 3 * number + 1] for number, prefix in enumerate(found)}
     filled: dict[int, Prefix] = {}
     for batch in batches:
         width = max(row.size for row in batch)
         assert len(batch) == 1 or len(batch) * width <= most
+        assert ragged or len({row.size for row in batch}) == 1
+        assert len({row.base > 0 for row in batch}) == 1
         made = RowTensors.of(batch, slots, CPU)
-        assert (made.ends_BU is None) == all(len(row.prefixes) == 1 for row in batch)
-        sees = torch.ones(width, width).tril().bool().expand(len(batch), -1, -1)
-        if made.ends_BU is not None:
-            sees = tree_bias(made.ends_BU, made.depths_BU, None, torch.zeros(0))[:, 0] == 0.0
-            assert sees.any(-1).all(), "a token that sees nothing is not a number"
-            for window in (1, 3):
-                bias = tree_bias(made.ends_BU, made.depths_BU, Reach(window), torch.zeros(0))[:, 0] == 0.0
-                age = made.depths_BU[:, :, None] - made.depths_BU[:, None, :]
-                assert torch.equal(bias, sees & (age < window))
+        assert made.bases_B.tolist() == [row.base for row in batch]
+        assert made.before == max(row.base for row in batch)
+        assert made.sources_B.tolist() == [slots[row.prefix][0] for row in batch]
         to = made.targets
-        for slot, row in zip(to.slots_N.tolist(), to.rows_N.tolist(), strict=True):
-            prefix = found[slot // 3]
+        for slot, number in zip(to.slots_N.tolist(), to.rows_N.tolist(), strict=True):
+            row = batch[number]
             own = to.slots_M == slot
-            assert to.positions_M[own].tolist() == list(range(len(prefix)))
-            assert set(to.rows_M[own].tolist()) == {row}
-            path = to.places_M[own]
-            filled[slot] = tuple(made.tokens_BU[row, path].tolist())
-            assert made.depths_BU[row, path].tolist() == list(range(len(prefix)))
-            for length, place in enumerate(path.tolist(), 1):
-                assert sees[row, place].nonzero()[:, 0].tolist() == path[:length].tolist()
+            assert to.positions_M[own].tolist() == list(range(row.base, len(row.prefix)))
+            assert set(to.rows_M[own].tolist()) == {number}
+            places = to.places_M[own]
+            filled[slot] = (*row.prefix[: row.base], *made.tokens_BU[number, places].tolist())
+            assert made.depths_BU[number, places].tolist() == list(range(row.base, len(row.prefix)))
     assert filled == {slot: prefix for prefix, own in slots.items() for slot in own}
 
 
-def test_what_shares_a_first_token_only_stays_apart_and_no_mask_outgrows_its_bound() -> None:
-    random = Random(0)
-    alike = [(7, *(random.randrange(1000) for _ in range(60))) for _ in range(8)]
-    assert len(rows_of(alike, 600)) == 8
-    prompt = tuple(range(40))
-    assert len(rows_of([(*prompt, *each[1:20]) for each in alike], 600)) == 1
-    long = tuple(range(MOST_SHARED_TOKENS - 100))
-    rows = rows_of([(*long, *each) for each in alike], TOGETHER)
-    assert len(rows) == 8
-    assert all(row.size <= MOST_SHARED_TOKENS or not row.branching for row in rows)
+def test_no_mask_of_rows_with_a_base_outgrows_its_bound() -> None:
+    long = tuple(range(int(MOST_MASKED_PAIRS**0.5)))
+    rows = [PrefixRow((*long, *[each] * 600), len(long)) for each in range(8)]
+    batches = batches_of(rows, 10**6, ragged=True)
+    assert [len(batch) for batch in batches] == [5, 3]
+    assert batches_of([PrefixRow(row.prefix) for row in rows], 10**6, ragged=True) == [
+        [PrefixRow(row.prefix) for row in rows]
+    ]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5)), min_size=1, max_size=4), st.sampled_from([None, 1, 3]))
+def test_a_token_sees_its_base_and_what_is_before_it(shapes: list[tuple[int, int]], window: int | None) -> None:
+    rows = [PrefixRow(tuple(range(base + size)), base) for base, size in shapes]
+    made = RowTensors.of(rows, {row.prefix: [0] for row in rows}, CPU)
+    reach = None if window is None else Reach(window)
+    bias = after_base_bias(made.bases_B, made.before, made.depths_BU, reach, torch.zeros(0))
+    for number, row in enumerate(rows):
+        for place in range(row.size):
+            depth = row.base + place
+            sees = bias[number, 0, place] == 0.0
+            seen = [key for key in range(made.before) if sees[key]]
+            seen += [row.base + key - made.before for key in range(made.before, len(sees)) if sees[key]]
+            assert seen == [key for key in range(depth + 1) if window is None or depth - key < window]
 
 
 def build(kind: str, **settings: Any) -> PreTrainedModel:
@@ -121,13 +124,11 @@ def test_slots_hold_the_keys_and_values_that_each_prefix_has_alone(kind: str) ->
     forward = PrefixForward(runner)
     forward.most_tokens = 40
 
-    def filled(
-        found: list[Prefix], pairs: int | None, bases: dict[Prefix, int] | None = None
-    ) -> list[list[torch.Tensor]]:
+    def filled(found: list[Prefix], bases: dict[Prefix, int] | None = None) -> list[list[torch.Tensor]]:
         slots: dict[Prefix, list[int]] = {}
         for number, prefix in enumerate(found):
             slots.setdefault(prefix, []).append(number)
-        runner.cache, forward.pairs_per_token = runner.caches.make(4096), pairs
+        runner.cache = runner.caches.make(4096)
         runner.cache.reserve(len(found), max(map(len, found)) + 1, 0, 0)
         begun: dict[Prefix, list[int]] = {}
         for prefix, own in slots.items():
@@ -136,20 +137,23 @@ def test_slots_hold_the_keys_and_values_that_each_prefix_has_alone(kind: str) ->
         with torch.inference_mode():
             forward.compute(begun)
             before = forward.computed_tokens
-            shared = forward.compute(slots, bases)
+            forward.compute(slots, bases)
         known = 0 if bases is None else sum(bases[prefix] for prefix in slots)
-        assert forward.computed_tokens - before == sum(map(len, slots)) - sum(shared.values()) - known
+        assert forward.computed_tokens - before == sum(map(len, slots)) - known
         held = [tensor for layer in runner.cache.layers for tensor in (layer.keys, layer.values)]
         return [[tensor[row, :, : len(each)] for tensor in held] for row, each in enumerate(found)]  # type: ignore[index]
 
-    @given(st.lists(prefixes, min_size=1, max_size=9), st.sampled_from([None, TOGETHER]), st.integers(0, 99))
+    def alone(prefix: Prefix) -> list[torch.Tensor]:
+        return filled([prefix])[0]
+
+    @given(st.lists(prefixes, min_size=1, max_size=9), st.integers(0, 99))
     @settings(max_examples=examples(25), deadline=None)
-    def check(found: list[Prefix], pairs: int | None, seed: int) -> None:
+    def check(found: list[Prefix], seed: int) -> None:
         draw = Random(seed)
         bases = {prefix: draw.randrange(len(prefix)) for prefix in found}
-        whole = filled(found, None)
-        for held in (filled(found, TOGETHER), filled(found, pairs, bases)):
-            for mine, its in zip(held, whole, strict=True):
+        expected = [alone(prefix) for prefix in found]
+        for held in (filled(found), filled(found, bases)):
+            for mine, its in zip(held, expected, strict=True):
                 for a, b in zip(mine, its, strict=True):
                     torch.testing.assert_close(a, b, rtol=0.0, atol=2e-6)
 
@@ -161,10 +165,11 @@ SURE = build("qwen2")
 SURE.lm_head.weight.data *= 4.0  # type: ignore[union-attr,operator]
 
 
-def engine_of(pairs: int | None, **limits: int) -> GenerationEngine:
+def engine_of(*, keeps: bool = True, **limits: int) -> GenerationEngine:
     """An engine of a model so sure of itself that samples of a group part late, and at several depths."""
     engine = GenerationEngine(SURE, **limits)
-    engine._batch.prefills.forward.pairs_per_token = pairs
+    if not keeps:
+        engine._batch.prefills.kept = None
     return engine
 
 
@@ -205,8 +210,8 @@ def answered(engine: GenerationEngine, inputs: list[GenerationInput], interrupt:
 
 @pytest.mark.parametrize("mode", [PauseMode.abort, PauseMode.retract])
 def test_interrupted_groups_get_the_tokens_that_they_get_undisturbed(mode: PauseMode) -> None:
-    engines = [engine_of(pairs, **limits) for pairs in (TOGETHER, 96) for limits in ({}, {"max_running_requests": 5})]
-    plain = engine_of(None)
+    engines = [engine_of(), engine_of(max_running_requests=5)]
+    plain = engine_of(keeps=False)
 
     @given(st.integers(0, 10**6), st.sampled_from(engines))
     @settings(max_examples=12, deadline=None)
@@ -221,10 +226,11 @@ def test_interrupted_groups_get_the_tokens_that_they_get_undisturbed(mode: Pause
     check()
 
 
-def test_after_an_interruption_every_distinct_prefix_is_prefilled_once() -> None:
+@pytest.mark.parametrize("samples", [3, 8])
+def test_after_an_interruption_prefixes_continue_from_the_first_if_that_saves_a_forward(samples: int) -> None:
     prompt = (3, 1, 4, 1, 5, 9, 2, 6, 5)
-    inputs = tuple(GenerationInput(f"s{i}", prompt, SamplingSpec(max_new_tokens=30, seed=i)) for i in range(8))
-    engine = engine_of(TOGETHER)
+    inputs = tuple(GenerationInput(f"s{i}", prompt, SamplingSpec(max_new_tokens=30, seed=i)) for i in range(samples))
+    engine = engine_of()
     before = engine._batch.prefills.forward.computed_tokens
     future = engine.submit(Job(inputs))
     for _ in range(12):
@@ -235,19 +241,30 @@ def test_after_an_interruption_every_distinct_prefix_is_prefilled_once() -> None
     outputs: list[GenerationOutput] = future.result(timeout=0)
     engine.resume()
     again = [(*prompt, *output.output_ids) for output in outputs]
-    assert len({len(output.output_ids) for output in outputs}) == 1
-    assert len(set(again)) > 3, "they have parted"
     engine._batch.weights_changed()  # what was cached is gone
     before = engine._batch.prefills.forward.computed_tokens
     later = engine.submit(Job(tuple(replace(each, input_ids=ids) for each, ids in zip(inputs, again, strict=True))))
     engine.step()
-    wanted = distinct([ids[:-1] for ids in again])
-    assert (
-        engine._batch.prefills.forward.computed_tokens - before
-        == wanted
-        < 0.8 * sum(len(ids) - 1 for ids in set(again))
-    )
+    first, *others = sorted({ids[:-1] for ids in again})
+    assert others, "they have parted"
+    common = sum(common_length(first, prefix) for prefix in others)
+    assert (common >= WORTH_A_FORWARD) == (samples == 8), "both cases are tried"
+    wanted = len(first) + sum(map(len, others)) - (common if common >= WORTH_A_FORWARD else 0)
+    assert engine._batch.prefills.forward.computed_tokens - before == wanted
     engine.abort(abort_all=True)
     engine.step()
     cached = sum(output.cached_tokens for output in later.result(timeout=0))
     assert cached == sum(len(ids) - 1 for ids in again) - wanted
+
+
+def test_one_common_token_of_many_prompts_is_worth_a_forward_too() -> None:
+    prompts = [(1, a, b, 2) for a in range(9) for b in range(9)]
+    engine = engine_of(max_running_requests=len(prompts))
+    before = engine._batch.prefills.forward.computed_tokens
+    engine.submit(
+        Job(tuple(GenerationInput(str(i), ids, SamplingSpec(max_new_tokens=1)) for i, ids in enumerate(prompts)))
+    )
+    engine.step()
+    first, *others = [ids[:-1] for ids in prompts]
+    wanted = len(first) + sum(len(prefix) - common_length(first, prefix) for prefix in others)
+    assert engine._batch.prefills.forward.computed_tokens - before == wanted

@@ -11,7 +11,7 @@ import pytest
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device, Dtype
 from asyncrl.inference.checks import check, guest_problems
-from asyncrl.inference.settings import GenerationBackend, Quantization
+from asyncrl.inference.settings import GenerationBackend
 from asyncrl.manager.settings import PolicyConfig
 from asyncrl.runtime.process import hardware
 
@@ -243,15 +243,6 @@ def test_servers_of_others_cannot_be_guests() -> None:
 
 
 def test_servers_that_quantise_need_a_correction_and_weights_from_disk(machine: Path) -> None:
-    config = config_of()
-    config.generation.quantization = Quantization.int8
-    assert list(check(config)) == []
-    config.algorithm.policy_loss.name, config.algorithm.correction.name = "decoupled_ppo", "none"
-    (message,) = check(config)
-    assert message.startswith("algorithm.correction='none': generation.quantization=int8 makes servers sample")
-    assert message.endswith("use algorithm.correction.name=token_truncate")
-    config.algorithm.policy_loss.name = "ppo_clip"
-    assert list(check(config)) == [], "its ratio is to the policy that sampled"
     sglang = config_of("sglang")
     sglang.generation.sglang.args = {"--quantization": "fp8"}
     (message,) = check(sglang)
@@ -261,6 +252,10 @@ def test_servers_that_quantise_need_a_correction_and_weights_from_disk(machine: 
     sglang.manager.weight_transport = "tensor"
     (message,) = check(sglang)
     assert "generation.sglang.args.quantization='fp8'; use weight_transport=disk" in message
-    sglang.generation.sglang.args, sglang.generation.quantization = {}, Quantization.int8
+    sglang.manager.weight_transport = "disk"
+    sglang.algorithm.policy_loss.name, sglang.algorithm.correction.name = "decoupled_ppo", "none"
     (message,) = check(sglang)
-    assert "it is the embedded engine's; SGLang has generation.sglang.args={quantization: fp8}" in message
+    assert message.startswith("algorithm.correction='none': generation.sglang.args.quantization='fp8' makes servers")
+    assert message.endswith("use algorithm.correction.name=token_truncate")
+    sglang.algorithm.policy_loss.name = "ppo_clip"
+    assert list(check(sglang)) == [], "its ratio is to the policy that sampled"

@@ -13,11 +13,11 @@ from aiohttp.test_utils import TestServer
 from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device, Dtype
+from asyncrl.inference.child.ports import BLOCK_SIZE, FIRST_PORT, NoFreePorts, PortBlock, reserve_ports
 from asyncrl.inference.engine_host import EngineStartError
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.inference.sglang.command import DROPPED_FLAGS, OWNED_FLAGS, ServerCommand, build_command, render_flags
-from asyncrl.inference.sglang.host import advice, explained
-from asyncrl.inference.sglang.ports import BLOCK_SIZE, FIRST_PORT, NoFreePorts, PortBlock, reserve_ports
+from asyncrl.inference.sglang.host import SGLangHost
 from asyncrl.inference.sglang.server_checks import check_server
 
 
@@ -47,7 +47,8 @@ def test_a_cpu_server_gets_torch_kernels_and_a_bounded_cache(model_dir: Path, po
     built = command(config, model_dir, ports)
     assert flag(built.argv, "--device") == "cpu"
     assert flag(built.argv, "--attention-backend") == "torch_native"
-    assert flag(built.argv, "--max-total-tokens") == str(config.generation.max_total_tokens)
+    assert flag(built.argv, "--max-total-tokens") == "65536"
+    assert flag(built.argv, "--max-running-requests") == "256"
     assert built.env["SGLANG_USE_CPU_ENGINE"] == "1"
     assert built.env["TMPDIR"] == "/run/x"
 
@@ -57,8 +58,17 @@ def test_a_gpu_server_is_left_to_size_itself(model_dir: Path, ports: PortBlock) 
     config.generation.sglang.tensor_parallel = 4
     built = command(config, model_dir, ports, device="cuda")
     assert flag(built.argv, "--tp-size") == "4"
-    assert not {"--device", "--attention-backend", "--max-total-tokens"} & set(built.argv)
+    assert not {"--device", "--attention-backend", "--max-total-tokens", "--max-running-requests"} & set(built.argv)
     assert "SGLANG_USE_CPU_ENGINE" not in built.env
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_limits_that_are_set_are_kept_on_every_device(model_dir: Path, ports: PortBlock, device: str) -> None:
+    config = ExperimentConfig()
+    config.generation.max_running_requests, config.generation.max_total_tokens = 12, 3000
+    built = command(config, model_dir, ports, device=device)
+    assert flag(built.argv, "--max-running-requests") == "12"
+    assert flag(built.argv, "--max-total-tokens") == "3000"
 
 
 @pytest.mark.parametrize(
@@ -115,10 +125,10 @@ OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1
 def test_a_start_that_failed_for_memory_is_told_apart_by_its_log(line: str, what_to_do: str) -> None:
     after = [f"line {number}" for number in range(60)]
     for lines, first_error in (([*after, line], line), (after, line)):  # a log's end need not hold the cause
-        message = explained("SGLang ended", lines, first_error).splitlines()
+        message = SGLangHost.explained("SGLang ended", lines, first_error).splitlines()
         assert message[0] == "SGLang ended; the end of its log:"
         assert f"the first error in its log: {line}" in message[-2:]
-        assert bool(advice([line])) == bool(what_to_do)
+        assert bool(SGLangHost.advice([line])) == bool(what_to_do)
         assert what_to_do in message[-1]
 
 

@@ -18,12 +18,12 @@ from asyncrl.api.picture import PlacedPicture
 from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.checks import check
+from asyncrl.inference.child.ports import PortBlock, reserve_ports
 from asyncrl.inference.client import GenerationServerClient, MalformedReply, PictureSender
 from asyncrl.inference.messages import GenerateRequest, inline_picture
 from asyncrl.inference.settings import SGLANG_PICTURES, GenerationBackend
 from asyncrl.inference.sglang import command as sglang_command
 from asyncrl.inference.sglang.command import build_command
-from asyncrl.inference.sglang.ports import PortBlock, reserve_ports
 from asyncrl.inference.sglang.server_checks import fault_in_pictures
 from asyncrl.models.pictures.picture_rows import Pictures
 from asyncrl.rollout.user_code.prompts import pictures_taken

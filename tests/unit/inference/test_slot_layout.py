@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from asyncrl.inference.embedded.decoding.slot_layout import DecodePlan, SlotLayout
+from asyncrl.inference.embedded.cache import DecodePlan, SlotLayout
 
 
 def test_a_decode_plan_writes_its_positions_of_every_head() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,8 +40,8 @@ def test_a_run_that_cannot_be_attached_to_is_refused_with_what_it_is(
         claim = TrialClaim.take(config, detached=where == "container")
         if where == "container":
             elsewhere = structs.replace(claim.holder, machine=f"{claim.holder.machine.partition('/')[0]}/1")
-            os.ftruncate(claim.lock, 0)
-            os.pwrite(claim.lock, elsewhere.encode().encode(), 0)
+            os.ftruncate(claim.lock.descriptor, 0)
+            os.pwrite(claim.lock.descriptor, elsewhere.encode().encode(), 0)
         if where == "ended":
             claim.release()
         said = {
@@ -51,3 +53,14 @@ def test_a_run_that_cannot_be_attached_to_is_refused_with_what_it_is(
     assert said in capsys.readouterr().err
     if where in ("terminal", "container"):
         claim.release()
+
+
+def test_a_launcher_that_has_just_ended_is_no_run(tmp_path: Path) -> None:
+    """It died since its lock was looked at."""
+    config = ExperimentConfig(fileroot=str(tmp_path))
+    claim = TrialClaim.take(config, detached=True)
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    os.pwrite(claim.lock.descriptor, structs.replace(claim.holder, pid=ended.pid).encode().encode().ljust(4096), 0)
+    assert attach.attach(run_dir_of(config)) is None
+    claim.release()

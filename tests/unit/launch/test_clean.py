@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.comm import names
-from asyncrl.comm.files.file_lock import take_lock
+from asyncrl.comm.files import FileLock
 from asyncrl.launch.__main__ import main
 
 
@@ -68,10 +68,10 @@ def test_all_is_the_whole_folder(run: Path) -> None:
 def test_a_run_that_goes_on_is_left_alone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     holder = names.TrialHolder("x", socket.gethostname(), "m", os.getpid(), 1, "now", str(run))
     (run / "lock").write_text(holder.encode())
-    lock = os.open(run / "lock", os.O_RDWR)
-    assert take_lock(lock)
+    lock = FileLock(run / "lock")
+    assert lock.take()
     assert main(["clean", str(run), "--all", "--yes"]) == 2
-    os.close(lock)
+    lock.close()
     assert "is running; end it first" in capsys.readouterr().err
     assert run.exists()
 

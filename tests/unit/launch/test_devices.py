@@ -10,8 +10,8 @@ import pytest
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError, Dtype
 from asyncrl.inference.settings import GenerationBackend
-from asyncrl.launch.before_start import devices
-from asyncrl.launch.before_start.devices import device_lines
+from asyncrl.launch.before_start import machine
+from asyncrl.launch.before_start.machine import device_lines
 from asyncrl.runtime.planning.plan_workers import with_types
 from asyncrl.runtime.process import hardware
 from asyncrl.runtime.process.hardware import Gpu
@@ -26,8 +26,8 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ExperimentConfig:
     monkeypatch.setattr(hardware, "_GPUS", tmp_path)
     monkeypatch.setattr(hardware, "_count_listed", lambda path: 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(devices, "gpu_details", lambda: {str(gpu): Gpu("NVIDIA H100", 80 * GIB) for gpu in range(2)})
-    monkeypatch.setattr(devices, "host_memory", lambda: 8 * GIB)
+    monkeypatch.setattr(machine, "gpu_details", lambda: {str(gpu): Gpu("NVIDIA H100", 80 * GIB) for gpu in range(2)})
+    monkeypatch.setattr(machine, "host_memory", lambda: 8 * GIB)
     return ExperimentConfig()
 
 
@@ -114,8 +114,8 @@ def test_a_count_of_memory_that_fails_says_why(
     python = tmp_path.with_name(f"{tmp_path.name}-python")
     python.write_text(f"#!/bin/sh\n{script}\n")
     python.chmod(0o700)
-    monkeypatch.setattr(devices, "guests_of", lambda generation: True)
-    monkeypatch.setattr(devices, "COUNT_LIMIT_S", 0.5)
-    monkeypatch.setattr(devices.sys, "executable", str(python))
+    monkeypatch.setattr(machine, "guests_of", lambda generation: True)
+    monkeypatch.setattr(machine, "COUNT_LIMIT_S", 0.5)
+    monkeypatch.setattr(machine.sys, "executable", str(python))
     with pytest.raises(ConfigError, match=why):
-        devices.check_guests_fit(config)
+        machine.check_guests_fit(config)

@@ -15,8 +15,8 @@ from asyncrl.api.reward import is_verdict
 from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
-from asyncrl.launch.before_start.checks import validate, warnings
-from asyncrl.launch.before_start.input_checks import check_data
+from asyncrl.launch.before_start.data import check_data
+from asyncrl.launch.before_start.setting_checks import validate, warnings
 from asyncrl.launch.commands import eval as evaluation
 from asyncrl.plugins.datasets.supervised.demonstration_rows import EncodedRows, load_demonstrations
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
@@ -80,7 +80,7 @@ def test_supervised_training_is_set_as_shown_and_reads_the_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_chat_model: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (rows,), (settings, by_engine) = blocks("sft.md", "json"), blocks("sft.md", "yaml")
+    (rows, *_), (settings, by_engine, *_) = blocks("sft.md", "json"), blocks("sft.md", "yaml")
     many = [json.dumps({"prompt": f"{i} + 1?", "completion": str(i + 1)}) for i in range(60)]
     Path("chat.jsonl").write_text(rows + "\n".join(many))
     Path("model").symlink_to(tiny_chat_model)
@@ -106,13 +106,13 @@ def test_preference_training_is_set_as_shown_and_reads_the_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_chat_model: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (pairs, labelled), examples = blocks("preferences.md", "json"), blocks("preferences.md", "yaml")
+    (_, pairs, labelled), (_, _, policy, reward_model) = blocks("sft.md", "json"), blocks("sft.md", "yaml")
     Path("model").symlink_to(tiny_chat_model)
     many = [json.dumps({"prompt": f"{i} + 1?", "chosen": str(i + 1), "rejected": "0"}) for i in range(60)]
     Path("pairs.jsonl").write_text(pairs + "\n".join(many))
     Path("labelled.jsonl").write_text(labelled)
     more = ["loss.name=kto", "dataset.path=labelled.jsonl"]
-    for number, (settings, overrides) in enumerate([(examples[0], []), (examples[1], []), (examples[1], more)]):
+    for number, (settings, overrides) in enumerate([(reward_model, []), (policy, []), (policy, more)]):
         Path(f"mine{number}.yaml").write_text(f"defaults: [sft_schema, _self_]\nfileroot: {tmp_path}\n{settings}")
         config = load_experiment(f"mine{number}", overrides, tmp_path)
         assert isinstance(config, SFTConfig)

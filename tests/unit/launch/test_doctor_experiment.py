@@ -10,6 +10,8 @@ import pytest
 
 from asyncrl.launch.__main__ import main
 
+SHORT = ["rollout.sampling.max_new_tokens=16", "eval.sampling.max_new_tokens=16"]
+
 
 def told(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     lines = capsys.readouterr().out.splitlines()
@@ -23,10 +25,42 @@ def test_what_can_start_is_told_check_by_check(
     monkeypatch.setattr("asyncrl.trainer.supervised.base_model.SHIPPED_DIR", "nothing")  # nor does the package have one
     assert main(["doctor", "async_ppo", f"fileroot={tmp_path}"]) == 0
     lines = told(capsys)
-    assert list(lines) == ["settings", "data", "devices", "hosts", "model"]
+    assert list(lines) == ["settings", "data", "model", "hosts", "devices", "code"]
     assert "100 steps of 32 x 8 answers" in lines["settings"]
+    assert lines["code"].endswith("can be called as the settings say")
     assert "the base model is made at the first start" in lines["model"]
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("setting", ["rollout.rehearse=true", "rollout.rehearse=false"])
+def test_wrong_arguments_of_code_are_told_where_nothing_is_played(
+    setting: str, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("asyncrl.trainer.supervised.base_model.SHIPPED_DIR", "nothing")
+    model = [f"model.path={tiny_model}", *SHORT] if setting.endswith("false") else []
+    assert main(["doctor", "async_ppo", f"fileroot={tmp_path}", *model, setting, "agent.args={nope: 1}"]) == 2
+    assert told(capsys)["code"].startswith("✗ agent.args={'nope': 1}: ")
+    assert main(["doctor", "async_ppo", f"fileroot={tmp_path}", *model, setting]) == 0
+    assert told(capsys)["code"].endswith("can be called as the settings say")
+
+
+def test_a_base_model_that_nobody_knows_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "async_ppo", f"fileroot={tmp_path}", "model.base_experiment=nowhere"]) == 2
+    assert told(capsys)["model"].startswith("✗ model.base_experiment='nowhere': ")
+
+
+def test_code_of_other_hosts_is_not_said_to_be_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("asyncrl.trainer.supervised.base_model.SHIPPED_DIR", "nothing")
+    monkeypatch.setattr("asyncrl.launch.before_start.pipeline.check_reachable", lambda config: [])
+    kinds = "master_worker, model_worker, gserver_manager, generation_server"
+    here, there = f"address: 127.0.0.1, runs: [{kinds}]", "name: far, address: 127.0.0.2, runs: [rollout_worker]"
+    hosts = ["system.launcher=ssh", f"system.hosts=[{{{here}}}, {{{there}}}]"]
+    assert main(["doctor", "async_ppo", f"fileroot={tmp_path}", *hosts]) == 0
+    assert told(capsys)["code"].startswith("- not checked: all RolloutWorkers are on other hosts")
 
 
 def test_a_folder_of_runs_with_an_experiments_name_is_no_run(
@@ -47,9 +81,6 @@ def test_a_wrong_setting_is_told_and_nothing_else_is_looked_at(capsys: pytest.Ca
     lines = told(capsys)
     assert list(lines) == ["settings"]
     assert "reward.path='nothing:here': no module or file 'nothing'" in lines["settings"]
-
-
-SHORT = ["rollout.sampling.max_new_tokens=16", "eval.sampling.max_new_tokens=16"]
 
 
 def test_a_model_is_checked_with_its_prompts_and_the_first_row(

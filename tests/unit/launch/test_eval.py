@@ -14,9 +14,7 @@ from asyncrl.comm.names import TrialHolder
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.run_dir import ANSWERS_DIR, LOCK_FILE, run_dir_of, write_run_config
-from asyncrl.launch.commands.eval import main
-from asyncrl.launch.commands.eval.answers import write_measured_answers
-from asyncrl.launch.commands.eval.config import load_settings
+from asyncrl.launch.commands.eval import load_settings, main, write_measured_answers
 
 
 def test_relative_paths_of_a_run_mean_the_same_in_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +48,7 @@ def test_answers_that_are_not_there_are_told_by_their_number(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("pyarrow")
-    from asyncrl.rollout.evaluation.kept_answers import Answer, KeptAnswers
+    from asyncrl.rollout.evaluation import Answer, KeptAnswers
 
     config, out = ExperimentConfig(fileroot=str(tmp_path)), tmp_path / "answers.jsonl"
     tokens = np.array([1, 2], np.int32)

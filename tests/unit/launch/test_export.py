@@ -25,11 +25,11 @@ from asyncrl.config.run_dir import read_run_config, write_run_config
 from asyncrl.config.setting import ChoiceConfig, Dtype
 from asyncrl.launch.__main__ import main
 from asyncrl.models.pictures.picture_rows import Pictures
+from asyncrl.models.ranks import Ranks
 from asyncrl.models.weights.model_files.loading import read_checkpoint
 from asyncrl.models.weights.versions.manifest import file_entry, read_manifest, write_manifest
 from asyncrl.models.weights.versions.publishing import publish, tokenizer_assets
 from asyncrl.models.weights.versions.shared_files import SharedFiles
-from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.base import ValueEngine
 from asyncrl.trainer.functions.model_functions import StatValues

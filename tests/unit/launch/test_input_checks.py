@@ -17,9 +17,8 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError
 from asyncrl.launch import __main__ as launch
-from asyncrl.launch.before_start.checks import validate, warnings
-from asyncrl.launch.before_start.input_checks import check_data, resolve_length
-from asyncrl.launch.before_start.prompt_checks import check_prompts
+from asyncrl.launch.before_start.data import check_data, check_prompts
+from asyncrl.launch.before_start.setting_checks import resolve_length, validate, warnings
 from asyncrl.runtime.settings import HostConfig
 
 Write = Callable[..., Path]

@@ -9,7 +9,7 @@ import pytest
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.inference.settings import GenerationBackend
-from asyncrl.launch.before_start import reachable
+from asyncrl.launch.before_start import machine
 
 
 @pytest.mark.parametrize("text", ["#!/bin/sh\nexec sleep 60\n", "#!/nowhere/python\n"])
@@ -19,9 +19,9 @@ def test_an_interpreter_that_hangs_or_cannot_run_is_named(
     python = tmp_path / "python"
     python.write_text(text)
     python.chmod(0o700)
-    monkeypatch.setattr(reachable, "_FIND_LIMIT_S", 0.5)
+    monkeypatch.setattr(machine, "_FIND_LIMIT_S", 0.5)
     config = ExperimentConfig()
     config.generation.backend = GenerationBackend.sglang
     config.generation.sglang.python = str(python)
     with pytest.raises(ConfigError, match=r"generation\.sglang\.python=.* cannot be asked for sglang"):
-        reachable.check_reachable(config)
+        machine.check_reachable(config)

@@ -14,7 +14,7 @@ from asyncrl.config.run_dir import DamagedFile, run_dir_of
 from asyncrl.launch.before_start.same_data import check_same_data, check_same_roles, keep_data_record, missing_history
 from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
 from asyncrl.rollout.user_code.prompts import load_train_set
-from asyncrl.runtime.trials.resume import TrialError
+from asyncrl.runtime.trials.claim import TrialError
 
 LINES = [json.dumps({"prompt": f"{i}+1="}) for i in range(4)]
 

@@ -19,8 +19,8 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError, Device, Dtype
 from asyncrl.inference.settings import GenerationBackend
-from asyncrl.launch.before_start import checks as before_start
-from asyncrl.launch.before_start.checks import validate
+from asyncrl.launch.before_start import setting_checks as before_start
+from asyncrl.launch.before_start.setting_checks import validate
 from asyncrl.launch.previews.guest_memory import problems, shared_devices
 from asyncrl.launch.previews.rank_memory import (
     GIB,
@@ -133,6 +133,10 @@ def test_guests_and_ranks_count_with_the_larger_of_both(
     sizes = model.sizes
     cache = 2 * (sizes.layers + 1) * sizes.key_value_heads * sizes.head_size * config.generation.max_total_tokens * 2
     assert kept.serving == 2 * model.numel + cache
+    with monkeypatch.context() as patched:
+        patched.setattr(type(config.generation.engine), "memory_is_counted", False)
+        (unknown,) = shared_devices(config, model, [("0", rows[0].need)], GIB)
+    assert unknown.serving == 2 * model.numel + cache * sizes.layers // (sizes.layers + 1), "its spare layer is its own"
     assert (kept.training, kept.kept) == (rows[0].need.total, rows[0].need.kept)
     assert kept.peak == kept.kept + kept.serving + 2 * GIB > kept.training + 2 * GIB
     config.trainer.offload = True
@@ -255,14 +259,14 @@ def test_a_supervised_experiment_has_no_layout(capsys: pytest.CaptureFixture[str
 
 
 def page_by(name: str) -> tuple[ModuleType, str, list[Any]]:
-    """The script benchmarks/<name>.py, its page, and the figures on it."""
+    """The script benchmarks/<name>.py, docs/sizing.md with its tables, and what it has measured."""
     spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", ROOT / "benchmarks" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = script  # where its dataclasses look for their module
     spec.loader.exec_module(script)
-    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "sizing.md").read_text(encoding="utf-8")
     measured = json.loads((ROOT / "docs" / f"{name}.json").read_text(encoding="utf-8"))
     assert text == script.page(text, measured), f"run python benchmarks/{name}.py"
     return script, text, measured
@@ -273,8 +277,7 @@ def test_memory_over_length_is_what_its_script_writes_and_what_is_computed() -> 
     for row in measured:
         way = script.Way(**row["way"])
         computed = way.computed(row["tokens"])
-        cut_and_recomputed = "c" in way.layout and way.checkpointing  # the page says that this is too low
-        assert way.passing(computed) == pytest.approx(row["peak"], rel=0.4 if cut_and_recomputed else 0.1)
+        assert way.passing(computed) == pytest.approx(row["peak"], rel=0.1)
         assert computed.host_inputs == row["on_host"]
 
 

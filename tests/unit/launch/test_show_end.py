@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shlex
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -52,7 +54,8 @@ def test_a_summary_that_fails_does_not_hide_how_a_detached_run_ended(
     config.rollout.rehearse = False
     config.logging.display = DisplayMode.none
     monkeypatch.setattr(train, "Launcher", Ended)
-    for start in ("check_prompts", "keep_data_record", "keep_inputs", "show_prompts"):
+    monkeypatch.setattr(train, "StartChecks", lambda config: nullcontext(SimpleNamespace(notes=list, statistics={})))
+    for start in ("keep_data_record", "keep_inputs", "show_prompts"):
         monkeypatch.setattr(train, start, lambda *args: None)
     monkeypatch.setattr(train, "device_lines", lambda config: ())
     monkeypatch.setattr(train, "show_end", fails)

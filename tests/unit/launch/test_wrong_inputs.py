@@ -28,10 +28,10 @@ from asyncrl.config import load
 from asyncrl.config.run_dir import read_run_config
 from asyncrl.launch import train
 from asyncrl.launch.__main__ import main
-from asyncrl.launch.before_start import rehearse, whole_models
+from asyncrl.launch.before_start import models, rehearsal
+from asyncrl.launch.before_start.rehearsal import rehearse as play
 from asyncrl.models.folder_checks import WantedFolder
 from asyncrl.models.weights.model_files import whole_folder
-from asyncrl.rollout.rehearsal import rehearse as play
 
 CODE = """
 class Tagged:
@@ -420,6 +420,7 @@ REWARDS: list[Case] = [
     (["eval.reward.path=HERE/code.py:nothing"], "eval: reward HERE/code.py:nothing returned None"),
 ]
 AGENTS: list[Case] = [
+    (["rollout.rehearse=false", "agent.args={nope: 1}"], "has no parameter 'nope'"),
     (["agent.path=HERE/code.py:silent"], "returned the reward 1.0 without asking the policy"),
     (["agent.path=HERE/code.py:chats"], "there is no chat template to put messages into tokens"),
     (["agent.path=HERE/code.py:without_prompt"], "an episode is run(prompt, env, client)"),
@@ -527,8 +528,8 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(train.Launcher, "run", run)
     played_here = SimpleNamespace(Popen=InThisProcess, DEVNULL=None, STDOUT=None, TimeoutExpired=TimeoutError)
-    monkeypatch.setattr(rehearse, "subprocess", played_here)
-    monkeypatch.setattr(whole_models, "subprocess", SimpleNamespace(Popen=CheckedHere, TimeoutExpired=TimeoutError))
+    monkeypatch.setattr(rehearsal, "subprocess", played_here)
+    monkeypatch.setattr(models, "subprocess", SimpleNamespace(Popen=CheckedHere, TimeoutExpired=TimeoutError))
     monkeypatch.setattr(load, "_composed", COMPOSED)
 
 
@@ -562,6 +563,22 @@ def test_a_wrong_input_is_refused_before_anything_starts(
     assert says.replace("HERE", str(here)) in told
     assert "Traceback" not in "".join(line for line in told.splitlines(keepends=True) if "error: " in line)
     assert not (tmp_path / "runs" / "async_ppo").exists()
+
+
+def test_wrong_arguments_of_code_are_refused_by_an_evaluation(
+    here: Path,
+    tiny_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    _, _, _, *settings = command(here, tiny_model, tmp_path)
+    evaluated = ["eval", str(tiny_model), "--experiment", "async_ppo", *settings]
+    assert main([*evaluated, "agent.args={nope: 1}"]) == 2
+    assert "agent.args={'nope': 1}: " in capsys.readouterr().err
+    with pytest.raises(Started):
+        main(evaluated)
 
 
 def test_what_is_right_would_start(here: Path, tiny_model: Path, tmp_path: Path) -> None:

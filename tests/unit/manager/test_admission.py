@@ -6,10 +6,9 @@ import asyncio
 
 import pytest
 
-from asyncrl.comm.ended_rollouts.ledger_lines import Admitted, RolloutLine
-from asyncrl.comm.ended_rollouts.recent_ids import RecentIds
+from asyncrl.comm.ended_rollouts import Admitted, RecentIds, RolloutLine
 from asyncrl.manager import messages as m
-from asyncrl.manager.rollouts.admission import Admission, WaitingCall, WaitingCalls
+from asyncrl.manager.rollouts.admission import Admission
 from asyncrl.manager.rollouts.pacing import DeadlinePacing
 from asyncrl.manager.rollouts.rollout_state import RolloutState
 from asyncrl.manager.router import ServerView
@@ -72,31 +71,15 @@ def trained(rollout: str) -> m.TrainedRollout:
     return m.TrainedRollout(rollout, "", 0, {0: 1}, 1, 1, 1.0)
 
 
-def test_calls_are_served_in_turn_until_there_is_no_room_or_nobody_can_start_one() -> None:
-    calls, started = WaitingCalls(), list[str]()
-    first, second, third = (WaitingCall(worker, ["x"] * count) for worker, count in (("a", 2), ("b", 0), ("c", 3)))
-    for call in (first, second, third):
-        calls.add(call)
-    room = 3
-
-    def start(call: WaitingCall) -> bool:
-        nonlocal room
-        if not call.ids:
-            return False
-        started.append(call.worker)
-        call.ids.pop()
-        room -= 1
-        return True
-
-    calls.serve(start, lambda: room)
-    assert started == ["a", "c", "a"]
-    room = 9
-    calls.serve(start, lambda: room)
-    assert started == ["a", "c", "a", "c", "c"]
-    assert [len(calls), room] == [3, 7]
-    calls.remove(second)
-    calls.remove(second)
-    assert sorted(call.worker for call in calls) == ["a", "c"]
+async def test_a_call_that_can_start_nothing_ends_nobody_elses_turn() -> None:
+    manager = Manager(batch=4)
+    first = await manager.granted("w0", *"abcd")
+    gone, waits = await manager.waiting("w1", "e"), await manager.waiting("w2", "f", "g")
+    manager.admission.worker_left("w1")
+    manager.train(1, *first)
+    assert await waits == ["f", "g"]
+    assert not gone.done()
+    gone.cancel()
 
 
 async def test_new_room_is_spread_over_the_workers_that_wait() -> None:

@@ -2,7 +2,7 @@
 
 Gate, prompt queue, manager, its rebuilding, sample buffer and ledger are the real ones. Processes, messages and what
 outlives them (the last step, the inboxes, checkpoints) are played as `manager/client.py`, `rollout/loop.py`,
-`trainer/trajectories/receiver.py`, `master/recovery/step_end.py` and `master/peers/reports.py` have them.
+`trainer/trajectories/receiver.py`, `master/train_loop.py` and `master/data/collector.py` have them.
 
     messages   a call's reply is lost or late, a call arrives late, again, or after those that were made later; a
                trajectory reaches the trainer late, never, twice, or without its acknowledgement
@@ -51,26 +51,23 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncrl.api.trajectory import GENERATED
-from asyncrl.comm.ended_rollouts.drop_reasons import DropReason
-from asyncrl.comm.ended_rollouts.ledger_lines import RolloutCounts, RunSettings
+from asyncrl.comm.ended_rollouts import DropReason, RolloutCounts, RunSettings
 from asyncrl.comm.names import ACTOR
 from asyncrl.comm.typed import convert
 from asyncrl.manager import messages as m
-from asyncrl.manager.rollouts.ledger import TRAINED, Ledger
-from asyncrl.manager.rollouts.ledger_files import ledger_files
+from asyncrl.manager.client import HeldRollouts
+from asyncrl.manager.rollouts.ledger import Ledger, ledger_files
+from asyncrl.manager.rollouts.staleness_gate import TRAINED
 from asyncrl.manager.service import ManagerService
-from asyncrl.manager.worker_session import HeldRollouts
-from asyncrl.master.data.collector import received
+from asyncrl.master.data.collector import check_books, received, trained_rollout
 from asyncrl.master.data.sample_buffer import Drop, SampleBuffer, TrainBatch
-from asyncrl.master.peers.reports import trained_rollout
-from asyncrl.master.recovery.run_files import check_books
 from asyncrl.master.settings import OnStale
 from asyncrl.plugins.datasets.queue.curriculum import Curriculum
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.trainer.messages import RolloutRecord
 from asyncrl.verify.audit.ledger_files import read_ledger, surviving
-from asyncrl.verify.audit.rules import Replay
+from asyncrl.verify.audit.ledger_rules import Replay
 
 ROWS, WORKERS, SEED, HEADS = 7, 2, 0, 2
 SCHEDULES = int(os.environ.get("ASYNCRL_FUZZ_SCHEDULES", "60"))
@@ -216,8 +213,6 @@ class Trainer:
     """Its report to the manager, which it repeats until that answers."""
     begun: bool = False
     """The manager has answered it."""
-    confirmed: bool = False
-    """The manager has been asked what of the buffer counts."""
     drops: list[Drop] = field(default_factory=list)
     batch: TrainBatch | None = None
     """Of the step that is trained, until the gate has recorded it."""
@@ -308,7 +303,6 @@ class Schedule(RuleBasedStateMachine):
         """The prompts that were trained, by step."""
         if state is not None:
             trainer.version = state["version"]
-            trainer.buffer.restore(state["buffer"])
             trainer.buffer.expire(trainer.version)
             trainer.checkpoint = convert(state["gate"], m.GateCheckpoint)
             self.history = [list(step) for step in state["trained"]]
@@ -674,15 +668,12 @@ class Schedule(RuleBasedStateMachine):
 
     @move(when=lambda self: self.inbox)
     def collect(self) -> None:
-        """The master asks the manager what counts; until the manager has its report, all waits in the buffer."""
+        """The master asks the manager what counts, once that has begun; until then all waits at the ranks."""
         trainer = self.trainer
-        if trainer.begun and not self.service.begun:
+        if not (trainer.begun and self.service.begun):
             return
-        if trainer.begun and not trainer.confirmed:
-            trainer.confirmed = True
-            self.free(trainer.buffer.refuse(self.refused(trainer.buffer.live())))
         arrived, self.inbox = self.inbox, []
-        refused = self.refused(arrived) if trainer.begun else []
+        refused = self.refused(arrived)
         self.free(record for record in arrived if record.rollout_id in refused)
         self.free(trainer.buffer.add(record for record in arrived if record.rollout_id not in refused))
 
@@ -699,8 +690,6 @@ class Schedule(RuleBasedStateMachine):
         """A step, up to where others hear of it."""
         trainer = self.trainer
         self.collect()
-        if not trainer.confirmed:
-            return
         trainer.buffer.expire(trainer.version)
         if self.on_stale == OnStale.wait and len(trainer.buffer) >= self.batch:
             if self.loop.run_until_complete(self.service.wait_expiring(m.WaitExpiringRequest(trainer.version))).running:
@@ -723,7 +712,7 @@ class Schedule(RuleBasedStateMachine):
 
     @move(lost=BOTH, dies=RARELY, when=lambda self: self.trainer.batch is not None)
     def the_gate_records_the_step(self, lost: bool = False, dies: bool = False) -> None:
-        """1 of `step_end`; its state is what is written into memory."""
+        """1 of `TrainLoop._end_step`; its state is what is written into memory."""
         trainer = self.trainer
         assert trainer.batch is not None
         reply = self.consumed([trained_rollout(record) for record in trainer.batch.records], lost, dies)
@@ -741,7 +730,7 @@ class Schedule(RuleBasedStateMachine):
 
     @move(dies=RARELY, when=lambda self: self.trainer.state is not None)
     def the_state_is_complete(self, dies: bool = False) -> None:
-        """4 of `step_end`: from here on others may hear of the step."""
+        """4 of `TrainLoop._end_step`: from here on others may hear of the step."""
         self.kept, self.trainer.state = self.trainer.state, None
         if dies:
             self.the_brain_dies()
@@ -751,7 +740,7 @@ class Schedule(RuleBasedStateMachine):
         when=lambda self: not between_steps(self) and self.kept and self.kept["version"] == self.trainer.version,
     )
     def the_version_is_announced(self, dies: bool = False) -> None:
-        """5 of `step_end`, also by a brain that goes on after the step."""
+        """5 of `TrainLoop._end_step`, also by a brain that goes on after the step."""
         self.announced = self.trainer.version
         if dies:
             self.the_brain_dies()
@@ -779,7 +768,7 @@ class Schedule(RuleBasedStateMachine):
 
     def state(self) -> dict[str, Any]:
         trainer = self.trainer
-        state = {"version": trainer.version, "gate": trainer.checkpoint, "buffer": trainer.buffer.state()}
+        state = {"version": trainer.version, "gate": trainer.checkpoint}
         read: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(state | {"trained": self.history}))
         return read
 
@@ -788,7 +777,7 @@ class Schedule(RuleBasedStateMachine):
             for head in range(HEADS):
                 self.held.pop((head, name), None)
 
-    @move(lost=BOTH, dies=RARELY, when=lambda self: between_steps(self) and self.trainer.confirmed)
+    @move(lost=BOTH, dies=RARELY, when=lambda self: between_steps(self) and self.trainer.begun and self.service.begun)
     def report_drops(self, lost: bool = False, dies: bool = False) -> None:
         """What expired takes up room at the gate."""
         self.collect()
@@ -820,13 +809,11 @@ class Schedule(RuleBasedStateMachine):
 
     @move(lost=BOTH, dies=RARELY, when=lambda self: not self.trainer.begun)
     def the_run_begins(self, lost: bool = False, dies: bool = False) -> None:
-        """5 of `beginning`: tell the manager what the ranks hold by now, and from where the run continues."""
+        """5 of `TrainLoop.begin`: tell the manager what the ranks hold by now, and from where the run continues."""
         trainer = self.trainer
         if trainer.begin is None:
-            self.collect()
-            trainer.drops += trainer.buffer.pop_drops()
-            records = [*trainer.buffer.live(), *(drop.record for drop in trainer.drops)]
-            trainer.begin = m.RunBegin(trainer.version, trainer.checkpoint, list(map(received, records)))
+            held = {record.rollout_id: record for record in self.inbox}.values()
+            trainer.begin = m.RunBegin(trainer.version, trainer.checkpoint, list(map(received, held)))
             self.written += 1  # the line that begins the lineage, after all lines that were left
         begin, number = trainer.begin, self.service.number
 
@@ -990,7 +977,7 @@ class Schedule(RuleBasedStateMachine):
 
     def account_for_all(self) -> None:
         number, version = self.service.number, self.trainer.version
-        self.loop.run_until_complete(self.service.close_gate(m.TrainerRequest(manager=number)))
+        self.loop.run_until_complete(self.service.close_gate(m.CloseGate(manager=number)))
         counts = self.loop.run_until_complete(self.service.end_run(m.EndReport(version, manager=number)))
         self.written = self.ledger.lines
         assert counts == self.loop.run_until_complete(self.service.end_run(m.EndReport(version, manager=number)))
@@ -1134,7 +1121,7 @@ def batches_without_lag(seed: int, batch: int, rejected: Callable[[int, int], bo
             schedule.the_state_is_complete()
         elif not between_steps(schedule):
             schedule.the_version_is_announced()
-        elif trainer.confirmed:
+        elif schedule.service.begun:
             schedule.report_drops(lost)
 
     def late_call() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -16,7 +15,7 @@ def client(answer: Any) -> ManagerClient:
     """A client whose calls are answered by `answer`."""
     made: Any = ManagerClient.__new__(ManagerClient)  # only what `schedule` uses
     made._to_schedule, made._calls = [], set()
-    made._session = SimpleNamespace(worker="rollout_worker/0", call=answer)
+    made._worker, made._call = "rollout_worker/0", answer
     return cast(ManagerClient, made)
 
 
@@ -26,9 +25,7 @@ def request(name: str) -> m.RouteRequest:
 
 async def test_a_placed_request_that_nobody_asked_for_leaves_the_others_their_answers() -> None:
     async def answer(*_: Any, **__: Any) -> m.ScheduleReply:
-        return m.ScheduleReply(
-            [m.ScheduledRequest("unknown", 0, "http://a", 1), m.ScheduledRequest("known", 1, "http://b", 2)]
-        )
+        return m.ScheduleReply({"unknown": m.Route("http://a", 1), "known": m.Route("http://b", 2)})
 
     asking = client(answer)
     async with asyncio.timeout(60):

@@ -11,8 +11,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from asyncrl.inference.client import MemoryTag
 from asyncrl.manager.fleet.decisions import BACKOFF, LONGEST_UPDATES, FleetDecisions, UpdateMode
-from asyncrl.manager.fleet.servers import BeginUpdate, CancelUpdate, CheckHealth, Order, ServerLife, Target
-from asyncrl.manager.fleet.targets import ServerTargets
+from asyncrl.manager.fleet.servers import (
+    BeginUpdate,
+    CancelUpdate,
+    CheckHealth,
+    Order,
+    ServerLife,
+    ServerTargets,
+    Target,
+)
 from asyncrl.manager.messages import ServerState
 from tests.examples import examples
 

@@ -10,12 +10,11 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.comm.ended_rollouts.ledger_lines import Dropped, RolloutLine
-from asyncrl.comm.ended_rollouts.recent_ids import RecentIds
+from asyncrl.comm.ended_rollouts import Dropped, RecentIds, RolloutLine
 from asyncrl.manager import messages as m
-from asyncrl.manager.rollouts.ledger import TRAINED
-from asyncrl.manager.rollouts.rebuild import RollCall, rebuild
 from asyncrl.manager.rollouts.rollout_state import RolloutState
+from asyncrl.manager.rollouts.staleness_gate import TRAINED
+from asyncrl.manager.rollouts.workers import RollCall
 from asyncrl.plugins.datasets.queue.curriculum import Curriculum
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.prompt_queue import NextTry
@@ -177,7 +176,7 @@ class Run:
             self.state.died(worker.name)
         else:
             self.workers[worker.index] = Worker(worker.index, worker.incarnation + 1)
-            self.state.replaced(worker.name, worker.incarnation + 1, killed=False)
+            self.state.replaced(worker.name, killed=False)
 
     # A brain that begins again.
 
@@ -199,7 +198,7 @@ class Run:
         call.run = m.RunBegin(received=list(arrived.values()))
         for worker in self.workers:
             call.take(worker.report)
-        rebuild(state, call.run.received, call.reports)
+        state.rebuild(call.run.received, call.reports)
         state.gate.advance(self.state.gate.version)
         return state
 
@@ -332,9 +331,7 @@ def test_a_live_rollout_that_nobody_reports_is_tried_again_with_the_same_attempt
     checkpoint = state.checkpoint()
     assert upcoming(RolloutState(9, 0, ORDER, checkpoint=checkpoint)) == turns
     again = RolloutState(9, 0, ORDER, checkpoint=checkpoint)
-    rebuild(
-        again, [m.ReceivedRollout("b", ORDER.ref(1).prompt_id, 1, 0, 4)], [m.HeldReport("w0", 0, [granted("a", 0)])]
-    )
+    again.rebuild([m.ReceivedRollout("b", ORDER.ref(1).prompt_id, 1, 0, 4)], [m.HeldReport("w0", 0, [granted("a", 0)])])
     assert list(again.gate.live) == ["a", "b"]
     assert upcoming(again)[:3] == [turn for turn in turns if turn.order not in (0, 1)][:3]
     ticket = again.gate.live.ticket("b")
@@ -360,11 +357,11 @@ def test_what_ended_before_the_checkpoint_does_not_enter_again_though_its_worker
     for name, reason in (("a", "worker_died"), ("b", "failed"), ("c", "stale")):
         ended.put(name, reason)
     again = RolloutState(4, 0, ORDER, checkpoint=checkpoint, ended=ended)
-    rebuild(again, [m.ReceivedRollout("c", ORDER.ref(2).prompt_id, 2, 0, 4)], reports)
+    again.rebuild([m.ReceivedRollout("c", ORDER.ref(2).prompt_id, 2, 0, 4)], reports)
     assert (list(again.gate.live), again.gate.counts()) == ([], before)
     assert upcoming(again) == upcoming(state)
     without = RolloutState(4, 0, ORDER, checkpoint=checkpoint)
-    rebuild(without, [], reports)
+    without.rebuild([], reports)
     assert list(without.gate.live) == ["a", "c"], "without the ends nothing tells that they are over"
 
 

@@ -8,17 +8,18 @@ is measured too. What may grow is named, with its reason, in `GROWS`.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from asyncrl.comm.ended_rollouts.ledger_lines import RunSettings
-from asyncrl.comm.push_pull.outbox import Outbox
+from asyncrl.comm.ended_rollouts import RunSettings
+from asyncrl.comm.push_pull import Outbox, Push
 from asyncrl.manager import messages as m
 from asyncrl.manager import service
 from asyncrl.manager.rollouts import ledger, staleness_gate
@@ -26,9 +27,8 @@ from asyncrl.manager.rollouts.ledger import Ledger
 from asyncrl.manager.rollouts.pacing import DeadlinePacing
 from asyncrl.manager.service import ManagerService
 from asyncrl.master.data import sample_buffer as buffers
-from asyncrl.master.data.collector import received
+from asyncrl.master.data.collector import received, trained_rollout
 from asyncrl.master.data.sample_buffer import SampleBuffer
-from asyncrl.master.peers.reports import trained_rollout
 from asyncrl.master.settings import OnStale
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.trainer.messages import RolloutRecord
@@ -97,7 +97,8 @@ class Run:
         self.buffer = SampleBuffer(B, ETA, OnStale.drop)
         self.ids: list[list[str]] = [[] for _ in range(WORKERS)]
         self.running: list[dict[str, m.GrantedRollout]] = [{} for _ in range(WORKERS)]
-        self.outbox: Outbox[str] = Outbox(["x", "y"], high_water=64, resend_after_s=5.0)
+        self.outbox = Outbox(high_water=64, resend_after_s=5.0)
+        self.outbox.set_peers(["x", "y"])
         self.version = self.made = self.incarnation = 0
         self.refused = 0
         self.inbox: list[RolloutRecord] = []
@@ -149,7 +150,8 @@ class Run:
         if fate < 0.2:
             again = fate < 0.15
             return m.FinishedRollout(name, False, "zero_variance", return_prompt=again, as_next_attempt=again)
-        entry = self.outbox.add(name, name)
+        entry = Push(name, cast(Any, None), math.inf, cast(Any, None))
+        self.outbox.add(entry)
         self.outbox.take(("x",), self.now)
         if fate < 0.9:
             self.outbox.lost("x")

@@ -17,9 +17,16 @@ from hypothesis import strategies as st
 from asyncrl.comm.names import GuestMemory, TrainerTurn
 from asyncrl.inference.client import MemoryTag
 from asyncrl.manager.fleet.decisions import FleetDecisions
-from asyncrl.manager.fleet.guests.turns import GuestTurns
-from asyncrl.manager.fleet.servers import BeginUpdate, CancelUpdate, CheckHealth, Order, Rest, Target
-from asyncrl.manager.fleet.targets import ServerTargets
+from asyncrl.manager.fleet.servers import (
+    BeginUpdate,
+    CancelUpdate,
+    CheckHealth,
+    GuestTurns,
+    Order,
+    Rest,
+    ServerTargets,
+    Target,
+)
 from asyncrl.manager.messages import ServerState
 from asyncrl.manager.settings import UpdateMode
 from tests.examples import examples
@@ -192,7 +199,7 @@ class World:
         self.store.turn = TrainerTurn(number + 1, training=training, version=self.store.version)
 
     def train(self) -> None:
-        """The master does its next step: as `asyncrl.master.peers.guest_turns` has it."""
+        """The master does its next step: as `asyncrl.colocated` has it."""
         match self.phase:
             case "begins":
                 self._announce(training=False)
@@ -211,7 +218,7 @@ class World:
                     self.phase = "waits"
 
     def _take(self) -> None:
-        """Ask the manager, which reads names in two steps, in the order of `Guests`."""
+        """Ask the manager, which reads names in two steps, in the order of `ColocatedServers`."""
         guests = self.fleet.guests
         assert self.store.turn is not None
         if guests.turn.number < self.store.turn.number or self.fleet.not_resting:

@@ -18,13 +18,12 @@ import pytest
 
 from asyncrl.manager import messages as m
 from asyncrl.manager.service import ManagerService
-from asyncrl.master.data.collector import received
+from asyncrl.master.data.collector import received, trained_rollout
 from asyncrl.master.data.sample_buffer import SampleBuffer
-from asyncrl.master.peers.reports import trained_rollout
 from asyncrl.master.settings import OnStale
 from asyncrl.plugins.datasets.queue.order import DataOrder
+from asyncrl.runtime.launcher import AfterDeath, RestartPolicy
 from asyncrl.runtime.settings import SystemConfig
-from asyncrl.runtime.trials.restart_budget import AfterDeath, RestartPolicy
 from asyncrl.trainer.messages import RolloutRecord
 
 BATCH, ETA, ROWS, PLACES = 4, 2, 64, 4

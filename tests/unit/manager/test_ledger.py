@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from asyncrl.comm.ended_rollouts.ledger_lines import (
+from asyncrl.comm.ended_rollouts import (
     Abandoned,
     Admitted,
     Begin,
@@ -32,10 +32,8 @@ from asyncrl.comm.ended_rollouts.ledger_lines import (
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.messages import GateCheckpoint, TrainedRollout
 from asyncrl.manager.rollouts import ledger as ledger_module
-from asyncrl.manager.rollouts.ledger import Ledger, RolloutLines
-from asyncrl.manager.rollouts.ledger_files import lines_in
-from asyncrl.manager.rollouts.live_rollouts import RolloutTicket
-from asyncrl.master.peers.reports import trained_rollout
+from asyncrl.manager.rollouts.ledger import Ledger, lines_in
+from asyncrl.master.data.collector import trained_rollout
 from asyncrl.master.settings import OnStale
 from asyncrl.trainer.messages import RolloutRecord
 from asyncrl.verify.audit.ledger_files import Entry, read_ledger, surviving
@@ -97,25 +95,6 @@ def damage(folder: Path, before: bytes, after: bytes) -> None:
 
 
 # The lines.
-
-
-def test_a_returned_prompt_alone_has_a_next_try_and_times_are_in_milliseconds() -> None:
-    made: list[RolloutLine] = []
-    about = RolloutLines(made.append, now=lambda: 1.23456)
-    about.admitted(RolloutTicket("r1", WORKER, "e0-3", 7, 1, 2), 4)
-    about.admitted(RolloutTicket("r2", WORKER, "e0-4", 8), 4, adopted=True)
-    about.finished("r1", 12)
-    about.dropped("r1", "failed", PromptGoes.returned, 1, 3)
-    about.dropped("r1", "failed", PromptGoes.given_up)
-    about.abandoned("r1")
-    assert made == [
-        Admitted("r1", "e0-3", 7, 1, WORKER, 4, 1.235, 2),
-        Admitted("r2", "e0-4", 8, 0, WORKER, 4, 1.235, adopted=True),
-        Finished("r1", 12, 1.235),
-        Dropped("r1", "failed", PromptGoes.returned, 1.235, 1, 3),
-        Dropped("r1", "failed", PromptGoes.given_up, 1.235),
-        Abandoned("r1", 1.235),
-    ]
 
 
 def test_a_rollout_that_is_trained_is_recorded_with_what_made_it(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.comm.ended_rollouts.ledger_lines import RolloutCounts, RunSettings
-from asyncrl.comm.files import retry_write
-from asyncrl.comm.waits.backoff import Backoff
+from asyncrl.comm import files
+from asyncrl.comm.ended_rollouts import RolloutCounts, RunSettings
+from asyncrl.comm.waits import Backoff
 from asyncrl.manager.messages import GateCheckpoint, TrainedRollout
 from asyncrl.manager.rollouts.ledger import Ledger
 
@@ -26,7 +26,7 @@ STEPS = 4
 
 @pytest.fixture(autouse=True)
 def _soon_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry_write, "_BACKOFF", Backoff(0.001, 0.001))
+    monkeypatch.setattr(files, "_BACKOFF", Backoff(0.001, 0.001))
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ async def test_on_a_full_disk_it_waits_and_loses_nothing(
         if text.startswith("waiting to write"):
             loop.call_soon_threadsafe(waits.set)
 
-    monkeypatch.setattr(logging.getLogger("asyncrl.comm.files.appended_file"), "warning", hear)
+    monkeypatch.setattr(logging.getLogger("asyncrl.comm.files"), "warning", hear)
 
     async def make_room() -> None:
         """In the manager's event loop, which goes on while the ledger waits."""
@@ -119,7 +119,7 @@ async def test_what_could_not_be_synced_is_written_again(
 
 
 def test_a_disk_that_stays_full_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry_write, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(files, "PATIENCE_S", 0.01)
 
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -9,14 +9,13 @@ import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
-from asyncrl.inference.settings import GenerationBackend, Quantization
+from asyncrl.inference.settings import GenerationBackend
 from asyncrl.manager.fleet.logprob_check import (
     COARSE_TOLERANCE,
     FLOAT32_TOLERANCE,
     QUANTISED_TOLERANCE,
     LogprobCheck,
     WeightsDiffer,
-    _Scored,
     logprob_check_tolerance,
 )
 
@@ -43,12 +42,7 @@ def test_the_tolerance_is_as_set_or_follows_the_coarser_type(
 def compared(errors: list[list[float]], tolerance: float) -> LogprobCheck:
     """The check of sequences of which a server's log-probabilities have these errors."""
     check = LogprobCheck(tolerance, logging.getLogger("check"))
-    scored = [
-        _Scored(sequence, place, -2.0, -2.0 + error)
-        for sequence, each in enumerate(errors)
-        for place, error in enumerate(each)
-    ]
-    check._compare(0, 3, scored)
+    check._compare(0, 3, [[(place, -2.0, -2.0 + error) for place, error in enumerate(each)] for each in errors])
     return check
 
 
@@ -69,9 +63,7 @@ def test_rounding_between_trainer_and_server_is_tolerated_by_type() -> None:
     assert logprob_check_tolerance(config) == FLOAT32_TOLERANCE
     config.model.publish_dtype = Dtype.bfloat16
     assert logprob_check_tolerance(config) == COARSE_TOLERANCE
-    config.generation.quantization = Quantization.int8
-    assert logprob_check_tolerance(config) == QUANTISED_TOLERANCE
-    config.generation.backend, config.generation.quantization = GenerationBackend.sglang, Quantization.none
+    config.generation.backend = GenerationBackend.sglang
     assert logprob_check_tolerance(config) == COARSE_TOLERANCE
     config.generation.sglang.args = {"--quantization": "fp8"}
     assert logprob_check_tolerance(config) == QUANTISED_TOLERANCE

@@ -13,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.comm.http.calls import JsonHttp
-from asyncrl.comm.names import PublishedVersion
+from asyncrl.comm.names import GENERATION_SERVER, POLICY_SERVER, PublishedVersion
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.inference.settings import GenerationBackend
 from asyncrl.manager import messages as m
+from asyncrl.manager.fleet import policy_fleets
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.policy_fleets import PolicyFleets
 from asyncrl.manager.fleet.servers import BeginUpdate, Target
@@ -23,6 +25,7 @@ from asyncrl.manager.messages import ServerState
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import PickVersion, PolicyConfig, UpdateMode, VersionPoolConfig
 from asyncrl.master.peers.policy_versions import Publishing
+from asyncrl.models.weights.transports.disk import DiskManagerEnd
 from asyncrl.models.weights.versions.manifest import Manifest, ManifestError, write_manifest
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.trainer.messages import CollectWeights, Publish, PublishedWeights
@@ -84,20 +87,19 @@ def test_members_that_win_more_often_are_chosen_more_often() -> None:
 def test_a_server_of_a_prioritised_pool_is_assigned_by_the_rates_of_the_announcement(tmp_path: Path) -> None:
     pool = VersionPoolConfig(every=1, keep=3, pick=PickVersion.prioritised)
     config = ExperimentConfig(policies=[PolicyConfig("past", versions=pool)])
-    own = FleetDecisions(UpdateMode.interrupt, 10.0)
-    fleets = PolicyFleets(config, own, service_of(["past"]), JsonHttp(None), logging.getLogger(), lambda: 0.0)
+    fleets = fleets_of(config, service_of(["past"]))
     for version in range(1, 8):
         (tmp_path / f"v{version}").mkdir()
         write_manifest(tmp_path / f"v{version}", Manifest("actor", version, {}))
-    fleets.registered({0: ("http://past", 0)})
+    fleets.registered(POLICY_SERVER, {0: ("http://past", 0)})
     played = []
     for newest in range(3, 8):
         published = PublishedVersion(newest, "", {"past": {newest: 1 - 1e-9, newest - 1: 1 - 1e-9, newest - 2: 0.1}})
         rates = PublishedVersion.decode(published.encode()).win_rates
         asyncio.run(fleets.published(Target(newest, str(tmp_path / f"v{newest}")), rates))
-        (order,) = fleets._decisions["past"].poll(0.0, {})
+        (order,) = fleets._fleets["past"].decisions.poll(0.0, {})
         assert isinstance(order, BeginUpdate)
-        fleets._decisions["past"].succeeded(0, order.attempt)
+        fleets._fleets["past"].decisions.succeeded(0, order.attempt)
         played.append(order.target.version)
     assert played == [1, 2, 3, 4, 5]
 
@@ -118,6 +120,29 @@ def test_a_server_of_a_pool_goes_back_to_an_older_version_and_returns_there_afte
     (order,) = fleet.poll(1.0, {})
     assert isinstance(order, BeginUpdate)
     assert order.target.version == 10
+
+
+@pytest.mark.parametrize("backend", GenerationBackend)
+def test_only_the_runs_own_servers_are_taken_to_do_what_its_engine_does(
+    backend: GenerationBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = list[tuple[bool, bool]]()
+
+    def note(*_: object, keeps_pictures: bool, pause_ends_requests: bool, **__: object) -> None:
+        made.append((keeps_pictures, pause_ends_requests))
+
+    monkeypatch.setattr(policy_fleets, "ServerUpdater", note)
+    config = ExperimentConfig()
+    config.generation.backend = backend
+    config.policies = [PolicyConfig("past"), PolicyConfig("judge", url="http://127.0.0.1:9")]
+    fleets_of(config, service_of())
+    own = (config.generation.engine.keeps_pictures, config.generation.engine.pause_ends_requests)
+    assert made == [own, own, (False, False)]
+
+
+def fleets_of(config: ExperimentConfig, service: ManagerService) -> PolicyFleets:
+    http = JsonHttp(None)
+    return PolicyFleets(config, service, http, DiskManagerEnd(), log=logging.getLogger(), clock=lambda: 0.0)
 
 
 def service_of(policies: Sequence[str] = ("past", "judge"), trained: Sequence[str] = ()) -> ManagerService:
@@ -141,7 +166,7 @@ def place(service: ManagerService, policy: str, rollout: str = "r") -> str | Non
     asks = [m.RouteRequest(1, 1, 1, request_id=f"{rollout}/{policy}", rollout_id=rollout, policy=policy)]
     request = m.ScheduleRequest(worker="rollout_worker/0", manager=service.number, timeout_s=0.0, requests=asks)
     placed = asyncio.run(service.schedule_request(request)).scheduled
-    return placed[0].url if placed else None
+    return placed[f"{rollout}/{policy}"].url if placed else None
 
 
 def test_an_opponent_answers_whatever_its_version_and_never_moves_the_gate() -> None:
@@ -192,19 +217,20 @@ def test_weights_of_a_pools_members_stay_over_steps_and_restarts() -> None:
 
 def test_the_gate_counts_by_the_least_version_of_all_trained_policies_servers() -> None:
     config = ExperimentConfig(policies=[PolicyConfig("judge", trained=True), PolicyConfig("past")])
-    service, own = service_of(), FleetDecisions(UpdateMode.interrupt, 10.0)
-    fleets = PolicyFleets(config, own, service, JsonHttp(None), logging.getLogger(), lambda: 0.0)
-    own.register(0, "http://own", 0, 0.0)
+    fleets = fleets_of(config, service_of())
+    own = fleets.own.decisions
+    fleets.registered(GENERATION_SERVER, {0: ("http://own", 0)})
     assert fleets.served_version() is None, "the judge has no server"
-    fleets.registered({0: ("http://judge", 0), 1: ("http://past", 0)})
+    fleets.registered(POLICY_SERVER, {0: ("http://judge", 0), 1: ("http://past", 0)})
+    assert [each.url for each in own.servers] == ["http://own"]
     assert fleets.served_version() == 0
-    own.targets.publish(Target(6, "/weights/actor/v6"))
+    asyncio.run(fleets.published(Target(6, "/weights/actor/v6")))
     (order,) = own.poll(0.0, {})
     assert isinstance(order, BeginUpdate)
+    assert order.target == Target(6, "/weights/actor/v6")
     own.succeeded(0, order.attempt)
     assert (own.served_version, fleets.served_version()) == (6, 0)
-    asyncio.run(fleets.published(Target(6, "/weights/actor/v6")))
-    judge = fleets._decisions["judge"]
+    judge = fleets._fleets["judge"].decisions
     (order,) = judge.poll(0.0, {})
     assert isinstance(order, BeginUpdate)
     assert order.target == Target(6, "/weights/judge/v6")
@@ -226,8 +252,7 @@ def test_an_answer_of_a_trained_policy_is_no_older_than_its_rollouts_admission()
 @pytest.mark.parametrize("missing", ["actor", "judge"])
 def test_a_version_is_refused_unless_it_is_there_of_every_trained_policy(tmp_path: Path, missing: str) -> None:
     config = ExperimentConfig(policies=[PolicyConfig("judge", trained=True)])
-    own = FleetDecisions(UpdateMode.interrupt, 10.0)
-    fleets = PolicyFleets(config, own, service_of(["judge"]), JsonHttp(None), logging.getLogger(), lambda: 0.0)
+    fleets = fleets_of(config, service_of(["judge"]))
     for role in ("actor", "judge"):
         if role != missing:
             (tmp_path / role / "v1").mkdir(parents=True)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from asyncrl.comm.ended_rollouts.ledger_lines import Admitted, Finished, RolloutLine
+from asyncrl.comm.ended_rollouts import Admitted, Finished, RolloutLine
 from asyncrl.manager import messages as m
-from asyncrl.manager.rollouts.rebuild import Replaced, RollCall, rebuild
 from asyncrl.manager.rollouts.rollout_state import NOBODY, RolloutState
+from asyncrl.manager.rollouts.workers import RollCall
 from asyncrl.manager.service import ManagerService
 from asyncrl.plugins.datasets.queue.curriculum import Curriculum
 from asyncrl.plugins.datasets.queue.order import DataOrder
@@ -65,7 +65,7 @@ def rebuilt(
     lines, curriculum = list[RolloutLine](), Curriculum(0.0, 1.0, 1)
     checkpoint = m.GateCheckpoint(used=UsedPrompts([used] if used else []).to_json())
     state = RolloutState(2, 1, ORDER, lines.append, lambda: 5.0, checkpoint=checkpoint, curriculum=curriculum)
-    rebuild(state, trainer or [], reports)
+    state.rebuild(trainer or [], reports)
     return state, lines, curriculum
 
 
@@ -81,7 +81,6 @@ def test_what_is_adopted_is_recorded_as_such_with_what_the_trainer_has_of_it() -
     ]
     counts = state.gate.counts()
     assert (counts.submitted, counts.running, counts.finished_untrained) == (4, 2, 2)
-    assert state.incarnations == {WORKER: 0, OTHER: 4}
 
 
 def test_an_end_is_awaited_only_of_a_rollout_that_a_worker_holds() -> None:
@@ -236,12 +235,11 @@ def test_the_roll_call_is_complete_once_the_master_and_every_awaited_process_hav
     assert call.is_complete, "its lease is over"
 
 
-def test_of_a_process_that_was_replaced_only_the_ends_count_and_a_first_report_does() -> None:
+def test_of_a_process_that_was_replaced_only_the_ends_count() -> None:
     call, end = RollCall(), m.FinishedRollout("r0", True)
     call.take(m.HeldReport(WORKER, 1, [held("r2", version=3)]))
     call.take(m.HeldReport(WORKER, 0, [held("r0"), held("r1")]))
     call.take(m.HeldReport(OTHER, 4, [held("r5")]))
-    call.take(m.HeldReport(OTHER, 4, [held("r6")]))
     assert [(each.worker, each.incarnation, each.held) for each in call.reports] == [
         (WORKER, 0, []),
         (WORKER, 1, [held("r2", version=3)]),
@@ -253,10 +251,25 @@ def test_of_a_process_that_was_replaced_only_the_ends_count_and_a_first_report_d
     assert call.reports[0].held == [held("r0", end)]
     assert (call.has_ended("r0"), call.has_ended("r1"), call.has_ended("r9")) == (True, False, False)
     assert [call.admitted_at(name) for name in ("r2", "r0", "r9")] == [3, 0, 0]
-    call.end(WORKER)
-    call.end(Replaced(WORKER, 2, killed=False))
-    assert call.ended == [WORKER, Replaced(WORKER, 2, killed=False)]
-    assert call.replaced == {WORKER: 2}
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["the gate is shut", "the gate is open"])
+def test_the_first_report_of_each_process_counts_and_a_late_copy_brings_no_rollout(begun: bool) -> None:
+    """A late copy lacks later grants and ends."""
+    shut, end = Shut(), m.FinishedRollout("r1", False, "too_hard", True, as_next_attempt=True)
+    shut.service.await_workers({} if begun else {WORKER: 1})
+    assert shut.service.begun is begun
+    shut.open_session(0, held("r1"), held("r2"))
+    call(shut.service, "/finish_rollout", worker=WORKER, manager=2, finished=[end])
+    shut.open_session(0, held("r1"), held("r2"), held("r3"))
+    shut.service.await_workers({})
+    assert list(shut.service.gate.live) == ["r2"]
+    assert shut.service.gate.counts().dropped == {"too_hard": 1}
+    shut.open_session(2, held("r3"))
+    assert list(shut.service.gate.live) == ["r3"], "the rollouts of the process before it are lost"
+    with pytest.raises(m.BadRequest, match="1 of rollout_worker/0 is over, 2 is there"):
+        shut.open_session(1, held("r0"))
+    assert list(shut.service.gate.live) == ["r3"]
 
 
 def test_a_process_that_follows_a_dead_one_is_noted_once_while_the_gate_is_shut() -> None:
@@ -277,9 +290,9 @@ def test_a_process_that_follows_a_dead_one_has_a_lease_as_soon_as_it_has_spoken(
     shut.open_session(1)
     shut.service.incarnation_seen(WORKER, 1)
     assert shut.service.begun
-    assert shut.service.leases.workers == [WORKER]
+    assert shut.service.workers.alive == [WORKER]
     shut.open_session(2)
-    assert shut.service.leases.workers == [WORKER]
+    assert shut.service.workers.alive == [WORKER]
     shut.now = 31.0
     assert shut.service.expire_workers() == [WORKER]
 

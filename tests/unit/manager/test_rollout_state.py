@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.comm.ended_rollouts.ledger_lines import Abandoned, Admitted, Dropped, Finished, PromptGoes, RolloutLine
+from asyncrl.comm.ended_rollouts import Abandoned, Admitted, Dropped, Finished, PromptGoes, RolloutLine
 from asyncrl.manager import messages as m
 from asyncrl.manager.rollouts.rollout_state import NOBODY, RolloutState
 from asyncrl.plugins.datasets.queue.curriculum import Curriculum, CurriculumFailed
@@ -51,7 +51,7 @@ class RecordedState(RolloutState):
             eta,
             order,
             self.recorded.append,
-            lambda: 5.0,
+            lambda: 4.99951,
             checkpoint=checkpoint,
             curriculum=self.measurements,
         )
@@ -214,7 +214,7 @@ def test_what_the_trainer_has_counts_even_if_its_worker_says_that_it_failed(trai
 def test_what_was_given_up_and_is_delivered_late_does_not_count_and_its_prompt_is_played_again(how: str) -> None:
     rollouts = RecordedState(batch=1)
     admit(rollouts, "a")
-    _ = rollouts.died("w0") if how == "silent" else rollouts.replaced("w0", 1, killed=False)
+    _ = rollouts.died("w0") if how == "silent" else rollouts.replaced("w0", killed=False)
     before = [Dropped("a", "worker_died", PromptGoes.returned, 5.0, 0, 0)]
     assert since(rollouts, 1) == before
     assert rollouts.next_for("w1") == NextTry(0)
@@ -295,13 +295,13 @@ def test_a_trained_rollout_uses_its_prompt_once_and_what_was_lost_is_not_trained
 def test_a_prompt_has_one_live_rollout_whoever_reports_another() -> None:
     """Only a manager that died could have told which of them it had admitted last."""
     rollouts = RecordedState()
-    rollouts.adopt(m.HeldReport("w0", 0, held("a")))
-    rollouts.adopt(m.HeldReport("w1", 0, held("b")))
+    rollouts.enter_held("w0", granted("a"))
+    rollouts.enter_held("w1", granted("b"))
     rollouts.enter_received(received("c", 0))
     assert (list(rollouts.gate.live), rollouts.queue.live) == (["a"], {0})
     assert [rollouts.receive(name, 3) for name in "abc"] == [True, False, False]
     train(rollouts, 1, "a")
-    rollouts.adopt(m.HeldReport("w2", 0, held("d")))
+    rollouts.enter_held("w2", granted("d"))
     rollouts.enter_received(received("e", 0))
     assert not rollouts.gate.live, "its prompt is used"
     assert rollouts.gate.counts().submitted == 1
@@ -325,27 +325,18 @@ def test_what_only_the_trainer_has_enters_with_the_try_that_waits() -> None:
     assert "x" not in rollouts.gate.live, "it was dropped"
 
 
-def held(*names: str, version: int = 0) -> list[m.HeldRollout]:
-    return [m.HeldRollout(m.GrantedRollout(name, f"e0-{at}", at, at, 0, 1, version)) for at, name in enumerate(names)]
+def granted(name: str, order: int = 0) -> m.GrantedRollout:
+    return m.GrantedRollout(name, f"e0-{order}", order, order, 0, 1, 0)
 
 
-def test_the_first_report_of_each_process_of_a_worker_counts() -> None:
+def test_what_a_worker_holds_enters_once_with_its_try() -> None:
     rollouts = RecordedState()
-    rollouts.adopt(m.HeldReport("w0", 0, held("a")))
-    assert rollouts.incarnations == {"w0": 0}
-    rollouts.adopt(m.HeldReport("w0", 0, held("a", "b")))
-    assert list(rollouts.gate.live) == ["a"], "a late copy"
+    for _ in range(2):
+        rollouts.enter_held("w0", granted("a"))
     assert since(rollouts, 0) == [Admitted("a", "e0-0", 0, 0, "w0", 0, 5.0, 1, True)]
-    rollouts.adopt(m.HeldReport("w0", 2, held("a", "b")))
-    assert list(rollouts.gate.live) == ["a", "b"]
-    rollouts.adopt(m.HeldReport("w0", 1, held("a", "b", "c")))
-    assert (list(rollouts.gate.live), rollouts.incarnations) == (["a", "b"], {"w0": 2})
-    rollouts.replaced("w1", 5, killed=False)
-    rollouts.adopt(m.HeldReport("w1", 4))
-    assert rollouts.incarnations["w1"] == 5, "a process that was seen after it"
     rollouts.gate.drop("a", "failed")
-    rollouts.adopt(m.HeldReport("w0", 3, held("a")))
-    assert list(rollouts.gate.live) == ["b"], "it left before"
+    rollouts.enter_held("w0", granted("a"))
+    assert not rollouts.gate.live, "it left before"
 
 
 def awaited(trained: Iterable[str] = "abc") -> RecordedState:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable
 from random import Random
-from typing import ClassVar
+from typing import Any, ClassVar
+from unittest.mock import patch
 
 import pytest
 from hypothesis import settings
@@ -16,6 +18,7 @@ from asyncrl.manager.router import POLICIES, Caller, Policy, PrefixAffine, Route
 from tests.examples import examples
 
 CALLER = Caller("w0")
+CALLERS = [CALLER, Caller("w1", "10.0.0.0"), Caller("w2", "10.0.0.1")]
 
 
 def router_of(policy: str, servers: int = 3, version: int = 0) -> Router:
@@ -132,8 +135,28 @@ def test_affinities_are_bounded() -> None:
     for view in policy._servers.values():
         policy.changed(view)
     for index in range(100):
-        assert policy.choose(request_of(str(index), affinity=str(index)), CALLER, 0) is not None
+        assert policy.choose(request_of(str(index), affinity=str(index)), CALLER, lambda view: True) is not None
     assert len(policy._home) == 4
+
+
+def test_a_conversation_whose_server_is_beyond_its_share_leaves_it_for_one_request_only() -> None:
+    router = router_of("prefix_affine", servers=2)
+    assert place(router, "a0", affinity="a") == 0
+    place(router, "other", n=8, tokens=0, affinity="a")
+    router.returning = 1
+    assert place(router, "a1", affinity="a") == 1
+    router.returning = 0
+    assert place(router, "a2", affinity="a") == 0
+
+
+def test_a_conversation_whose_server_is_too_old_for_a_request_leaves_it_for_this_one_only() -> None:
+    router = router_of("prefix_affine", servers=2)
+    assert place(router, "a0", affinity="a") == 0
+    router.update(1, "http://1", 1, True)
+    newer = router.schedule(request_of("a1", affinity="a"), CALLER, min_version=1)
+    assert newer is not None
+    assert newer.index == 1
+    assert place(router, "a2", affinity="a") == 0
 
 
 def test_only_servers_at_the_wanted_version_get_a_request() -> None:
@@ -196,7 +219,7 @@ def test_the_end_of_a_rollout_releases_all_its_requests() -> None:
 
 
 class CountedServers(dict[int, ServerView]):
-    """Counts the servers that are looked at one by one."""
+    """Counts the servers that are looked at."""
 
     looks = 0
 
@@ -208,23 +231,51 @@ class CountedServers(dict[int, ServerView]):
         self.looks += 1
         return super().__getitem__(index)
 
+    def values(self) -> Any:
+        self.looks += len(self)
+        return super().values()
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_a_choice_looks_at_few_servers_of_many(policy: str) -> None:
-    """Also after many placements and releases, which leave nothing behind."""
+
+def router_of_many(policy: str) -> tuple[Router, CountedServers]:
     router = Router(policy, conversations=100)
     router._servers = servers = CountedServers()
     router._policy = POLICIES[policy](servers, 100)
     for index in range(512):
         router.update(index, f"http://{index}", 0, True)
     servers.looks = 0
+    return router, servers
+
+
+def entries(part: Any, servers: CountedServers) -> int:
+    """Number of entries in all containers of a policy, besides the `servers`."""
+    if part is servers:
+        return 0
+    own = list(part.values() if isinstance(part, dict) else part) if isinstance(part, dict | list | deque) else []
+    return len(own) + sum(entries(each, servers) for each in (*own, *getattr(part, "__dict__", {}).values()))
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_choice_looks_at_few_servers_of_many(policy: str) -> None:
+    """Also after many placements and releases, which leave nothing behind."""
+    router, servers = router_of_many(policy)
     for number in range(2_048):
         place(router, f"r{number}", n=1 + number % 5)
         if number >= 1_024:
             router.release(f"r{number - 1_024}")
     assert 0 < servers.looks < 5 * 2_048
-    least = getattr(router._policy, "_new", router._policy)
-    assert len(getattr(least, "_heap", ())) <= 4 * 512 + 64
+    for _ in range(4_096):
+        place(router, "again")
+        router.release("again")
+    assert 512 <= entries(router._policy, servers) <= 4 * 512 + 64 + 1
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_requests_that_wait_for_returning_servers_look_at_few_servers_of_many(policy: str) -> None:
+    router, servers = router_of_many(policy)
+    router.returning = 4_096
+    placed = [router.schedule(request_of(f"r{number}", tokens=9), CALLER) for number in range(4_096)]
+    assert 512 <= sum(server is not None for server in placed) < 1_024
+    assert 0 < servers.looks < 5 * 4_096
 
 
 def test_a_restarted_server_starts_empty() -> None:
@@ -235,12 +286,23 @@ def test_a_restarted_server_starts_empty() -> None:
     assert router.servers[0].sequences == 0
 
 
+class _SameHost(Policy):
+    """The first server on the caller's host."""
+
+    def choose(
+        self, request: RouteRequest, caller: Caller, may_have: Callable[[ServerView], bool]
+    ) -> ServerView | None:
+        near = (view for view in self._servers.values() if view.host == caller.host and may_have(view))
+        return next(near, None)
+
+
 class AnyOrder(RuleBasedStateMachine):
     """Requests, workers and servers come and go in any order; messages repeat."""
 
-    @initialize(policy=st.sampled_from(sorted(POLICIES)))
+    @initialize(policy=st.sampled_from([*sorted(POLICIES), "same_host"]))
     def begin(self, policy: str) -> None:
-        self.policy, self.router = policy, Router(policy, conversations=100)
+        with patch.dict(POLICIES, same_host=_SameHost):
+            self.policy, self.router = policy, Router(policy, conversations=100)
 
     LOADS: ClassVar = {"least_requests": ("sequences", "tokens"), "least_tokens": ("tokens", "sequences")}
 
@@ -249,7 +311,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(server=st.integers(0, 3), generation=st.integers(0, 1), version=st.integers(0, 2), routable=st.booleans())
     def update(self, server: int, generation: int, version: int, routable: bool) -> None:
-        url, placed = f"http://{server}/{generation}", self.router.placed
+        url, placed = f"http://10.0.0.{server % 2}:800{server}/{generation}", self.router.placed
         same = any(view.url == url for view in self.router.servers)
         self.router.update(server, url, version, routable)
         assert self.router.placed == placed or not same
@@ -266,29 +328,30 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(
         request=st.integers(0, 8),
-        worker=st.sampled_from([CALLER, "w1"]),
+        caller=st.sampled_from(CALLERS),
         rollout=st.sampled_from([None, "r0", "r1"]),
         n=st.integers(1, 8),
         tokens=st.integers(0, 100),
         version=st.integers(0, 2),
     )
-    def schedule(self, request: int, worker: str, rollout: str | None, n: int, tokens: int, version: int) -> None:
+    def schedule(self, request: int, caller: Caller, rollout: str | None, n: int, tokens: int, version: int) -> None:
         wanted = request_of(str(request), tokens=tokens, n=n, affinity=str(request % 3), rollout=rollout)
-        possible = [view for view in self.router.servers if view.routable and view.version >= version]
         self.router.release(str(request))
-        loads = [(self.load(view), view.index) for view in possible]
         returning, in_service = self.router.returning, sum(view.routable for view in self.router.servers)
         placed = sum(placement.request.n for placement in self.router._placements.values())
         share = 1.25 * (placed + n) / (in_service + returning) if returning else float("inf")
-        beyond = {view.index for view in possible if view.sequences > share}
-        chosen = min(loads, default=([], None))[1] if self.policy in self.LOADS else None
-        server = self.router.schedule(wanted, Caller(worker), version)
+        possible = [
+            (self.load(view), view.index)
+            for view in self.router.servers
+            if view.routable and view.version >= version and view.sequences <= share
+            if self.policy != "same_host" or view.host == caller.host
+        ]
+        server = self.router.schedule(wanted, caller, version)
         if server is None:
-            assert beyond or not possible
-            assert chosen is None or chosen in beyond
+            assert not possible
         else:
-            assert server.index in {view.index for view in possible} - beyond
-            assert chosen in (None, server.index)
+            assert server.index in {index for _, index in possible}
+            assert self.policy not in self.LOADS or server.index == min(possible)[1]
 
     @rule(request=st.integers(0, 8))
     def release(self, request: int) -> None:
@@ -298,7 +361,7 @@ class AnyOrder(RuleBasedStateMachine):
     def finish_rollout(self, rollout: str) -> None:
         self.router.release_rollout(rollout)
 
-    @rule(worker=st.sampled_from([CALLER, "w1"]))
+    @rule(worker=st.sampled_from([caller.worker for caller in CALLERS]))
     def worker_dies(self, worker: str) -> None:
         self.router.release_worker(worker)
         assert all(placement.worker != worker for placement in self.router._placements.values())
@@ -314,8 +377,8 @@ class AnyOrder(RuleBasedStateMachine):
         assert all(placement.server in known for placement in placements)
 
     def teardown(self) -> None:
-        for worker in (CALLER, "w1"):
-            self.router.release_worker(worker)
+        for caller in CALLERS:
+            self.router.release_worker(caller.worker)
         assert self.router.placed == 0
         assert not self.router._of_rollout
         assert not self.router._of_worker
@@ -324,19 +387,6 @@ class AnyOrder(RuleBasedStateMachine):
 
 AnyOrder.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=40)
 test_counts_never_leak = AnyOrder.TestCase
-
-
-class _SameHost(Policy):
-    """The first server on the caller's host."""
-
-    def __init__(self, servers: Mapping[int, ServerView], conversations: int) -> None:
-        self._servers = servers
-
-    def changed(self, view: ServerView) -> None: ...
-
-    def choose(self, request: RouteRequest, caller: Caller, min_version: int) -> ServerView | None:
-        near = (view for view in self._servers.values() if view.host == caller.host and view.may_have(min_version))
-        return next(near, None)
 
 
 def test_a_policy_of_ones_own_sees_the_callers_host(monkeypatch: pytest.MonkeyPatch) -> None:

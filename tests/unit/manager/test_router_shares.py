@@ -63,6 +63,21 @@ def test_a_server_with_exactly_its_share_gets_one_more_request(n: int, placed: b
     assert (router.schedule(_request(1, n=n), CALLER) is not None) is placed
 
 
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_request_that_waits_is_placed_when_another_one_ends_or_a_server_is_back(policy: str) -> None:
+    router = _fleet(policy, 1)
+    router.returning = 1
+    placed = [router.schedule(_request(number), CALLER) is not None for number in range(4)]
+    assert placed == [True, True, False, False]
+    router.release("r0")
+    placed = [router.schedule(_request(number), CALLER) is not None for number in (2, 3)]
+    assert placed == [True, False]
+    router.update(1, "http://server1", 0, True)
+    back = router.schedule(_request(3), CALLER)
+    assert back is not None
+    assert back.index == 1
+
+
 def test_a_server_that_is_late_does_not_hold_up_those_that_serve() -> None:
     router = _fleet("least_requests", 16)
     router.update(0, "http://server0", 0, False)

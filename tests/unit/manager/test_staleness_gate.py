@@ -9,10 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.comm.ended_rollouts.recent_ids import RecentIds
-from asyncrl.manager.rollouts.ledger import ABANDONED, TRAINED
-from asyncrl.manager.rollouts.live_rollouts import RolloutTicket
-from asyncrl.manager.rollouts.staleness_gate import GONE, LOST_AND_OVER, WORKER_LOST, StalenessGate
+from asyncrl.comm.ended_rollouts import RecentIds
+from asyncrl.manager.rollouts.staleness_gate import (
+    ABANDONED,
+    GONE,
+    LOST_AND_OVER,
+    TRAINED,
+    WORKER_LOST,
+    RolloutTicket,
+    StalenessGate,
+)
 from tests.examples import examples
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncrl.manager import messages as m
-from asyncrl.manager.rollouts.suspects import Suspects
+from asyncrl.manager.rollouts.workers import Suspects
 from asyncrl.manager.service import ManagerService
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.runtime.settings import SystemConfig

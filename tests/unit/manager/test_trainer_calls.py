@@ -10,13 +10,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from asyncrl.comm.ended_rollouts.ledger_lines import Dropped, Line, PromptGoes, RolloutCounts, Step
+from asyncrl.comm.ended_rollouts import Dropped, Line, PromptGoes, RolloutCounts, Step
 from asyncrl.manager import messages as m
 from asyncrl.manager.messages import GateCheckpoint
 from asyncrl.manager.service import ManagerService
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.verify.audit.ledger_files import read_ledger, surviving
-from asyncrl.verify.audit.rules import Replay
+from asyncrl.verify.audit.ledger_rules import Replay
 from tests.unit.manager.test_ledger import WORKER, lines, new_ledger, trained
 
 

@@ -17,7 +17,8 @@ from asyncrl.config.setting import ConfigError
 from asyncrl.master.checks import check
 from asyncrl.master.data.buffer_order import BufferOrderFailed, ConfiguredOrder
 from asyncrl.master.data.sample_buffer import SampleBuffer
-from asyncrl.master.settings import BatchOrder, BufferOrderConfig
+from asyncrl.master.settings import BufferOrderConfig
+from asyncrl.rollout.checks import problems_of_others
 from asyncrl.trainer.messages import RolloutRecord
 
 LIMIT_S = 120.0
@@ -101,7 +102,7 @@ async def test_where_it_fails_the_step_takes_the_oldest_and_the_log_says_so(
     assert await taken(BufferOrderConfig(f"{mine}:{name}"), *ROLLOUTS) == [["r0", "r1"], ["r2", "r3"]]
     assert f"{name} " in caplog.text
     assert "took longer" not in caplog.text, "a TimeoutError of the function's own is a failure like others"
-    assert f"{BatchOrder.words} in step 4" in caplog.text
+    assert "; step 4 does without it" in caplog.text
 
 
 async def test_one_that_takes_too_long_costs_the_order_of_its_steps_and_not_the_run(
@@ -122,7 +123,7 @@ async def test_one_that_takes_too_long_costs_the_order_of_its_steps_and_not_the_
     assert "buffer.order mine.py:slow took longer than buffer.order.timeout_s=0.05 for 4 rollouts" in caplog.text
     assert await asyncio.to_thread(begun.wait, LIMIT_S)
     assert await order.ranks(ROLLOUTS, 4) == {}
-    assert f"slow has not returned from an earlier step's call; {BatchOrder.words} in step 5" in caplog.text
+    assert "slow has not returned from an earlier step's call; step 5 does without it" in caplog.text
     assert (calls, order.failures) == (["e0-0"], 2)
     hang.set()
     assert order._busy is not None
@@ -175,7 +176,7 @@ def test_a_path_that_names_no_function_is_refused(mine: str) -> None:
             ConfiguredOrder(BufferOrderConfig(path))
     config = ExperimentConfig()
     config.buffer.order = BufferOrderConfig(f"{mine}:hardest_first", {"form_age": 1})
-    assert "did you mean 'from_age'?" in "".join(check(config))
+    assert "did you mean 'from_age'?" in "".join(problems_of_others(config))
     config.buffer.order = BufferOrderConfig(args={"x": 1})
     assert "give buffer.order.path" in "".join(check(config))
 
@@ -297,6 +298,10 @@ def test_an_object_that_cannot_be_kept_is_refused_before_the_start(classes: str)
         ConfiguredOrder(BufferOrderConfig(f"{classes}:NotPlain"))
     config = ExperimentConfig()
     config.buffer.order = BufferOrderConfig(f"{classes}:LeastSeen", {"weight": 2.0})
-    assert not [line for line in check(config) if "buffer.order" in line]
+    assert [*problems_of_others(config), *(line for line in check(config) if "buffer.order" in line)] == []
     config.buffer.order.args = {"wait": 2.0}
-    assert [line for line in check(config) if "has no parameter 'wait'" in line]
+    (problem,) = problems_of_others(config)
+    assert problem.startswith("buffer.order.args={'wait': 2.0}: ")
+    assert "has no parameter 'wait'" in problem
+    with pytest.raises(ConfigError, match="has no parameter 'wait'"):
+        ConfiguredOrder(config.buffer.order)

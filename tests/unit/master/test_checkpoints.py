@@ -2,30 +2,49 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
-from asyncrl.master.recovery.checkpoints import Checkpoints, CheckpointSchedule
+from asyncrl.master.run_state import Checkpoints
 from asyncrl.models.weights.versions.manifest import FileEntry
 from asyncrl.trainer.messages import WrittenShare
 from asyncrl.trainer.settings import CheckpointConfig
 
 
-def due(seconds_of_step: float, **settings: Any) -> list[int]:
+class World:
+    """Checkpoints of a run, without ranks.
+
+    Attributes:
+        now: the time in s.
+    """
+
+    def __init__(self, run_dir: Path, **settings: Any) -> None:
+        self.now, self.run = 1000.0, MagicMock(version=0, state=MagicMock(return_value={}))
+        self.ranks = MagicMock(all=AsyncMock(return_value=[]), publisher=AsyncMock())
+        parts: list[Any] = [run_dir, self.ranks, self.run, MagicMock(), MagicMock()]
+        self.checkpoints = Checkpoints(CheckpointConfig(**settings), *parts, clock=lambda: self.now)
+
+    def is_due(self, version: int) -> bool:
+        self.run.version = version
+        return self.checkpoints.is_due()
+
+    async def save(self) -> None:
+        await self.checkpoints.begin()
+        await self.checkpoints.finish()
+
+
+async def due(world: World, seconds_of_step: float) -> list[int]:
     """The versions, of twelve, after which a checkpoint is written."""
-    now, written = [1000.0], []
-    schedule = CheckpointSchedule(CheckpointConfig(**settings), clock=lambda: now[0])
+    written = []
     for version in range(1, 13):
-        now[0] += seconds_of_step
-        published_with_folder = schedule.is_due(version)
-        now[0] += 30.0  # publishing takes its time
-        assert schedule.is_due(version) == published_with_folder
-        if published_with_folder:
-            schedule.begun()
+        world.now += seconds_of_step
+        is_due = world.is_due(version)
+        world.now += 30.0  # publishing takes its time
+        if is_due:
+            await world.save()
             written.append(version)
     return written
 
@@ -40,40 +59,52 @@ def due(seconds_of_step: float, **settings: Any) -> list[int]:
         ({"interval": 3, "interval_minutes": 5.0}, [3, 6, 9, 12]),
     ],
 )
-def test_a_checkpoint_is_due_by_steps_or_by_the_time_since_the_last_one_began(
-    settings: dict[str, Any], versions: list[int]
+async def test_a_checkpoint_is_due_by_steps_or_by_the_time_since_the_last_one_began(
+    tmp_path: Path, settings: dict[str, Any], versions: list[int]
 ) -> None:
-    assert due(60.0, **settings) == versions
+    assert await due(World(tmp_path, **settings), 60.0) == versions
 
 
-def test_a_checkpoint_that_was_due_before_this_process_began_is_written_after_the_next_step() -> None:
-    schedule = CheckpointSchedule(CheckpointConfig(interval=5))
-    schedule.make_up(7, newest=5)
-    assert not schedule.is_due(8)
-    schedule.make_up(8, newest=0)
-    assert schedule.is_due(9)
-    schedule.begun()
-    assert not schedule.is_due(11)
+async def test_a_checkpoint_that_was_due_before_this_process_began_is_written_after_the_next_step(
+    tmp_path: Path,
+) -> None:
+    world = World(tmp_path, interval=5)
+    world.run.version = 8
+    world.checkpoints.resume(saved=False)
+    assert world.is_due(9)
+    await world.save()
+    assert not world.is_due(11)
+    (tmp_path / "checkpoints" / "v5").mkdir(parents=True)
+    world.run.version = 7
+    world.checkpoints.resume(saved=False)
+    assert not world.is_due(8)
 
 
-def test_a_checkpoint_that_is_whole_tells_its_seconds_and_bytes_once(tmp_path: Path) -> None:
-    shares = [WrittenShare({"a": FileEntry(30, "0" * 16)}), WrittenShare({"b": FileEntry(12, "1" * 16)})]
-    now = [1000.0]
+async def test_a_checkpoint_that_is_whole_tells_its_seconds_and_bytes_once(tmp_path: Path) -> None:
+    world = World(tmp_path)
 
     async def commit(request: object) -> None:
-        now[0] += 4.0
+        world.now += 4.0
 
-    ranks = MagicMock(all=AsyncMock(return_value=shares), publisher=AsyncMock(side_effect=commit), master="m")
-    run = MagicMock(version=1, state=MagicMock(return_value={}))
-    checkpoints = Checkpoints(CheckpointConfig(), tmp_path, ranks, run, MagicMock(), lambda: None, clock=lambda: now[0])
+    shares = [WrittenShare({"a": FileEntry(30, "0" * 16)}), WrittenShare({"b": FileEntry(12, "1" * 16)})]
+    world.ranks.all.return_value, world.ranks.publisher.side_effect = shares, commit
+    world.run.version = 1
+    await world.checkpoints.begin()
+    assert world.checkpoints.figures() == {}
+    await world.checkpoints.finish()
+    assert not await world.checkpoints.save_if_unsaved()
+    assert world.checkpoints.figures() == {"checkpoint/seconds": 4.0, "checkpoint/bytes": 42}
+    assert world.checkpoints.figures() == {}
+    world.run.version = 2
+    assert await world.checkpoints.save_if_unsaved()
+    assert world.checkpoints.saved == 2
 
-    async def save() -> None:
-        assert checkpoints.unsaved
+
+async def test_no_checkpoint_is_begun_with_a_rank_that_is_gone(tmp_path: Path) -> None:
+    """A stop leaves little time: the ranks that are there would wait for it."""
+    collector = MagicMock(check=MagicMock(side_effect=ConnectionError("model_worker/1 is gone")))
+    ranks, run = MagicMock(all=AsyncMock()), MagicMock(version=1)
+    checkpoints = Checkpoints(CheckpointConfig(), tmp_path, ranks, run, MagicMock(), collector)
+    with pytest.raises(ConnectionError, match="model_worker/1 is gone"):
         await checkpoints.begin()
-        assert checkpoints.figures() == {}
-        await checkpoints.finish()
-        assert not checkpoints.unsaved
-
-    asyncio.run(save())
-    assert checkpoints.figures() == {"checkpoint/seconds": 4.0, "checkpoint/bytes": 42}
-    assert checkpoints.figures() == {}
+    ranks.all.assert_not_awaited()

@@ -10,9 +10,8 @@ from typing import Any, cast
 import pytest
 from msgspec import structs
 
-from asyncrl.comm.request_reply import Done
-from asyncrl.comm.request_reply.client import RequestTimeout
-from asyncrl.comm.waits.limits import BURST_S, CALL_S, GATHER_S, HOLD_S
+from asyncrl.comm.request_reply import Done, RequestTimeout
+from asyncrl.comm.waits import BURST_S, CALL_S, GATHER_S, HOLD_S
 from asyncrl.manager.messages import ReceivedRollout
 from asyncrl.master.data.collector import Collector
 from asyncrl.master.data.sample_buffer import SampleBuffer
@@ -174,7 +173,6 @@ async def test_a_refresh_sees_what_the_open_poll_has_not_told() -> None:
 async def test_a_second_copy_is_freed_at_the_worker_that_holds_it() -> None:
     workers, buffer = Workers(2), SampleBuffer(4, 0, "drop")
     collector, _ = collector_of(workers, buffer)
-    await collector.confirm()
     workers.received[0].append(record(0))
     collector.start()
     await collector.refresh()
@@ -190,7 +188,6 @@ async def test_what_a_given_up_worker_delivers_late_is_freed_and_neither_counted
     workers, buffer = Workers(2), SampleBuffer(1, 0, "drop")
     collector, gate = collector_of(workers, buffer, "r0", "r5")
     collector.start()
-    await collector.confirm()
     waiting = asyncio.create_task(collector.changed(missing=1))
     workers.received[1].append(record(0, worker=1))
     await collector.refresh()
@@ -207,15 +204,16 @@ async def test_what_a_given_up_worker_delivers_late_is_freed_and_neither_counted
     await collector.close()
 
 
-async def test_until_the_manager_has_heard_of_the_run_all_waits_and_then_what_does_not_count_leaves() -> None:
+async def test_what_the_heads_hold_is_told_once_and_comes_again_when_the_manager_says_what_counts() -> None:
     workers, buffer = Workers(2), SampleBuffer(1, 0, "drop")
     collector, gate = collector_of(workers, buffer, "r1")
     workers.received[0].append(record(0))
-    workers.received[1] += [record(1, worker=1), record(2, worker=1)]
+    workers.received[1] += [record(1, worker=1), record(2, worker=1), record(0, worker=1)]
+    assert sorted(each.rollout_id for each in await collector.held()) == ["r0", "r1", "r2"]
+    assert (gate.told, len(buffer)) == ([], 0), "nothing is asked or trained before the manager has begun"
+    del workers.received[1][-1]
     collector.start()
     await collector.refresh()
-    assert (gate.told, len(buffer)) == ([], 3)
-    await collector.confirm()
     assert sorted(gate.told) == ["r0", "r1", "r2"]
     assert [each.rollout_id for each in buffer.live()] == ["r0", "r2"]
     assert workers.discarded == [(1, "r1")]
@@ -226,9 +224,7 @@ async def test_each_wait_is_for_another_arrival_and_afterwards_a_poll_is_for_one
     workers, buffer = Workers(1), SampleBuffer(4, 0, "drop")
     collector, _ = collector_of(workers, buffer)
     collector.start()
-    collector.start()
     await rounds()
-    assert len(workers.polls) == 1, "it has begun"
     for order in range(2):
         waiting = asyncio.create_task(collector.changed(missing=3))
         await rounds()

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.comm.request_reply import Done
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.settings import PolicyConfig
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.call_graph import Call, Graph
-from asyncrl.master.graph.executor import ExecutionError, Executor
-from asyncrl.trainer.messages import CallStats, RunCall
+from asyncrl.master.graph.executor import ExecutionError, Executor, column_moves
+from asyncrl.trainer.messages import CallStats, MoveColumns, RunCall
 from asyncrl.trainer.parallel.placement import placement
 from asyncrl.trainer.settings import RoleRanks
 from tests.examples import examples
@@ -84,7 +86,7 @@ async def test_policies_on_ranks_of_their_own_are_trained_at_the_same_time() -> 
         run = replace(config, policies=[replace(policy, ranks=ranks)])
         graph, placed = load_graph(run), placement(run)
         workers = Workers(placed.workers, rounds={("actor_train", 0): 9, ("judge/actor_train", placed.workers - 1): 9})
-        await Executor(graph, placed.routing_table().placement, list(workers), 1.0).run()
+        await Executor(graph, placed.members, list(workers), 1.0).run()
         events[ranks] = [(edge, name) for edge, name in workers.events if name.endswith("actor_train")]
     apart = [("begin", "actor_train"), ("end", "actor_train")]
     judged = [("begin", "judge/actor_train"), ("end", "judge/actor_train")]
@@ -146,3 +148,21 @@ async def test_an_idle_policys_calls_are_left_out_and_statistics_of_others_are_n
     assert set(own) == {"train", "time/train_s"}
     assert set(judge) == {"policy/judge/judge/train", "policy/judge/time/train_s"}
     assert set(both) == {*own, *judge}
+
+
+async def test_columns_move_on_the_workers_of_both_roles_before_the_call_that_reads_them() -> None:
+    arrived: list[tuple[int, str]] = []
+
+    @dataclass
+    class Rank:
+        index: int
+
+        async def call(self, request: RunCall | MoveColumns, *, timeout_s: float) -> CallStats | Done:
+            arrived.append((self.index, request.name if isinstance(request, RunCall) else "move"))
+            return CallStats({}) if isinstance(request, RunCall) else Done()
+
+    graph = Graph("g", (Call("left", "ref", "f", writes=("l",)), Call("train", "actor", "f", reads=("l",))))
+    moves = column_moves(graph, {"actor": "two ranks", "ref": "one rank"})
+    ranks: list[Any] = [Rank(index) for index in range(3)]
+    await Executor(graph, {"actor": [0, 1], "ref": [2]}, ranks, 1.0, moves).run()
+    assert arrived == [(2, "left"), (0, "move"), (1, "move"), (2, "move"), (0, "train"), (1, "train")]

@@ -10,18 +10,14 @@ import msgspec
 import pytest
 
 from asyncrl.api.trajectory import GENERATED, OPPONENTS
-from asyncrl.comm.ended_rollouts.ledger_lines import PolicyTokens, RolloutCounts
+from asyncrl.comm.ended_rollouts import PolicyTokens, RolloutCounts
 from asyncrl.comm.http.calls import HttpRefused
-from asyncrl.comm.waits.backoff import Backoff
+from asyncrl.comm.waits import Backoff
 from asyncrl.manager import messages as m
 from asyncrl.manager.client import GateStatus, ManagerClient, ManagerGone
-from asyncrl.master.data.collector import received
+from asyncrl.master.data import collector as module
+from asyncrl.master.data.collector import BooksError, Reports, received, trained_rollout
 from asyncrl.master.data.sample_buffer import SampleBuffer, TrainBatch
-from asyncrl.master.metrics import filtered as filtered_module
-from asyncrl.master.metrics.filtered import FilteredOut, watch_filters
-from asyncrl.master.peers import reports as module
-from asyncrl.master.peers.reports import Reports, trained_rollout
-from asyncrl.master.recovery.run_files import BooksError
 from asyncrl.master.settings import OnStale
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.trainer.messages import RolloutRecord
@@ -30,15 +26,16 @@ WHILE_STOPPING_S = 1 / 32
 """Instead of `ANSWER_S`."""
 
 
-class NothingAtTheRanks:
+class Ranks:
     def __init__(self, told: list[str]) -> None:
-        self.told, self.discarded = told, list[str]()
+        self.told, self.discarded, self.has = told, list[str](), list[RolloutRecord]()
 
-    async def refresh(self) -> None:
-        self.told.append("refresh")
+    async def held(self) -> list[RolloutRecord]:
+        self.told.append("held")
+        return self.has
 
-    async def confirm(self) -> None:
-        self.told.append("confirm")
+    def start(self) -> None:
+        self.told.append("start")
 
     async def discard(self, records: list[RolloutRecord], limit_s: float) -> None:
         self.discarded += [record.rollout_id for record in records]
@@ -93,7 +90,7 @@ class World:
 
     def __init__(self, limit_s: float = 60.0) -> None:
         self.manager, self.buffer, self.stop = Manager(), SampleBuffer(2, 1, OnStale.drop), asyncio.Event()
-        self.ranks = NothingAtTheRanks(self.manager.told)
+        self.ranks = Ranks(self.manager.told)
         parts: list[Any] = [self.manager, self.ranks, self.buffer, self.stop]
         self.reports = Reports(*parts, limit_s=limit_s)
 
@@ -215,24 +212,20 @@ async def test_drops_that_were_not_acknowledged_stay_for_the_next_report() -> No
 
 
 async def test_the_manager_gets_the_checkpoint_and_what_the_ranks_have_once_before_it_says_what_counts() -> None:
-    """It must know what was dropped meanwhile, too, before that is reported."""
     world = World()
     checkpoint = m.GateCheckpoint(dropped={"stale": 2}, line=40)
     world.reports.restore(8, checkpoint)
-    world.drop(1)
-    world.buffer.add([record("r2", 2, oldest=2)])
+    world.ranks.has = [record("r2", 2, oldest=2), record("r1", 1)]
     world.manager.errors = [ConnectionError()]
     with pytest.raises(ConnectionError):
         await world.reports.begin(4)
-    assert world.manager.told == ["refresh", "begin"]
+    assert world.manager.told == ["held", "begin"], "the ranks are not polled before the manager says what counts"
     await world.reports.begin(4)
     await world.reports.begin(4)
-    assert world.manager.told[2:] == ["refresh", "begin", "confirm"]
+    assert world.manager.told[2:] == ["held", "begin", "start"]
     (begun,) = world.manager.begun
     assert (begun.version, begun.checkpoint) == (4, checkpoint)
     assert [each.rollout_id for each in begun.received] == ["r2", "r1"]
-    await world.reports.dropped(4)
-    assert world.manager.reports == [(4, [], [m.DroppedRollout("r1", "stale")])]
 
 
 async def test_a_status_is_asked_for_without_a_report() -> None:
@@ -246,7 +239,7 @@ async def test_the_books_are_closed_in_order_also_where_the_beginning_did_not_co
     world = World()
     world.drop(1)
     await world.reports.end(3)
-    assert world.manager.told == ["refresh", "begin", "confirm", "close", "consumed", "end 3"]
+    assert world.manager.told == ["held", "begin", "start", "close", "consumed", "end 3"]
     assert world.reports.counts == RolloutCounts(7, 4, {}, 3)
 
 
@@ -316,7 +309,7 @@ async def test_a_manager_that_waits_for_workers_is_called_for_longer_than_one_th
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`SystemConfig.silence_s` may be longer than the time for which calls to a silent manager are repeated."""
-    monkeypatch.setattr("asyncrl.manager.worker_session._BACKOFF", Backoff(0.05, 0.05))
+    monkeypatch.setattr("asyncrl.manager.client._BACKOFF", Backoff(0.05, 0.05))
     client = ManagerClient("http://manager", "master_worker/0", None, retry_s=0.2)
     statuses = [503] * 8
 
@@ -327,30 +320,3 @@ async def test_a_manager_that_waits_for_workers_is_called_for_longer_than_one_th
 
     cast(Any, client)._connection.http.call = call
     assert (await client.consumed(1)).idle_s == 7.0
-
-
-async def test_a_status_without_counters_is_not_compared_with_one_that_has_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The manager was replaced: until it is rebuilt its counters are zeros, and then those of the whole run."""
-    monkeypatch.setattr(filtered_module, "ASK_S", 0.0)
-    filtered = {"filter: zero_variance": 900}
-    statuses = [GateStatus(dropped=filtered), GateStatus(rebuilt=False), GateStatus(dropped=filtered)]
-    all_seen, warnings = asyncio.Event(), list[str]()
-
-    class Statuses:
-        async def status(self) -> GateStatus:
-            if len(statuses) == 1:
-                all_seen.set()
-            return statuses.pop(0) if len(statuses) > 1 else statuses[0]
-
-    versions: Callable[[], int] = iter([1, 2, 2, *[2] * 1000]).__next__
-    watching = asyncio.create_task(
-        watch_filters(FilteredOut(2), cast(Any, Statuses()), versions, lambda: 0, warnings.append)
-    )
-    async with asyncio.timeout(300):
-        await all_seen.wait()
-    for _ in range(20):
-        await asyncio.sleep(0)
-    watching.cancel()
-    assert not warnings

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from msgspec import structs
 
-from asyncrl.comm.ended_rollouts.recent_ids import ids_remembered
+from asyncrl.comm.ended_rollouts import ids_remembered
 from asyncrl.manager.messages import DroppedRollout
 from asyncrl.master.data.sample_buffer import SampleBuffer
-from asyncrl.master.settings import BatchOrder
 from asyncrl.trainer.messages import RolloutRecord
+from docs.made_pages import made
 from tests.examples import examples
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -61,10 +60,9 @@ def test_the_oldest_are_taken_though_none_would_expire() -> None:
     assert len(buffer) == 2
 
 
-def test_the_words_for_the_order_are_those_of_its_class() -> None:
-    assert BatchOrder.words == "the oldest tokens first"
-    for file in ("data.md", "settings.md", "metrics.md"):
-        assert BatchOrder.words in (DOCS / file).read_text(), file
+def test_help_and_documentation_name_this_order() -> None:
+    for text in ((DOCS / "data.md").read_text(), made("settings.md")):
+        assert "the oldest tokens first" in text
 
 
 def test_a_short_batch_takes_nothing_but_drops_what_expired() -> None:
@@ -117,34 +115,6 @@ def test_a_second_copy_is_freed_where_it_lies_and_a_repeat_is_nothing() -> None:
     assert [copy.head for copy in buffer.add([record(0, worker=1), record(0, worker=0)])] == [1, 0]
     assert (buffer.received, buffer.trained, len(buffer)) == (1, 1, 0)
     assert buffer.pop_drops() == []
-
-
-def test_what_the_gate_does_not_count_leaves_without_a_drop_and_does_not_come_back() -> None:
-    buffer = SampleBuffer(1, 1, "drop")
-    buffer.add([record(0), record(1, worker=1), record(2)])
-    batch = buffer.take(0)
-    assert batch is not None
-    refused = buffer.refuse(["r0", "r1", "unknown"])
-    assert [(each.rollout_id, each.head) for each in refused] == [("r1", 1)], "r0 is taken for a step"
-    assert (len(buffer), buffer.pop_drops(), dict(buffer.dropped)) == (1, [], {})
-    assert [each.rollout_id for each in buffer.add([record(1)])] == ["r1"], "another copy of it is to be freed too"
-    buffer.mark_trained(batch)
-    assert ids(buffer, 1) == ["r2"]
-
-
-def test_state_survives_json_and_live_records_are_forgotten() -> None:
-    buffer = SampleBuffer(2, 1, "drop")
-    buffer.add([record(0, 1), record(1, 1), record(2, 1), record(3, 0)])
-    batch = buffer.take(2)
-    assert batch is not None
-    buffer.mark_trained(batch)
-    restored = SampleBuffer(2, 1, "drop")
-    restored.restore(json.loads(json.dumps(buffer.state())))
-    assert restored.trained == 2
-    assert restored.dropped == buffer.dropped == {"stale": 1}
-    assert len(restored) == 0
-    restored.add([record(2)])
-    assert len(restored) == 1
 
 
 def test_a_step_that_is_taken_keeps_its_records_until_it_is_trained_and_trains_them_once() -> None:
@@ -256,7 +226,7 @@ def test_finished_ids_are_bounded() -> None:
 
 @pytest.mark.parametrize("policy", ["drop", "mask", "wait"])
 class TestRandomHistories:
-    """Any order of arrivals, repeats, copies, refusals and steps."""
+    """Any order of arrivals, repeats, copies and steps."""
 
     def test_nothing_too_old_is_trained_and_the_counts_add_up(self, policy: str) -> None:
         class History(RuleBasedStateMachine):
@@ -266,7 +236,6 @@ class TestRandomHistories:
                 self.version = 0
                 self.trained: list[RolloutRecord] = []
                 self.told: list[str] = []
-                self.refused: list[str] = []
                 self.attempts = 0
 
             @rule(order=st.integers(0, 12), age=st.integers(0, 4), fresh=st.booleans(), worker=st.integers(0, 1))
@@ -293,21 +262,15 @@ class TestRandomHistories:
                 self.buffer.mark_trained(batch)
                 self.version += 1
 
-            @rule(data=st.data())
-            def refuse(self, data: st.DataObject) -> None:
-                live = [each.rollout_id for each in self.buffer.live()]
-                refused = data.draw(st.lists(st.sampled_from(live), max_size=2)) if live else []
-                self.refused += [each.rollout_id for each in self.buffer.refuse([*refused, *refused])]
-
             @rule()
             def report(self) -> None:
                 self.told += [drop.record.rollout_id for drop in self.buffer.pop_drops()]
 
             @invariant()
             def balanced(self) -> None:
-                left = self.buffer.trained + sum(self.buffer.dropped.values()) + len(self.refused)
+                left = self.buffer.trained + sum(self.buffer.dropped.values())
                 assert self.buffer.received == left + len(self.buffer)
-                ends = [*(each.rollout_id for each in self.trained), *self.told, *self.refused]
+                ends = [*(each.rollout_id for each in self.trained), *self.told]
                 assert len(ends) == len(set(ends)), "a rollout has one end"
 
         History.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40)

@@ -8,8 +8,8 @@ import pytest
 
 from asyncrl.comm.request_reply import Done
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.master.data.batches import AheadScorer, frozen_calls
 from asyncrl.master.data.sample_buffer import SampleBuffer, TrainBatch
-from asyncrl.master.data.score_ahead import AheadScorer, frozen_calls
 from asyncrl.master.graph.builtin import grpo, ppo
 from asyncrl.master.graph.call_graph import Call, Graph
 from asyncrl.master.peers.rank_clients import RankClients

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import pytest
 
-from asyncrl.comm.request_reply.client import PeerGone, RequestClient, RequestTimeout
-from asyncrl.master import process
-from asyncrl.master.process import RanksUnresponsive, await_while_responsive
+from asyncrl.comm.request_reply import PeerGone, RequestClient, RequestTimeout
+from asyncrl.master.peers import rank_clients
+from asyncrl.master.peers.rank_clients import RanksUnresponsive, await_while_responsive
 from asyncrl.trainer.messages import AskPulse, RankPulse
 
 
@@ -37,7 +37,7 @@ SILENT, GONE = RequestTimeout("no answer"), PeerGone("the connection broke")
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "LOOK_S", 0.0)
+    monkeypatch.setattr(rank_clients, "LOOK_S", 0.0)
 
 
 async def watched(running: Any, ranks: Sequence[Rank], stop: asyncio.Event) -> None:
@@ -99,3 +99,13 @@ async def test_what_the_run_fails_with_is_told_as_it_is() -> None:
 
     with pytest.raises(ValueError, match="its own"):
         await watched(running(), [Rank(None)], stop)
+
+
+async def test_what_ends_as_a_rank_falls_silent_has_ended() -> None:
+    async def silent() -> NoReturn:
+        raise RanksUnresponsive("no answer")
+
+    async def ended() -> int:
+        return 3
+
+    assert await rank_clients._unless(silent(), ended()) == 3

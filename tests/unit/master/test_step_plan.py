@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.comm.request_reply.messages import encode
+from asyncrl.comm.request_reply import encode
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.data.sample_buffer import TrainBatch
 from asyncrl.master.data.step_plan import Assignment, Dealing, assign, minibatches_of_groups, plan_batch, plan_step

@@ -4,41 +4,60 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import pytest
 
 from asyncrl.master.peers.policy_versions import VersionAnnouncer
-from asyncrl.rollout.messages import EvaluationResult
+from asyncrl.rollout.messages import Evaluate, EvaluatedAnswer, EvaluationResult
 
-RESULT = EvaluationResult((), 0, 3, 3)
+ANSWER = EvaluatedAnswer(0, 1.0, True, 3, False)
+RESULT = EvaluationResult((ANSWER,), 0, 3, 3)
 
 
 class Watched:
-    """An announcer that evaluates multiples of 2 on `a`, of 4 on `b` too, each until it is told to end."""
+    """An announcer that evaluates multiples of 2 on `a`, of 4 on `b` too, each until it is told to end.
+
+    It is the board, the one RolloutWorker, the metrics and the win rates as well.
+    """
 
     def __init__(self) -> None:
         self.announced: list[int] = []
+        self.rates: list[object] = []
         self.started: list[tuple[str, int]] = []
         self.ended: list[tuple[int, dict[str, EvaluationResult | str]]] = []
         self.end = asyncio.Event()
-        self.announcer = VersionAnnouncer(
-            lambda version, path: self.announced.append(version),
-            self._evaluate,
-            lambda version: [name for name, interval in (("a", 2), ("b", 4)) if version % interval == 0],
-            lambda version, outcomes, seconds: self.ended.append((version, dict(outcomes))),
-            time.monotonic,
-        )
+        self.starting = False
+        self.evaluations = self
+        peers: Any = self, [self], self, self, time.monotonic
+        self.announcer = VersionAnnouncer(*peers, limit_s=60.0)
 
-    async def _evaluate(self, name: str, version: int) -> EvaluationResult:
-        self.started.append((name, version))
+    def announce_version(self, version: int, path: str, win_rates: object) -> None:
+        self.announced.append(version)
+        self.rates.append(win_rates)
+
+    def at(self, version: int) -> object:
+        return {"past": {version: 0.5}}
+
+    def producers_start(self) -> bool:
+        return self.starting
+
+    def due(self, version: int) -> list[str]:
+        return [name for name, interval in (("a", 2), ("b", 4)) if version % interval == 0]
+
+    def evaluated(self, version: int, outcomes: dict[str, EvaluationResult | str], seconds: object) -> None:
+        self.ended.append((version, dict(outcomes)))
+
+    async def call(self, request: Evaluate, *, timeout_s: float) -> EvaluationResult:
+        self.started.append((request.name, request.version))
         await self.end.wait()
         self.end.clear()
-        if (name, version) == ("a", 4):
+        if (request.name, request.version) == ("a", 4):
             raise RuntimeError("no server\n--- remote traceback")
         return RESULT
 
 
-async def rounds(number: int = 5) -> None:
+async def rounds(number: int = 30) -> None:
     for _ in range(number):
         await asyncio.sleep(0)
 
@@ -58,6 +77,7 @@ async def test_versions_are_put_off_while_one_is_measured_and_only_the_newest_is
     await watched.announcer.published(7, "v7")
     assert watched.announced == [2, 5, 7]
     assert watched.ended == [(2, {"a": RESULT})]
+    assert watched.rates[-1] == {"past": {7: 0.5}}, "the rates when the servers choose"
 
 
 async def test_a_version_to_be_measured_waits_for_the_measurement_before_it() -> None:
@@ -100,7 +120,7 @@ async def test_an_evaluation_that_cannot_be_recorded_ends_the_run_at_the_next_ve
     def refuse(version: int, outcomes: object, seconds: object) -> None:
         raise OSError("no space left")
 
-    watched.announcer._on_end = refuse
+    watched.evaluated = refuse  # type: ignore[method-assign]
     await watched.announcer.published(2, "v2")
     await rounds()
     watched.end.set()
@@ -116,3 +136,16 @@ async def test_closing_ends_the_measurement_and_lets_go_of_its_row() -> None:
     await watched.announcer.close()
     assert watched.ended == [(2, {"a": "cut short by the end of the run"})]
     await watched.announcer.evaluation_ended()
+
+
+async def test_an_evaluation_begins_once_somebody_can_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.master.peers.policy_versions.LOOK_S", 0.0)
+    watched = Watched()
+    watched.starting = True
+    await watched.announcer.published(2, "v2")
+    await rounds()
+    assert (watched.announced, watched.started) == ([2], [])
+    watched.starting = False
+    await rounds()
+    assert watched.started == [("a", 2)]
+    await watched.announcer.close()

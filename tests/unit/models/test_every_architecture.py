@@ -46,8 +46,8 @@ from asyncrl.config.setting import Device, Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.engine_io import GenerationInput, Job, SamplingSpec
 from asyncrl.models.parity import UnsupportedModelError
+from asyncrl.models.ranks import PeerFailed
 from asyncrl.models.transformers_internals import set_attention
-from asyncrl.runtime.ranks import PeerFailed
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch

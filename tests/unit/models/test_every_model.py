@@ -17,19 +17,21 @@ FIX = "write it anew: python benchmarks/models.py --out FILE, then --write FILE"
 @pytest.mark.parametrize("model_type", ["phimoe", "moshi", "minicpm3"])
 def test_a_sample_is_trained_and_served_as_the_page_says(model_type: str) -> None:
     found = models.row(models.examine(model_type, length=24))
-    assert found in models.block(models.PAGE.read_text(encoding="utf-8")), FIX
+    assert found in models.rows_of(models.PAGE.read_text(encoding="utf-8")), FIX
 
 
 def test_the_page_has_every_model_and_none_that_is_accepted_and_differs() -> None:
-    lines = models.block(models.PAGE.read_text(encoding="utf-8"))
-    assert [line.split("|")[1].strip(" `") for line in lines[4:]] == sorted(models.NAMES), FIX
-    assert not [line for line in lines if "**" in line]
+    page = models.PAGE.read_text(encoding="utf-8")
+    rows = models.rows_of(page)
+    assert [each.name for each in rows] == sorted(models.NAMES), FIX
+    assert not [each for each in rows if "**" in each.trained + each.served]
+    assert set(models.table(rows)) < set(page.splitlines()), FIX
 
 
 @pytest.mark.parametrize(
-    ("found", "line"),
+    ("found", "row"),
     [
-        ({"name": "a", "not_made": "no"}, "| `a` | not tried | not tried | |"),
+        ({"name": "a", "not_made": "no"}, ("a", "not tried", "not tried", "")),
         (
             {
                 "name": "a",
@@ -39,7 +41,7 @@ def test_the_page_has_every_model_and_none_that_is_accepted_and_differs() -> Non
                     "refused": "A is not served by the embedded engine: it is big. Use generation.backend=sglang"
                 },
             },
-            "| `a` | **gradients differ by 0.1** | refused | served: it is big |",
+            ("a", "**gradients differ by 0.1**", "refused", "served: it is big"),
         ),
         (
             {
@@ -47,9 +49,9 @@ def test_the_page_has_every_model_and_none_that_is_accepted_and_differs() -> Non
                 "train": {"layout": "padded", "logprobs": 1e-6, "gradients": 1e-6},
                 "serve": {"logprobs": 2.0},
             },
-            "| `a` | padded rows | **differs by 2 nats** |  |",
+            ("a", "padded rows", "**differs by 2 nats**", ""),
         ),
     ],
 )
-def test_a_row_says_what_is_right_and_what_differs(found: models.Found, line: str) -> None:
-    assert models.row(found) == line
+def test_a_row_says_what_is_right_and_what_differs(found: models.Found, row: tuple[str, ...]) -> None:
+    assert models.row(found) == row

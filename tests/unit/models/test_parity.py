@@ -10,16 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from asyncrl.inference.embedded import attention, prefix, step
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.engine_io import GenerationInput, Job, SamplingSpec
-from asyncrl.inference.embedded.model import cached_attention, masks, model_io, prefix_forward
 from asyncrl.models.parity import (
     Difference,
     Rounding,
@@ -28,13 +27,11 @@ from asyncrl.models.parity import (
     plain_logprobs,
     probe_sequences,
 )
-from asyncrl.trainer.batches.micro_batch_layout import AttentionKind, blocks
-from asyncrl.trainer.batches.prefix_tree import Branches, PreOrder, Stream, lay_out, pre_order
+from asyncrl.trainer.batches.micro_batch_layout import AttentionKind, Branches, Stream, blocks, lay_out
 from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine, FlatValueEngine
+from asyncrl.trainer.model import attention as trainer_attention
 from asyncrl.trainer.model import layout_parity
-from asyncrl.trainer.model.attention import packed_attention
-from asyncrl.trainer.model.attention.packed_attention import PACKED
-from asyncrl.trainer.model.attention.varlen_attention import VARLEN, all_pairs
+from asyncrl.trainer.model.attention import PACKED, VARLEN, all_pairs
 from asyncrl.trainer.model.layout_parity import first_layout, select_attention
 from asyncrl.trainer.model.load_models import Critic
 from asyncrl.trainer.settings import AttentionImplementation
@@ -204,22 +201,6 @@ def test_a_tree_whose_branches_see_each_other_is_not_used(spread: float, monkeyp
 
 
 @pytest.mark.parametrize("spread", SPREADS)
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_oss"])
-def test_flex_attention_is_used_where_branches_see_their_path_alone(
-    model_type: str, spread: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flex = AttentionImplementation.flex_attention
-    assert settle(build(model_type, spread), flex) == AttentionKind.flex
-
-    def one_branch(tree: Branches) -> PreOrder:
-        stream = pre_order(tree)
-        return PreOrder(stream.places_I, np.full_like(stream.ends, len(stream.ends)))
-
-    monkeypatch.setattr("asyncrl.trainer.batches.micro_batch.pre_order", one_branch)
-    assert settle(build(model_type, spread), flex) == AttentionKind.tree
-
-
-@pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize(("model_type", "attention"), [("llama", VARLEN), ("gemma2", PACKED), ("gpt_oss", PACKED)])
 def test_torchs_variable_length_kernel_is_used_where_it_exists_and_is_right(
     model_type: str, attention: str, spread: float, monkeypatch: pytest.MonkeyPatch
@@ -236,13 +217,9 @@ def test_torchs_variable_length_kernel_is_used_where_it_exists_and_is_right(
         query, key, value, ends, *rest = tensors
         return all_pairs(query, key, value, ends[[0, -1]], *rest, **options)
 
-    monkeypatch.setattr("asyncrl.trainer.model.attention.varlen_attention.all_pairs", without_ends)
+    monkeypatch.setattr("asyncrl.trainer.model.attention.all_pairs", without_ends)
     assert settle(model) == AttentionKind.tree
     assert model.config._attn_implementation == PACKED, "a kernel that mixes sequences is not used"
-
-
-def test_flex_attention_is_not_asked_to_branch_recurrent_layers() -> None:
-    assert settle(build("lfm2", SPREADS[0]), AttentionImplementation.flex_attention) == AttentionKind.padded
 
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
@@ -268,13 +245,13 @@ def without(name: str, module: Any, function: str) -> Mutation:
 def test_packed_attention_that_leaves_something_out_is_not_used(
     model_type: str, left_out: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    without(left_out, packed_attention, "packed_attention")(monkeypatch)
-    packed_attention.register_attention(packed_attention.PACKED, packed_attention.packed_attention)
+    without(left_out, trainer_attention, "packed_attention")(monkeypatch)
+    trainer_attention.register_attention(PACKED, trainer_attention.packed_attention)
     try:
         assert settle(build(model_type)) == AttentionKind.padded
     finally:
         monkeypatch.undo()
-        packed_attention.register_attention(packed_attention.PACKED, packed_attention.packed_attention)
+        trainer_attention.register_attention(PACKED, trainer_attention.packed_attention)
 
 
 @pytest.mark.parametrize("model_type", ["granite", "gemma2"])
@@ -389,15 +366,15 @@ def test_what_they_cannot_hold_is_refused_by_name(model_type: str, reason: str) 
 def test_an_engine_whose_prefill_or_decoding_leaves_something_out_refuses(
     model_type: str, left_out: str, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    without(left_out, cached_attention, function)(monkeypatch)
+    without(left_out, attention, function)(monkeypatch)
     with pytest.raises(UnsupportedModelError, match=r"differ from transformers. plain forward"):
         GenerationEngine(build(model_type))
 
 
 def _one_slot_for_all(patch: pytest.MonkeyPatch) -> None:
-    original = prefix_forward.PrefixForward.compute
+    original = prefix.PrefixForward.compute
     patch.setattr(
-        prefix_forward.PrefixForward,
+        prefix.PrefixForward,
         "compute",
         lambda self, slots_of, bases: original(
             self, {prefix: [0 for _ in slots] for prefix, slots in slots_of.items()}, bases
@@ -406,39 +383,39 @@ def _one_slot_for_all(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_mask(patch: pytest.MonkeyPatch) -> None:
-    original = masks.decode_bias
-    patch.setattr(masks, "decode_bias", lambda *args: torch.zeros_like(original(*args)))
+    original = attention.decode_bias
+    patch.setattr(attention, "decode_bias", lambda *args: torch.zeros_like(original(*args)))
 
 
 def _late_position(patch: pytest.MonkeyPatch) -> None:
-    original = model_io.ModelRunner.decode
+    original = step.ModelRunner.decode
     patch.setattr(
-        model_io.ModelRunner,
+        step.ModelRunner,
         "decode",
         lambda self, tokens, positions, full_rows, deltas: original(self, tokens, positions + 1, full_rows, deltas),
     )
 
 
 def _value_of_a_neighbour(patch: pytest.MonkeyPatch) -> None:
-    original = cached_attention.slot_decode_attention
+    original = attention.slot_decode_attention
 
     def mixed(module: Any, query: Tensor, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
         values = values.clone()
         values[:, :, 0] = values.roll(1, 0)[:, :, 0]
         return original(module, query, keys, values, *args, **kwargs)
 
-    patch.setattr(cached_attention, "slot_decode_attention", mixed)
+    patch.setattr(attention, "slot_decode_attention", mixed)
 
 
 def _no_scale(patch: pytest.MonkeyPatch) -> None:
     for name in ("slot_attention", "slot_decode_attention"):
-        original = getattr(cached_attention, name)
+        original = getattr(attention, name)
         unscaled = functools.partial(original)
-        patch.setattr(cached_attention, name, lambda *a, _of=unscaled, **k: _of(*a, **k | {"scaling": 1.0}))
+        patch.setattr(attention, name, lambda *a, _of=unscaled, **k: _of(*a, **k | {"scaling": 1.0}))
 
 
 def _swapped_norms(patch: pytest.MonkeyPatch) -> None:
-    original = model_io.ModelRunner._logits
+    original = step.ModelRunner._logits
 
     def swapped(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         layer = self.model.model.layers[1]
@@ -449,7 +426,7 @@ def _swapped_norms(patch: pytest.MonkeyPatch) -> None:
             norms = layer.post_attention_layernorm, layer.input_layernorm
             layer.input_layernorm, layer.post_attention_layernorm = norms
 
-    patch.setattr(model_io.ModelRunner, "_logits", swapped)
+    patch.setattr(step.ModelRunner, "_logits", swapped)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

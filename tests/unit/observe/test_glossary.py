@@ -1,4 +1,4 @@
-"""Every metric is in one table, from which docs/metrics.md is made."""
+"""Every metric is in one table, from which the page of metrics is made."""
 
 from __future__ import annotations
 
@@ -10,18 +10,15 @@ from pathlib import Path
 import pytest
 
 import asyncrl
-from asyncrl.comm.ended_rollouts.drop_reasons import FAILURES, DropReason
+from asyncrl.comm.ended_rollouts import DROPPED, DropReason
 from asyncrl.manager.messages import ServerState
-from asyncrl.master.metrics.evaluation_statistics import evaluation_metrics
-from asyncrl.observe.metrics.glossary import GROUPS, METRICS, Metric, find
-from asyncrl.observe.metrics.observed_figures import OBSERVED, find_figure
-from asyncrl.rollout.user_code_pool.timing import Activity
+from asyncrl.master.metrics.evaluations import evaluation_metrics
+from asyncrl.observe.metrics.glossary import find, find_figure, glossary
+from asyncrl.rollout.user_code_pool.call_records import Activity
 
 PACKAGE = Path(asyncrl.__file__).parent
-PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
-BEGIN = "<!-- made from asyncrl/observe/metrics/glossary.py by tests/unit/observe/test_glossary.py -->\n"
-END = "<!-- end -->\n"
-ROOMS = ("master", "rollout", "trainer", "algorithms", "plugins")
+METRICS, GROUPS, OBSERVED = glossary().metrics, glossary().groups, glossary().figures
+ROOMS = ("master", "colocated", "rollout", "trainer", "algorithms", "plugins")
 _NAME = re.compile(r"[a-z_<>]+/[a-zA-Z_<>@: ]+")
 """The form of a metric's name; what an f-string fills in is `<>`."""
 
@@ -57,11 +54,11 @@ def in_code() -> set[str]:
     return found
 
 
-NO_METRICS = {"</tool_call>", "tool/<>", "rollout/dropped_", "rollout/lost_episodes: ", "row/source_number"}
+NO_METRICS = {"</tool_call>", "tool/<>", "rollout/lost_episodes: ", "row/source_number"}
 """Keys of this form that name something else (a part of a reward, for one), or only the beginning of a name."""
 NO_METRICS |= {"return/<>", "won/<>"}  # numbers of an agent, which are `agent/<name>`
 IN_TABLE = {re.sub(r"<[^>]*>", "<>", metric.name) for metric in METRICS}
-OF_KINDS = {"eval/<>/<>", "<>/<>", "rollout/<>_s", "rollout/dropped_<>", "chat/<>"}
+OF_KINDS = {"eval/<>/<>", "<>/<>", "rollout/<>_s", "chat/<>"}
 """Names of which the code fills in a part from a closed list; the tests below go through each list."""
 
 
@@ -69,7 +66,7 @@ def test_every_name_that_the_code_writes_is_in_the_table() -> None:
     names = in_code() - NO_METRICS - OF_KINDS
     assert len(names) > 60, "the names are found"
     unknown = {name for name in names if name not in IN_TABLE and ("<>" in name or find(name) is None)}
-    assert not unknown, "add each to asyncrl/observe/metrics/glossary.py"
+    assert not unknown, "add each to asyncrl/observe/metrics/glossary.yaml"
 
 
 def constants(file: str, pattern: str) -> set[str]:
@@ -77,7 +74,7 @@ def constants(file: str, pattern: str) -> set[str]:
 
 
 def test_names_that_the_code_makes_from_lists_are_in_the_table() -> None:
-    laps = constants("master/recovery/step_end.py", r'\.lap\("(\w+)"\)')
+    laps = constants("master/train_loop.py", r'\blap\(measured, "(\w+)"')
     chat = constants("plugins/chat/client.py", r'_counts\["(\w+)"\]')
     calls = constants("master/graph/builtin.py", r'\bCall\(\s*"(\w+)"')
     assert min(len(laps), len(chat), len(calls)) > 2, "the names are found"
@@ -85,7 +82,7 @@ def test_names_that_the_code_makes_from_lists_are_in_the_table() -> None:
         *(f"time/{name}_s" for name in laps | calls),
         *(f"chat/{name}" for name in chat),
         *(f"rollout/{activity}_s" for activity in Activity),
-        *(f"rollout/dropped_{reason}" for reason in (*FAILURES, *DropReason)),
+        *(DROPPED + reason for reason in DropReason),
     ]
     assert [name for name in made if name not in IN_TABLE] == []
     evaluated = [f"eval/held_out/{name}" for name in (*evaluation_metrics(8), "failed")]
@@ -108,6 +105,7 @@ def test_names_that_the_code_makes_from_lists_are_in_the_table() -> None:
         ("reward/role/judge", "reward/role/<role>"),
         ("tool/search/calls", "tool/<name>/calls"),
         ("tool/search/pages", "tool/<name>/<number>"),
+        ("row/level", "row/<field>"),
     ],
 )
 def test_a_name_of_a_row_leads_to_its_entry(name: str, entry: str) -> None:
@@ -132,25 +130,3 @@ def test_every_entry_is_complete_and_stands_alone() -> None:
 
 def test_every_state_of_a_server_is_a_figure() -> None:
     assert [state for state in ServerState if find_figure(f"servers_{state.value}") is None] == []
-
-
-def page_of_table() -> str:
-    parts = [_table(title, [each for each in METRICS if each.group == group]) for group, title in GROUPS.items()]
-    rows = [f"| `{each.name}` | {each.of} | {each.unit or '–'} | {each.meaning} |" for each in OBSERVED]
-    lines = ["## Figures of processes", "", "| figure | of | unit | meaning |", "|---|---|---|---|", *rows, ""]
-    return "\n".join([*parts, *lines])
-
-
-def _table(title: str, metrics: list[Metric]) -> str:
-    rows = [f"| `{each.name}` | {each.unit or '–'} | {each.meaning} | {each.healthy} |" for each in metrics]
-    return "\n".join([f"## {title}", "", "| metric | unit | meaning | healthy |", "|---|---|---|---|", *rows, ""])
-
-
-def test_the_page_has_the_table() -> None:
-    text = PAGE.read_text()
-    before, found, rest = text.partition(BEGIN)
-    made = before + BEGIN + "\n" + page_of_table() + END + rest.partition(END)[2]
-    if made != text:
-        PAGE.write_text(made)
-    assert found
-    assert made == text, "the page was out of date, and is written anew"

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from asyncrl.launch.summary import summary_lines
 from asyncrl.observe.display import LiveDisplay, PlainDisplay
 from asyncrl.observe.metrics.learning import FlatSteps
-from asyncrl.runtime.trials.summary import summary_lines
 from tests.unit.observe.test_display import ROW
 
 ALL_RIGHT = {"reward/mean": 1.0, "reward/std": 0.0, "reward/frac_zero_std": 1.0, "advantage/abs_mean": 0.0}

@@ -17,16 +17,16 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from asyncrl.comm.files import retry_write
+from asyncrl.comm import files
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observe.history.tail import read_rows
 from asyncrl.observe.metrics import sinks
-from asyncrl.observe.metrics.sample_tables import Table
 from asyncrl.observe.metrics.sinks import (
     JsonlSink,
     MetricsWriter,
     Row,
     Sink,
+    Table,
     Watcher,
 )
 from asyncrl.plugins.tools.settings import McpServerConfig
@@ -150,7 +150,7 @@ def test_rows_and_points_wait_for_a_disk_that_takes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     """Also where it takes a part of a row that is longer than any buffer, and where files cannot be opened."""
-    monkeypatch.setattr(retry_write, "_BACKOFF", retry_write.Backoff(0.001, 0.001))
+    monkeypatch.setattr(files, "_BACKOFF", files.Backoff(0.001, 0.001))
     rows = {step: {f"figure/{number}": float(number * step) for number in range(1000)} for step in (0, 1)}
     pwrite, calls = os.pwrite, [0]
 

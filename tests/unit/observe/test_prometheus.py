@@ -12,10 +12,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from asyncrl.observe.history import History
 from asyncrl.observe.metrics import grafana
-from asyncrl.observe.metrics.glossary import METRICS
-from asyncrl.observe.metrics.observed_figures import OBSERVED
+from asyncrl.observe.metrics.glossary import glossary
 from asyncrl.observe.metrics.prometheus import metric_name, prometheus_text
 
+OBSERVED = glossary().figures
 LAUNCHERS = Path(__file__).parents[3] / "launchers"
 ROW = {
     "step": 3,
@@ -99,7 +99,11 @@ def test_a_run_without_rows_and_lines_is_there(tmp_path: Path) -> None:
 
 
 def test_no_two_metrics_get_the_same_name() -> None:
-    names = [metric_name(entry) for entry in (*METRICS, *OBSERVED) if entry.name != "rollout/dropped_failed: <code>"]
+    names = [
+        metric_name(entry)
+        for entry in (*glossary().metrics, *OBSERVED)
+        if entry.name != "rollout/dropped_failed: <code>"
+    ]
     assert sorted(set(names)) == sorted(names)
     assert all(re.fullmatch(r"[a-z][a-z0-9_]*", name) for name in names)
 
@@ -115,7 +119,7 @@ def test_the_board_is_made_from_the_glossary() -> None:
 
 def test_the_board_is_whole_and_names_only_what_is_told() -> None:
     board = json.loads((LAUNCHERS / "grafana_board.json").read_text())
-    told = {metric_name(entry) for entry in (*METRICS, *OBSERVED)}
+    told = {metric_name(entry) for entry in (*glossary().metrics, *OBSERVED)}
     ids = [panel["id"] for panel in board["panels"]]
     assert len(set(ids)) == len(ids)
     taken: set[tuple[int, int]] = set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,9 +15,9 @@ pytest.importorskip("pyarrow")
 from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.launch.commands import show
-from asyncrl.launch.commands.eval.answers import write_answers
-from asyncrl.observe.dashboard import page_data
-from asyncrl.observe.metrics.sample_tables import SampleTables, as_markdown
+from asyncrl.launch.commands.eval import write_answers
+from asyncrl.observe.dashboard import page
+from asyncrl.observe.metrics.sinks import SampleTables, as_markdown
 from asyncrl.observe.samples import (
     answer_files,
     forget_after,
@@ -24,6 +25,7 @@ from asyncrl.observe.samples import (
     read_samples,
     rows_of,
     sample_files,
+    schema,
     step_of,
     trajectories,
     write_samples,
@@ -92,6 +94,17 @@ def test_every_field_of_a_sample_is_kept_but_experts_and_frames(tmp_path: Path) 
     file = write_samples(tmp_path, 6, "head-0", rows_of(trajectory, 6, decode, {}), GIB)
     ((_, read),) = trajectories(read_samples([file]))
     assert every_field.differences(read.samples[0], every_field.SAMPLE, but=["routing", "frames"]) == []
+
+
+def test_the_page_has_every_column_with_its_type() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "samples.md").read_text(encoding="utf-8")
+    told: dict[str, str] = {}
+    for names, kinds in re.findall(r"^\| (`[^|]+`) \| ([^|]+) \|", page.partition("\n## The files\n")[2], re.MULTILINE):
+        columns = re.findall(r"`(\w+)`", names)
+        types = [kinds] if kinds.startswith("map") else kinds.split(", ")
+        told |= zip(columns, types * len(columns) if len(types) == 1 else types, strict=True)
+    kept = {field.name: str(field.type).replace("item: ", "") for field in schema()}
+    assert told == {name: re.sub(r"struct<.*", "struct>", kind) for name, kind in kept.items()}
 
 
 def test_a_row_tells_turns_versions_and_three_log_probabilities(tmp_path: Path) -> None:
@@ -347,10 +360,10 @@ def test_pictures_are_kept_once_in_a_rollout_named_in_texts_and_read_back(
     assert f"a{name}b[v3|=c]" in capsys.readouterr().out
     with pytest.raises(ValueError, match="shows a picture whose bytes"):
         list(trajectories(rows[1:5]))
-    shown = page_data._sample(rows[0], decode)
+    shown = page._sample(rows[0], decode)
     assert "".join(piece[0] for piece in shown["pieces"]) == f"a{name}b=c"
-    assert page_data._pictures(rows[1], pictures_of(rows)) == {"pictures": [picture.data_url]}
-    assert page_data._pictures(rows[4], pictures_of(rows)) == {}
+    assert page._pictures(rows[1], pictures_of(rows)) == {"pictures": [picture.data_url]}
+    assert page._pictures(rows[4], pictures_of(rows)) == {}
 
 
 def test_the_audit_takes_a_picture_for_a_segment_of_its_own(tmp_path: Path) -> None:

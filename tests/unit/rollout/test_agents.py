@@ -302,7 +302,7 @@ def test_a_prompt_carries_its_own_seed_and_the_end_token() -> None:
     dataset = ArithmeticDataset(num_rows=20)
     ref = DataOrder(20, seed=7).ref(1)
     sampling = SamplingParams(max_new_tokens=9)
-    made = make_prompt(ref, dataset, PromptFormat(TOKENIZER), group_size=4, sampling=sampling, run_seed=7)
+    made = make_prompt(ref, dataset, PromptFormat(TOKENIZER, None), group_size=4, sampling=sampling, run_seed=7)
     assert (made.prompt_id, made.order, made.group_size) == (ref.prompt_id, 1, 4)
     assert made.sampling == SamplingParams(max_new_tokens=9, stop_token_ids=(EOS,), seed=prompt_seed(7, 1))
     assert TOKENIZER.decode(made.input_ids) == dataset.row(ref.row)["prompt"]
@@ -320,7 +320,7 @@ def test_an_empty_prompt_is_refused() -> None:
         make_prompt(
             DataOrder(1, 0).ref(0),
             Empty(),
-            PromptFormat(TOKENIZER),
+            PromptFormat(TOKENIZER, None),
             group_size=1,
             sampling=SamplingParams(),
             run_seed=0,

@@ -18,12 +18,12 @@ from asyncrl.comm.trajectory_codec import decode_trajectories, encode_trajectori
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.config.setting import ConfigError
-from asyncrl.launch.before_start.checks import validate
+from asyncrl.launch.before_start.setting_checks import validate
 from asyncrl.plugins.rewards.settings import NamedRewardConfig
 from asyncrl.rollout.episode import GroupRules
 from asyncrl.rollout.user_code.rewards import Rewards, load_rewards
+from asyncrl.rollout.user_code_pool.call_records import UserCodeError
 from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
-from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError
 from asyncrl.trainer.batches.step_batch import build_step_batch
 
 MakeRewards = Callable[..., list[NamedRewardConfig]]

@@ -27,7 +27,7 @@ from asyncrl.api import (
 from asyncrl.api.agent import agent_of
 from asyncrl.plugins.agents.single_turn import SingleTurnAgent
 from asyncrl.plugins.chat.client import ChatPolicy, EpisodeClient
-from asyncrl.plugins.chat.request import ChatLimits
+from asyncrl.plugins.chat.conversation import ChatLimits
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.rollout.episode import RetryLimits, run_group
 

@@ -30,13 +30,12 @@ from asyncrl.plugins.datasets.prompt_format import InvalidPrompt
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.plugins.envs.single_turn import SingleTurnEnv
 from asyncrl.rollout.episode import run_group
-from asyncrl.rollout.evaluation.evaluator import Evaluator
-from asyncrl.rollout.evaluation.kept_answers import Answer, KeptAnswers
+from asyncrl.rollout.evaluation import Answer, Evaluator, KeptAnswers
 from asyncrl.rollout.generation.rollout_client import RolloutClient
 from asyncrl.rollout.messages import EvaluatedAnswer
 from asyncrl.rollout.settings import EvalConfig, EvalSetConfig
 from asyncrl.rollout.user_code.components import UserComponents
-from asyncrl.rollout.user_code_pool.timing import Activity, current_meter
+from asyncrl.rollout.user_code_pool.call_records import Activity, current_meter
 
 SETS = evaluation_sets(ExperimentConfig(eval=EvalConfig(sets=[EvalSetConfig("all"), EvalSetConfig("two", size=2)])))
 

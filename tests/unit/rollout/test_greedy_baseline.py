@@ -42,6 +42,8 @@ async def silent(prompt, env, client):
 
 
 class Together(Agent):
+    def __init__(self, tokenizer): ...
+
     async def run_group(self, prompt, make_env, client): ...
 """
 GROUP = 3
@@ -115,7 +117,7 @@ async def test_other_advantages_and_evaluation_play_no_greedy_answer(
     assert "agent/greedy_reward" not in (await played(UserComponents(configured(advantage="grpo")), policy))[1]
     components = UserComponents(configured())
     async with components.runner:
-        await components.play(components.prompts.train(PromptRef("p", 0, 0)), policy)
+        await components.cast.play(components.prompts.train(PromptRef("p", 0, 0)), policy)
     assert all(asked.temperature == 1.0 for asked in policy.asked)
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("pyarrow")
 
 from asyncrl.api import Sample
 from asyncrl.observe.samples import answer_files, read_samples, step_of
-from asyncrl.rollout.evaluation.kept_answers import Answer, KeptAnswers
+from asyncrl.rollout.evaluation import Answer, KeptAnswers
 
 GB = 10**9
 

@@ -29,7 +29,7 @@ from asyncrl.api import (
 )
 from asyncrl.api.generation import Completion
 from asyncrl.api.trajectory import FINISHED_AT
-from asyncrl.comm.ended_rollouts.drop_reasons import failure, is_filter_reason
+from asyncrl.comm.ended_rollouts import failure, is_filter_reason
 from asyncrl.config.setting import ChoiceConfig
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import (
@@ -52,8 +52,7 @@ from asyncrl.rollout.generation.rollout_client import RolloutClient
 from asyncrl.rollout.loop import MAX_ATTEMPTS, MAX_FAILURES_IN_A_ROW, RolloutLoop
 from asyncrl.rollout.settings import RolloutConfig, SamplingConfig
 from asyncrl.rollout.user_code.components import UserComponents
-from asyncrl.rollout.user_code_pool.timing import current_meter
-from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError
+from asyncrl.rollout.user_code_pool.call_records import UserCodeError, current_meter
 
 GROUP = 2
 ORDER = DataOrder(1000, 0)
@@ -113,8 +112,8 @@ class FakeComponents:
     async def play_to_train(self, prompt: Prompt, policy: GenerationClient, tries: RetryLimits) -> Any:
         return await run_group(self.agent, lambda: NoEnv(), prompt, policy, self.client, tries)
 
-    def client(self, policy: GenerationClient, prompt: Prompt) -> ChatClient:
-        return cast(ChatClient, SimpleNamespace(generate=policy.generate, metrics={}, close=lambda: None))
+    def client(self, policy: GenerationClient, prompt: Prompt) -> Any:
+        return SimpleNamespace(generate=policy.generate, metrics={}, close=lambda: None)
 
 
 @dataclass
@@ -320,7 +319,7 @@ async def roll_out_until(enough: Callable[[], bool], gate: ServiceGate, flat: Ca
     dataset = SimpleNamespace(row=lambda row: {"prompt": str(row)})
 
     def train_prompt(ref: PromptRef) -> Prompt:
-        prompt_format = PromptFormat(cast(Tokenizer, tokenizer))
+        prompt_format = PromptFormat(cast(Tokenizer, tokenizer), None)
         return make_prompt(ref, cast(Dataset, dataset), prompt_format, GROUP, SamplingParams(), 1)
 
     config = RolloutConfig(max_concurrent=8, filters=[ChoiceConfig("zero_variance", {"return_prompt": True})])

@@ -21,15 +21,15 @@ from asyncrl.api import (
     Trajectory,
 )
 from asyncrl.api.agent import agent_of
-from asyncrl.comm.ended_rollouts.drop_reasons import LOST_EPISODES, DropReason
+from asyncrl.api.trajectory import GENERATED
+from asyncrl.comm.ended_rollouts import LOST_EPISODES, DropReason
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import AllocateReply, GrantedRollout, Route
 from asyncrl.plugins.datasets.prompt_format import InvalidPrompt, OverlongPrompt
 from asyncrl.rollout.episode import RetryLimits, run_group
-from asyncrl.rollout.generation.rollout_client import RolloutClient
-from asyncrl.rollout.generation.rollout_policy import RolloutPolicy
+from asyncrl.rollout.generation.rollout_client import RolloutClient, RolloutPolicy
 from asyncrl.rollout.loop import MAX_ATTEMPTS, MAX_FAILURES_IN_A_ROW, Failures, RolloutSlots, TrajectorySender
-from asyncrl.rollout.user_code_pool.timing import Activity, current_meter, metered, timed
+from asyncrl.rollout.user_code_pool.call_records import Activity, current_meter, metered, timed
 
 GRANTED = GrantedRollout("r", "p", 0, 0, 0, 0, 0)
 LOST = f"{LOST_EPISODES}env my.py:Game raised ValueError"
@@ -116,6 +116,8 @@ async def test_a_rollouts_first_own_request_goes_to_its_route_and_opponents_are_
     assert found["opponent/past/version"] == 5.0
     assert (found["opponent/past/oldest_version"], found["opponent/past/newest_version"]) == (4.0, 7.0)
     assert not any(name.startswith("opponent/judge") for name in found)
+    generated = {name.removeprefix(GENERATED): count for name, count in found.items() if name.startswith(GENERATED)}
+    assert generated == {"actor": 6.0, "judge": 3.0}
 
 
 async def test_a_rollouts_time_stands_still_while_something_works_that_has_a_limit_of_its_own() -> None:

@@ -22,16 +22,15 @@ from asyncrl.api import (
     SamplingParams,
 )
 from asyncrl.api.agent import agent_of
-from asyncrl.comm.ended_rollouts.drop_reasons import lost_episodes
+from asyncrl.comm.ended_rollouts import lost_episodes
 from asyncrl.plugins.chat.client import EpisodeClient
 from asyncrl.plugins.envs.settings import EnvConfig
 from asyncrl.rollout.episode import RetryLimits, run_group
 from asyncrl.rollout.settings import UserCodeConfig
 from asyncrl.rollout.user_code.environments import ProcessEnvironment
+from asyncrl.rollout.user_code_pool.call_records import UserCodeError, metered
 from asyncrl.rollout.user_code_pool.child import CodeTarget
 from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
-from asyncrl.rollout.user_code_pool.timing import metered
-from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError
 
 LIMIT_S = 300.0
 MINE = """
@@ -192,12 +191,24 @@ async def test_an_episode_has_a_process_for_itself_and_it_is_renewed_after_so_ma
         await env.close()
 
 
+async def test_time_in_which_it_waits_for_a_reward_is_not_the_environments(make: Make) -> None:
+    async def slow(data: Any, completion: str) -> float:
+        await asyncio.sleep(3.0)
+        return 2.0
+
+    env = make("Counting")
+    await env.reset(options={"data": {}})
+    env._reward, env._timeout_s = slow, 1.5
+    assert (await env.step("a"))[1] == 2.0
+    await env.close()
+
+
 async def test_what_is_given_up_in_a_call_ends_its_process_and_frees_its_place(make: Make) -> None:
     for _ in range(3):  # more than there are processes
         env = make("Hostile")
         await env.reset(options={"what": "hangs"})
         assert env._lease is not None
-        process = psutil.Process(env._lease._process.process.pid)
+        process = psutil.Process(env._lease.process.pid)
         step = asyncio.create_task(env.step(""))
         await asyncio.sleep(0)
         closing = asyncio.create_task(env.close())

@@ -13,7 +13,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.rollout.episode import run_group
 from asyncrl.rollout.user_code.components import UserComponents
-from asyncrl.rollout.user_code.environments import GroupSlots, ProcessSlots
+from asyncrl.rollout.user_code_pool.process_pool import GroupSlots, ProcessSlots
 
 LIMIT_S = 300.0
 MINE = """

@@ -32,13 +32,12 @@ from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.plugins.envs.settings import EnvConfig
 from asyncrl.plugins.rewards.settings import NamedRewardConfig
-from asyncrl.rollout.checks import check
+from asyncrl.rollout.checks import check, code_problems
 from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code.rewards import episode_of
+from asyncrl.rollout.user_code_pool.call_records import UserCodeError, metered
 from asyncrl.rollout.user_code_pool.child import USE, ChildCall
-from asyncrl.rollout.user_code_pool.process_pool import Lease
-from asyncrl.rollout.user_code_pool.timing import metered
-from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError
+from asyncrl.rollout.user_code_pool.process_pool import PoolProcess
 
 TOKENIZER = CharTokenizer()
 LIMIT_S = 150.0
@@ -309,7 +308,7 @@ async def roll_out(config: ExperimentConfig, size: int = 3) -> tuple[Sequence[Sa
     prompt = Prompt("p", 0, {"prompt": "1"}, tuple(TOKENIZER.encode("1")), size, SamplingParams())
     async with components.runner, asyncio.timeout(LIMIT_S):
         with metered() as meter:
-            samples, counted = await components.play(prompt, Policy())
+            samples, counted = await components.cast.play(prompt, Policy())
     return samples, meter.metrics() | counted, called_in()
 
 
@@ -401,14 +400,16 @@ async def test_what_an_agent_in_a_process_does_wrong_costs_its_episode(
     """Member 1 does it, the others play."""
     config.agent.path, config.agent.run_in = config.reward.path.replace(":twos", ":hostile_agent"), RunIn.process
     config.agent.args, config.rollout.user_code.process_children = {"deed": deed}, 4
-    ask = Lease.ask
+    ask = PoolProcess.ask
 
-    async def impatient_with_member_1(lease: Lease, label: str, call: ChildCall, timeout_s: float, answer: Any) -> Any:
+    async def impatient_with_member_1(
+        lease: PoolProcess, label: str, call: ChildCall, timeout_s: float, answer: Any
+    ) -> Any:
         is_its_run = call.sees == USE and call.arguments[1][0].member == 1
         return await ask(lease, label, call, 1.0 if is_its_run else timeout_s, answer)
 
     if deed == "hangs":
-        monkeypatch.setattr(Lease, "ask", impatient_with_member_1)
+        monkeypatch.setattr(PoolProcess, "ask", impatient_with_member_1)
     samples, metrics, _ = await roll_out(config)
     assert [(sample.reward, sample.episode) for sample in samples] == [(3.0, 0), (2.0, 2)]
     assert metrics[f"rollout/lost_episodes: agent {config.agent.path} {how}"] == 1.0
@@ -420,7 +421,7 @@ async def test_what_an_agent_in_a_process_does_wrong_costs_its_episode(
         ("PlainGroup", RunIn.process, "agent PlainGroup is not a plain `def run"),
         ("function", RunIn.process, "agent function is not a plain `def run"),
         ("with_tools", RunIn.process, "it takes `tools`, which are the worker's"),
-        ("function", RunIn.thread, "it is `async def`, which runs on an event loop"),
+        ("function", RunIn.thread, ".*:function' is `async def`, which runs on an event loop"),
     ],
 )
 def test_where_an_agent_cannot_run_is_refused(
@@ -574,7 +575,7 @@ def test_the_settings_of_rewards_are_checked(config: ExperimentConfig) -> None:
         part(config, "Ranks", failure_reward=float("inf"), args={"step": 1.0, "stop": 2}),
         NamedRewardConfig(path="asyncrl.plugins.rewards.length:length_penalty", name="mean", args={}),
     ]
-    problems = "\n".join(check(config))
+    problems = "\n".join([*check(config), *code_problems(config)])
     for message in (
         "reward: set together with rewards",
         "has no parameter 'eech', did you mean 'each'?",

@@ -11,7 +11,7 @@ from asyncrl.config.run_dir import DATA_RECORD_FILE
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
 from asyncrl.plugins.datasets.rows.files import FileDataset
-from asyncrl.rollout.inputs import check_same_data
+from asyncrl.rollout.user_code.prompts import check_same_data
 
 
 @pytest.mark.parametrize(("left", "message"), [(3, None), (2, "data.jsonl:2 is the last line with a row of training")])

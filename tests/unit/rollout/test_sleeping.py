@@ -14,7 +14,7 @@ from asyncrl.api import Completion, GenerationRequest, GenerationResult, RunIn, 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import AllocateReply, FinishedRollout, GrantedRollout
-from asyncrl.manager.rollouts.leases import WorkerLeases
+from asyncrl.manager.rollouts.workers import Workers
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.rollout.generation.rollout_client import RolloutClient
 from asyncrl.rollout.loop import RolloutLoop
@@ -121,7 +121,7 @@ async def test_what_sleeps_holds_up_nothing_but_itself_and_is_named(
     parts: Any = components, cast(ManagerClient, gate)
     client = cast(RolloutClient, SimpleNamespace(generate=answer))
     loop = RolloutLoop(*parts, client, push, config.rollout)
-    beats, leases = 0, WorkerLeases(lease_s=60.0)
+    beats, leases = 0, Workers(lease_s=60.0)
     async with components.runner, asyncio.timeout(300):
         working = asyncio.create_task(loop.run())
         while beats < BEATS or sleeping() < at_a_time:  # as the manager's client, which renews the lease
@@ -130,7 +130,7 @@ async def test_what_sleeps_holds_up_nothing_but_itself_and_is_named(
             await asyncio.sleep(0.01)
         assert sleeping() == at_a_time, "as many as are configured, no more"
         assert not pushed
-        assert leases.expired(asyncio.get_running_loop().time()) == []
+        assert leases.expire(asyncio.get_running_loop().time()) == []
         (tmp_path / "go").touch()
         await gate.all_ended.wait()
         working.cancel()

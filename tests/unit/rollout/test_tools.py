@@ -15,14 +15,13 @@ from asyncrl.api.tool import as_tool
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.datasets.templates.chat_template import ChatTemplate
-from asyncrl.plugins.tools.checks import check
+from asyncrl.plugins.tools.checks import check, code_problems
 from asyncrl.plugins.tools.settings import McpServerConfig, ToolConfig
 from asyncrl.plugins.tools.toolbox import MAX_ARGUMENT_CHARS, HostedTool, Toolbox, ToolFailure
 from asyncrl.rollout.settings import UserCodeConfig
 from asyncrl.rollout.user_code.tools import RunTools, check_format
+from asyncrl.rollout.user_code_pool.call_records import UserCodeError, metered
 from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
-from asyncrl.rollout.user_code_pool.timing import metered
-from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError
 
 TOOLS = '''
 import os
@@ -411,7 +410,7 @@ async def test_a_tool_that_cannot_be_loaded_is_refused_by_its_setting(runner, mo
 def _problems(text: str) -> list[str]:
     merged = OmegaConf.merge(OmegaConf.structured(ExperimentConfig), OmegaConf.create(text))
     config: Any = OmegaConf.to_object(merged)
-    return list(check(config))
+    return list(check(config)) or list(code_problems(config))
 
 
 AGENT = "agent: {path: 'asyncrl.plugins.agents.tool_agent:ToolAgent'}\n"
@@ -425,6 +424,7 @@ AGENT = "agent: {path: 'asyncrl.plugins.agents.tool_agent:ToolAgent'}\n"
         (AGENT + "tools: [{path: 'asyncrl.plugins.tools.python:PythonTool', args: {cpu: 2.0}}]", "no parameter 'cpu'"),
         (AGENT + "tools: [{path: 'asyncrl.plugins.tools.calculator:calculator', args: {expression: x}}]", "after `*`"),
         (AGENT + "tools: [{path: 'asyncrl.plugins.tools.calculator:calc'}]", "defines no 'calc'"),
+        (AGENT + "tools: [{path: 'math:hypot'}]", "tools[0].path='math:hypot': its parameters cannot be read"),
         (
             AGENT + "tools: [{path: 'asyncrl.plugins.tools.calculator:calculator', timeout_s: 0}]",
             "tools[0].timeout_s=0",

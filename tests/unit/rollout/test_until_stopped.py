@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from asyncrl.rollout.process import RolloutWorker
-from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError
+from asyncrl.rollout.user_code_pool.call_records import UserCodeError
 from asyncrl.runtime.process.worker import CannotContinue
 
 
@@ -21,7 +21,7 @@ async def until_stopped(error: Exception) -> None:
         await asyncio.Event().wait()
 
     worker = SimpleNamespace(stop=asyncio.Event(), _follow_pullers=follow)
-    await RolloutWorker._until_stopped(cast(Any, worker), run(), cast(Any, None))
+    await RolloutWorker.until_stopped(cast(Any, worker), run(), cast(Any, None))
 
 
 async def test_users_code_by_which_all_rollouts_fail_is_told_in_a_sentence() -> None:

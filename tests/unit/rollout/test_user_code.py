@@ -8,16 +8,33 @@ import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
-from asyncrl.rollout.checks import check
-from asyncrl.rollout.rehearsal import MadeUpPolicy
+from asyncrl.launch.before_start.rehearsal import MadeUpPolicy
+from asyncrl.rollout.checks import check, code_problems
 from asyncrl.rollout.settings import EvalSetConfig
 from asyncrl.rollout.user_code.components import UserComponents
-from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError
+from asyncrl.rollout.user_code_pool.call_records import UserCodeError
 
 MINE = """
-class Choosy:
-    def __init__(self, *, tokenizer=None, reward=None):
+from asyncrl.api import Agent, Environment
+
+
+class Choosy(Agent):
+    def __init__(self, *, tokenizer):
         raise LookupError("no table")
+
+    async def run(self, prompt, env, client): ...
+
+
+class ChoosyEnv(Environment):
+    def __init__(self, *, reward):
+        raise LookupError("no table")
+
+    async def reset(self, *, seed=None, options=None): ...
+    async def step(self, action): ...
+
+
+def makes_plain(*, reward):
+    return Plain()
 
 
 class Plain:
@@ -32,11 +49,11 @@ number = 3
     ("group", "path", "message"),
     [
         ("agent", "{mine}:Choosy", "agent.path='{mine}:Choosy', agent.args={{}}: LookupError: no table"),
-        ("agent", "{mine}:Plain", "agent.path='{mine}:Plain' made a Plain; it needs to be an asyncrl.api.Agent"),
+        ("agent", "{mine}:Plain", "agent.path='{mine}:Plain': it is not an asyncrl.api.Agent; derive it"),
         ("reward", "{mine}:number", "reward.path='{mine}:number': it is a int; name a class or function"),
-        ("reward", "{mine}:gone", "reward.path='{mine}:gone': {mine} defines no 'gone'; it has: Choosy, Plain, number"),
+        ("reward", "{mine}:gone", "reward.path='{mine}:gone': {mine} defines no 'gone'; it has: Agent, Environment, "),
         ("env", "{broken}:Env", "env.path='{broken}:Env': importing it failed in {broken}:2: ZeroDivisionError"),
-        ("dataset", "{mine}:Plain", "dataset.path='{mine}:Plain': TypeError: "),
+        ("dataset", "{mine}:Plain", "dataset.path='{mine}:Plain': '{mine}:Plain' does not take 'split', which"),
         ("eval", "{folder}/none.jsonl", "eval.path='{folder}/none.jsonl': {folder}/none.jsonl cannot be read"),
     ],
 )
@@ -55,13 +72,22 @@ def test_what_cannot_be_loaded_is_one_error(
     assert len(str(caught.value).splitlines()) == 1
 
 
-async def test_an_environment_that_cannot_be_built_is_one_error(tmp_path: Path, tiny_model: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("ChoosyEnv", "LookupError: no table"),
+        ("makes_plain", "made a Plain; it needs to be an asyncrl.api.Environment"),
+    ],
+)
+async def test_an_environment_that_cannot_be_built_is_one_error(
+    tmp_path: Path, tiny_model: Path, name: str, why: str
+) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     config = ExperimentConfig()
-    config.model.path, config.env.path = str(tiny_model), f"{tmp_path / 'mine.py'}:Choosy"
+    config.model.path, config.env.path = str(tiny_model), f"{tmp_path / 'mine.py'}:{name}"
     components = UserComponents(config)
     async with components.runner:
-        with pytest.raises(UserCodeError, match=r"env\.path=.*LookupError: no table"):
+        with pytest.raises(UserCodeError, match=rf"env\.path=.*{why}"):
             await components.environments.one().reset()
 
 
@@ -89,11 +115,11 @@ def test_a_function_as_an_agent_is_checked_before_anything_starts(
     config = ExperimentConfig()
     config.model.path, config.agent.path = str(tiny_model), f"{tmp_path / 'functions.py'}:{name}"
     config.agent.args = args
-    found = [problem for problem in check(config) if problem.startswith("agent.")]
+    found = [problem for problem in code_problems(config) if problem.startswith("agent.")]
     if message:
         (problem,) = found
         assert message in problem
-        with pytest.raises(ConfigError, match=r"^agent\.path="):
+        with pytest.raises(ConfigError, match=r"^agent\.(path|args)="):
             UserComponents(config)
     else:
         assert found == []

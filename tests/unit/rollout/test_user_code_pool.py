@@ -19,16 +19,25 @@ import pytest
 
 from asyncrl.api import RunIn
 from asyncrl.rollout.settings import UserCodeConfig
+from asyncrl.rollout.user_code_pool.call_records import (
+    Activity,
+    Meter,
+    UserCodeError,
+    current_meter,
+    failed_label,
+    metered,
+    timed,
+)
 from asyncrl.rollout.user_code_pool.child import MAX_BYTES, ChildCall, CodeTarget, packed
-from asyncrl.rollout.user_code_pool.process_pool import ProcessLimits, Usage, _Process, excess, usage
+from asyncrl.rollout.user_code_pool.process_pool import PoolProcess, ProcessLimits, ProcessPool, excess
 from asyncrl.rollout.user_code_pool.runner import MAX_ABANDONED, REPEAT_S, Code, RunningCalls, UserCodeRunner, UserLoop
-from asyncrl.rollout.user_code_pool.timing import Activity, Meter, current_meter, metered, timed
-from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError, failed_label
+from asyncrl.runtime.supervisor import Usage, usage
 
 LIMIT_S = 300.0
 """Of what is not to come to its limit."""
 HOSTILE = """
 import os
+import subprocess
 import sys
 import time
 
@@ -52,6 +61,36 @@ def loops(data, completion):
 
 def exits(data, completion):
     os._exit(3)
+
+
+def exits_before_its_children(data, completion, *, folder):
+    children = []
+    for _ in range(2):
+        children.append(os.fork())
+        if children[-1] == 0:
+            os.setsid()
+            time.sleep(600)
+    with open(folder + "/children", "w") as told:
+        told.write(" ".join(map(str, children)))
+    os._exit(3)
+
+
+def exits_before_a_program(data, completion, *, folder):
+    program = subprocess.Popen(
+        ["sleep", "600"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
+    )
+    with open(folder + "/program", "w") as told:
+        told.write(str(program.pid))
+    os._exit(3)
+
+
+def writes_into_the_pipe(data, completion):
+    for descriptor in range(3, 16):
+        try:
+            os.write(descriptor, b"\\xff" * 4)
+        except OSError:
+            pass
+    time.sleep(600)
 
 
 def crashes(data, completion):
@@ -172,7 +211,7 @@ async def test_output_that_the_full_disk_refuses_does_not_block_the_process_that
     made = await asyncio.create_subprocess_exec(sys.executable, "-c", printing, stderr=subprocess.PIPE)
     full = os.open("/dev/full", os.O_WRONLY)
     try:
-        process = _Process(made)
+        process = PoolProcess(ProcessPool(1, ProcessLimits(1 << 30, 4, 9)), made)
         async with asyncio.timeout(LIMIT_S):
             await process.drain_prints(full)
             assert await made.wait() == 0
@@ -226,6 +265,7 @@ async def test_a_function_in_a_process_is_called_with_its_arguments_and_the_proc
         ("exits", r"lost its process: it ended \(exit code 3\)"),
         ("crashes", r"killed by SIGSEGV\); it last printed: about to crash"),
         ("ends_by_a_real_time_signal", r"lost its process: it ended \(killed by signal 40\)"),
+        ("writes_into_the_pipe", r"lost its process: it announced a reply of 4294967295 bytes \(killed by SIGKILL\)"),
         ("wants_10_gb", "raised MemoryError"),
         ("returns_100_mb", f"bytes, more than the {MAX_BYTES}"),
         (
@@ -279,6 +319,44 @@ async def test_what_a_function_prints_or_forks_does_not_disturb_its_answer(
             await asyncio.sleep(0.01)
 
 
+async def test_what_a_process_started_ends_with_it_also_if_it_ends_by_itself(
+    runner: UserCodeRunner, hostile: Callable[..., Code], tmp_path: Path
+) -> None:
+    """Its children hold its pipes."""
+    with pytest.raises(UserCodeError, match=r"lost its process: it ended \(exit code 3\)"):
+        await ask(runner, hostile("exits_before_its_children", folder=str(tmp_path)))
+    children = list(map(int, (tmp_path / "children").read_text().split()))
+    assert len(children) == 2
+    assert not any(map(runs, children))
+
+
+def test_a_program_that_holds_the_standard_error_of_a_process_that_ended_ends_too(tmp_path: Path) -> None:
+    """On asyncio's own loop the wait for a process ends only with its pipes, so that it always outlasts its limit; on
+    uvloop it does where the worker is slow.
+    """
+    (tmp_path / "hostile.py").write_text(HOSTILE)
+    target = CodeTarget(f"{tmp_path / 'hostile.py'}:exits_before_a_program", {"folder": str(tmp_path)})
+
+    async def call() -> None:
+        pool = ProcessPool(1, ProcessLimits(memory_bytes=1 << 30, processes=8, max_calls=4))
+        with pytest.raises(UserCodeError, match="lost its process"):
+            await pool.call("reward hostile.py", target, "", [{}, "x"], LIMIT_S)
+        await pool.close()
+
+    with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+        runner.run(call())
+    assert not runs(int((tmp_path / "program").read_text()))
+
+
+async def test_a_process_that_has_programs_left_is_not_used_again(
+    runner: UserCodeRunner, hostile: Callable[..., Code]
+) -> None:
+    first = await ask(runner, hostile("pid"))
+    children = await ask(runner, hostile("leaves_children"))
+    assert await ask(runner, hostile("pid")) != first
+    assert not any(map(runs, children))
+
+
 def runs(pid: int) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
@@ -309,6 +387,15 @@ async def test_a_plain_function_runs_in_a_thread_and_its_exception_is_told_under
     assert await runner.call(in_thread(), threading.get_ident) != threading.get_ident()
     with pytest.raises(UserCodeError, match=r"reward my.py:score raised KeyError: 'answer'") as caught:
         await runner.call(in_thread(), lambda: {}["answer"])
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+async def test_a_failure_within_asynchronous_code_keeps_its_cause(runner: UserCodeRunner) -> None:
+    async def step() -> Any:
+        return await runner.call(in_thread(), lambda: {}["answer"])
+
+    with pytest.raises(UserCodeError, match=r"reward my.py:score raised KeyError: 'answer'") as caught:
+        await runner.call(Code("env my.py:Env.step", Activity.env, LIMIT_S, RunIn.auto), step)
     assert isinstance(caught.value.__cause__, KeyError)
 
 

@@ -17,9 +17,8 @@ from asyncrl.plugins.rewards.settings import NamedRewardConfig, RewardConfig
 from asyncrl.plugins.rewards.text import exact_match, f1, numeric_match
 from asyncrl.plugins.sandbox import SandboxUnavailable
 from asyncrl.rollout.user_code.rewards import Rewards, load_rewards
+from asyncrl.rollout.user_code_pool.call_records import UserCodeError, metered
 from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
-from asyncrl.rollout.user_code_pool.timing import metered
-from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError
 
 MINE = """
 from asyncrl.api import run_in, verdict
@@ -110,11 +109,11 @@ def test_built_in_rewards_that_tell_right_from_wrong_are_verdicts() -> None:
 
 
 def test_arguments_of_a_marked_reward_are_checked_before_anything_is_run(mine: str) -> None:
-    from asyncrl.plugins.rewards.checks import check
+    from asyncrl.plugins.rewards.checks import code_problems
 
     config = ExperimentConfig()
     config.reward.path, config.reward.args = f"{mine}:right", {"eech": 1}
-    assert "has no parameter 'eech'" in "".join(check(config))
+    assert "has no parameter 'eech'" in "".join(code_problems(config))
 
 
 def test_an_evaluation_set_has_its_own_settings_and_those_of_eval_where_it_gives_none() -> None:

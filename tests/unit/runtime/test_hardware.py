@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
-from asyncrl.launch.before_start.checks import validate
+from asyncrl.launch.before_start.setting_checks import validate
 from asyncrl.runtime.process import hardware
 from asyncrl.runtime.process.hardware import Gpu, count_gpus, interface_of, uncounted_gpus, visible_gpus
 

@@ -10,7 +10,7 @@ import sys
 
 BEGIN = """
 import gc
-from asyncrl.runtime.process.lasting_imports import lasting_imports
+from asyncrl.runtime.process.worker import lasting_imports
 """
 BIG = """
 collections = []

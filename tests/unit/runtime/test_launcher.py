@@ -15,23 +15,22 @@ from pathlib import Path
 import pytest
 
 from asyncrl.comm import names
-from asyncrl.comm.name_resolve import NameResolveUnavailable
+from asyncrl.comm.name_resolve import NameResolveError, NameResolveUnavailable
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import METRICS_FILE, run_dir_of
 from asyncrl.observe.display import Row
 from asyncrl.runtime import launcher as launcher_module
+from asyncrl.runtime.backends import LauncherBackend, WorkerHandle
 from asyncrl.runtime.exit_codes import EXIT_LOST, EXIT_STATE_LOST
 from asyncrl.runtime.launcher import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Launcher
-from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle
+from asyncrl.runtime.planning.plan_workers import WorkerPlan
 from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS, ProcessKind, Restart
-from asyncrl.runtime.planning.worker_plan import WorkerPlan
 from asyncrl.runtime.process.remarks import remark
 from asyncrl.runtime.supervisor import STOP_SIGNAL
 from asyncrl.runtime.trials import memory_checkpoint as memory_checkpoint_module
-from asyncrl.runtime.trials import run_processes
+from asyncrl.runtime.trials.claim import TrialClaim, TrialHeld, open_resolver
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
-from asyncrl.runtime.trials.open_resolver import open_resolver
-from asyncrl.runtime.trials.restart_log import BRAIN, WHOLE_RUN, count_restarts
+from asyncrl.runtime.trials.restarts import BRAIN, WHOLE_RUN, count_restarts
 
 LIMIT_S = 10.0
 """Longest time, in s, until a played run has ended."""
@@ -136,15 +135,13 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: dict[str, Proce
             group, name, value = re.split("[.=]", setting)
             setattr(getattr(config, group), name, False if value == "false" else value)
         config.system.restarts_per_process = restarts
-        run_dir_of(config).mkdir(parents=True)
         (tmp_path / "memory").mkdir()
-        monkeypatch.setattr(memory_checkpoint_module, "_MEMORY", tmp_path / "memory")  # this launcher claims no trial
-        memory_checkpoint = MemoryCheckpoint(run_dir_of(config))
-        memory_checkpoint.begin()
+        monkeypatch.setattr(memory_checkpoint_module, "_MEMORY", tmp_path / "memory")
         stage, display = Stage(tmp_path, {f"{kind}/0": action for kind, action in script.items()}), Notes()
         monkeypatch.setattr(launcher_module, "open_backend", lambda name, run_dir: stage)
-        code = Launcher(config, display).run()
-        memory_checkpoint.remove()
+        launcher = Launcher(config, display)
+        launcher.prepare()
+        code = launcher.run()
         assert stage.closed
         return code, stage, "\n".join(display.notes)
 
@@ -305,7 +302,7 @@ def test_a_launcher_that_lost_its_claim_puts_nothing_in_the_place_of_another_lau
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a long pause: its process ended because the other launch gave it up."""
-    monkeypatch.setattr(launcher_module.Trial, "is_lost", lambda trial: True)
+    monkeypatch.setattr(TrialClaim, "is_lost", lambda claim: True)
     monkeypatch.setattr(Launcher, "_guard_claim", _looks_later)
     code, stage, _ = play(helper=ends(EXIT_LOST))
     assert code == EXIT_FAILED
@@ -313,17 +310,43 @@ def test_a_launcher_that_lost_its_claim_puts_nothing_in_the_place_of_another_lau
 
 
 @pytest.mark.usefixtures("helper")
-def test_a_death_that_name_resolution_cannot_be_told_of_ends_the_run_with_a_sentence_once_the_leader_saved(
+def test_a_launcher_that_finds_the_trial_taken_as_it_replaces_a_process_stops_all_and_says_so_once(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def away(*_: object) -> None:
-        raise NameResolveUnavailable("etcd does not answer")
+    def taken(*_: object) -> None:
+        monkeypatch.setattr(TrialClaim, "is_lost", lambda claim: True)
+        raise TrialHeld("another took the trial over")
 
-    monkeypatch.setattr(launcher_module.Trial, "fence", away)
+    monkeypatch.setattr(launcher_module.Trial, "fence", taken)
+    code, stage, notes = play(helper=ends(-signal.SIGKILL))
+    assert code == EXIT_FAILED
+    assert stage.started == ["server/0", "client/0", "helper/0", "leader/0"]
+    assert stage.stopped == ["client/0", "leader/0", "server/0"]
+    assert notes.count("FAILED") == notes.count("FAILED: another took the trial over") == 1
+
+
+@pytest.mark.usefixtures("helper")
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (
+            NameResolveUnavailable("etcd does not answer"),
+            "etcd does not answer; the run ends, as system.name_resolve_timeout_s=60",
+        ),
+        (NameResolveError("etcd refuses access"), "etcd refuses access"),
+    ],
+)
+def test_a_death_that_name_resolution_cannot_be_told_of_ends_the_run_with_a_sentence_once_the_leader_saved(
+    play: Play, monkeypatch: pytest.MonkeyPatch, error: NameResolveError, sentence: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(launcher_module.Trial, "fence", fail)
     code, stage, notes = play(helper=ends(-signal.SIGKILL))
     assert code == EXIT_FAILED
     assert stage.stopped == ["leader/0", "client/0", "server/0"]
-    assert "FAILED: etcd does not answer; the run ends, as system.name_resolve_timeout_s=60" in notes
+    assert f"FAILED: {sentence}" in notes
 
 
 @pytest.mark.usefixtures("helper")
@@ -350,7 +373,7 @@ def test_an_outage_while_a_restart_is_watched_is_shown_and_does_not_end_the_run(
         raise NameResolveUnavailable("etcd does not answer")
 
     monkeypatch.setattr(Notes, "note", note)
-    monkeypatch.setattr(run_processes, "open_resolver", away)
+    monkeypatch.setattr(launcher_module, "open_resolver", away)
     code, _, notes = play(leader=leader.append, helper=die_once)
     assert code == EXIT_OK
     assert (
@@ -365,7 +388,7 @@ def test_a_restarted_process_that_fails_is_not_reported_as_ready(
     leader: list[Played] = []
     helpers: list[Played] = []
     config = ExperimentConfig(fileroot=str(tmp_path))
-    monkeypatch.setattr(run_processes, "LOOK_S", 0.01)
+    monkeypatch.setattr(launcher_module, "LOOK_S", 0.01)
 
     def fail_after_a_restart(worker: Played) -> None:
         helpers.append(worker)
@@ -433,8 +456,8 @@ ONCE = ["server/0", "client/0", "rank/0", "leader/0"]
 
 
 @pytest.mark.usefixtures("brain")
-@pytest.mark.parametrize("follows", [False, True])
-def test_the_brain_begins_again_together_and_the_others_stay(play: Play, tmp_path: Path, follows: bool) -> None:
+@pytest.mark.parametrize("later_s", [None, 0.0, 0.3])
+def test_the_brain_begins_again_together_and_the_others_stay(play: Play, tmp_path: Path, later_s: float | None) -> None:
     """Also where the leader gives up, as the rank is gone, and is heard of first."""
     ranks: list[Played] = []
 
@@ -442,9 +465,9 @@ def test_the_brain_begins_again_together_and_the_others_stay(play: Play, tmp_pat
         if len(ranks) == 2:
             worker.end(0)
             return
-        if follows:
+        if later_s is not None:
             worker.end(1)
-        ranks[0].end(-signal.SIGKILL)
+        asyncio.get_running_loop().call_later(later_s or 0.0, ranks[0].end, -signal.SIGKILL)
 
     code, stage, notes = play(leader=lead, rank=ranks.append)
     assert code == EXIT_OK
@@ -454,6 +477,56 @@ def test_the_brain_begins_again_together_and_the_others_stay(play: Play, tmp_pat
     assert "SIGKILL; it is started again with the whole brain, which resumes from the last step" in notes
     assert "FAILED" not in notes
     assert count_restarts(run_dir_of(ExperimentConfig(fileroot=str(tmp_path)))) == {BRAIN: 1}
+
+
+@pytest.mark.usefixtures("brain")
+def test_only_an_end_that_may_follow_another_is_held_until_its_cause_is_known(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def held(*_: object) -> None:
+        raise AssertionError("a restart is late by this wait")
+
+    monkeypatch.setattr(launcher_module.RunProcesses, "await_cause", held)
+    leaders: list[Played] = []
+
+    def lead(worker: Played) -> None:
+        leaders.append(worker)
+        worker.end(-signal.SIGKILL if len(leaders) == 1 else 0)
+
+    assert play(leader=lead)[0] == EXIT_OK
+
+
+@pytest.mark.usefixtures("brain", "helper")
+@pytest.mark.parametrize("dies", ["rank", "helper"])
+def test_the_addresses_of_a_dead_brain_are_removed_and_those_of_a_living_one_stay(
+    play: Play, tmp_path: Path, dies: str
+) -> None:
+    config = ExperimentConfig(fileroot=str(tmp_path))
+    started: dict[str, Played] = {}
+    left: list[bool] = []
+
+    def lead(worker: Played) -> None:
+        started["leader"] = worker
+        if len(left) == 0:
+            with open_resolver(config, run_dir_of(config)) as resolver:
+                resolver.add(names.MANAGER_KEY, "there")
+            started[dies].end(-signal.SIGKILL)
+            left.append(True)
+        elif dies == "rank":
+            look()
+
+    def begin(worker: Played) -> None:
+        if started.setdefault(worker.plan.kind, worker) is not worker and dies == "helper":
+            look()
+
+    def look() -> None:
+        with open_resolver(config, run_dir_of(config)) as resolver:
+            left[0] = bool(resolver.get_subtree(names.MANAGER_KEY))
+        started["leader"].end(0)
+
+    code, stage, _ = play(leader=lead, rank=begin, helper=begin)
+    assert (code, stage.started.count(f"{dies}/0")) == (EXIT_OK, 2)
+    assert left == [dies == "helper"]
 
 
 @pytest.mark.usefixtures("brain")
@@ -525,7 +598,7 @@ def test_where_the_last_step_is_lost_the_whole_run_goes_back_to_its_checkpoint(
 
 @pytest.mark.usefixtures("brain")
 def test_a_rank_that_gives_up_by_itself_ends_the_run(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_processes, "STOP_S", 0.05)
+    monkeypatch.setattr(launcher_module, "STOP_S", 0.05)
     code, stage, notes = play(rank=ends(1))
     assert (code, stage.started) == (EXIT_FAILED, ONCE)
     assert "FAILED: rank/0 (played) exited with 1" in notes
@@ -579,7 +652,7 @@ def test_a_process_is_not_replaced_once_the_run_is_to_stop(
 def _deaf(monkeypatch: pytest.MonkeyPatch) -> None:
     """No process ends because it was asked to."""
     monkeypatch.setattr(Played, "terminate", lambda worker: None)
-    monkeypatch.setattr(run_processes, "STOP_S", 0.0)
+    monkeypatch.setattr(launcher_module, "STOP_S", 0.0)
 
 
 @pytest.mark.usefixtures("_deaf")

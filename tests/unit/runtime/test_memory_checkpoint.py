@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.comm.files import retry_write
-from asyncrl.comm.files.file_lock import is_held, take_lock
+from asyncrl.comm import files
+from asyncrl.comm.files import FileLock, is_held
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import MEMORY_CHECKPOINT_FILE
 from asyncrl.runtime.settings import HostConfig
@@ -66,7 +66,7 @@ def test_nobody_goes_on_where_something_could_not_be_kept(memory_checkpoint: Mem
 def test_a_disk_that_is_read_only_for_a_while_does_not_keep_the_mark(
     memory_checkpoint: MemoryCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retry_write, "_BACKOFF", retry_write.Backoff(0.001, 0.001))
+    monkeypatch.setattr(files, "_BACKOFF", files.Backoff(0.001, 0.001))
     memory_checkpoint.begin()
     with refusing(1, errno.EROFS, tmp_path) as disk:
         memory_checkpoint.invalidate()
@@ -167,14 +167,14 @@ def test_who_finds_that_a_launcher_is_gone_does_not_remove_what_the_next_one_mad
     memory_checkpoint: MemoryCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The finder takes the lock of a new folder before its launcher does."""
-    take, launch = module.take_lock, threading.get_ident()
+    take, launch = FileLock.take, threading.get_ident()
     found, removed = threading.Event(), threading.Event()
 
-    def slow(descriptor: int, limit_s: float = 0.0, *, shared: bool = False) -> bool:
+    def slow(lock: FileLock, limit_s: float = 0.0, *, shared: bool = False) -> bool:
         if threading.get_ident() == launch and not removed.is_set():
             found.set()
             assert removed.wait(60.0)
-        return take(descriptor, limit_s, shared=shared)
+        return take(lock, limit_s, shared=shared)
 
     def find() -> None:
         assert found.wait(60.0)
@@ -184,7 +184,7 @@ def test_who_finds_that_a_launcher_is_gone_does_not_remove_what_the_next_one_mad
     opened = len(os.listdir("/proc/self/fd"))
     finder = threading.Thread(target=find)
     finder.start()
-    monkeypatch.setattr(module, "take_lock", slow)
+    monkeypatch.setattr(FileLock, "take", slow)
     memory_checkpoint.begin()
     finder.join(60.0)
     monkeypatch.undo()
@@ -192,6 +192,26 @@ def test_who_finds_that_a_launcher_is_gone_does_not_remove_what_the_next_one_mad
     assert memory_checkpoint.can_go_on(0)
     module._remove_orphans(memory_checkpoint.folder.parent)
     assert memory_checkpoint.can_go_on(0), "the lock is that of the folder made again"
+
+
+def test_who_finds_a_folder_leaves_the_one_that_was_made_in_its_place_before_it_had_the_lock(
+    memory_checkpoint: MemoryCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take, orphan = FileLock.take, memory_checkpoint.folder.parent / f"{module._own_prefix()}orphan"
+    orphan.mkdir(0o700)
+
+    def late(lock: FileLock, limit_s: float = 0.0, *, shared: bool = False) -> bool:
+        (orphan / "lock").unlink()
+        orphan.rmdir()
+        orphan.mkdir(0o700)
+        return take(lock, limit_s, shared=shared)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileLock, "take", late)
+        module._remove_orphans(orphan.parent)
+    assert orphan.exists()
+    module._remove_orphans(orphan.parent)
+    assert not orphan.exists()
 
 
 @pytest.fixture
@@ -249,13 +269,13 @@ def test_a_rank_does_not_wait_for_ever_for_a_lock_that_another_process_keeps(
     memory_checkpoint.begin()
     there = MemoryCheckpoint(tmp_path, "10.0.0.2")
     there.folder.mkdir(mode=0o700)
-    descriptor = os.open(there.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-    assert take_lock(descriptor)
+    lock = FileLock(there.folder / "lock")
+    assert lock.take()
     opened = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match=r"lock was not free for 0\.01 s"):
         there.join()
     assert len(os.listdir("/proc/self/fd")) == opened
-    os.close(descriptor)
+    lock.close()
 
 
 def _no_answer(run_dir: str | Path) -> str:

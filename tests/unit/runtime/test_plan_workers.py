@@ -15,10 +15,8 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.runtime.checks import check
-from asyncrl.runtime.planning.plan_workers import plan_workers
-from asyncrl.runtime.planning.process_kinds import GPU_ALLOCATOR
-from asyncrl.runtime.planning.staging_hosts import brings_inputs, staging_hosts
-from asyncrl.runtime.planning.worker_plan import MALLOC, WorkerPlan
+from asyncrl.runtime.planning.plan_workers import MALLOC, WorkerPlan, plan_workers
+from asyncrl.runtime.planning.process_kinds import GPU_ALLOCATOR, brings_inputs, staging_hosts
 from asyncrl.runtime.settings import HostConfig, SystemConfig
 from asyncrl.runtime.trials.memory_checkpoint import trains_elsewhere
 from asyncrl.trainer.settings import RoleRanks
@@ -284,7 +282,7 @@ def test_rollout_workers_may_be_on_hosts_with_disks_of_their_own_and_what_they_r
     assert list(check(config)) == []
     assert brings_inputs(config)
     assert [host.name for host in staging_hosts(config)] == ["", "b", "c", "d"]
-    assert plans_of(config, gpus=2)["staging_server/3"].host.run_dir.startswith("/d/")
+    assert plans_of(config, gpus=2)["staging_server/3"].run_dir.startswith("/d/")
     config.system.shared_filesystem = True
     assert not brings_inputs(config)
 

@@ -16,7 +16,8 @@ from asyncrl.config.run_dir import CONFIG_FILE, SUMMARY_FILE, run_dir_of, write_
 from asyncrl.models.weights.versions.manifest import Manifest, file_entry, verify, write_manifest
 from asyncrl.observe.display import make_display
 from asyncrl.runtime.launcher import Launcher
-from asyncrl.runtime.trials.resume import TrialError, check_finished, continuation
+from asyncrl.runtime.trials.claim import TrialError
+from asyncrl.runtime.trials.resume import check_finished, continuation
 
 Make = Callable[..., ExperimentConfig]
 
@@ -75,6 +76,8 @@ FIXED = {
     "algorithm.critic.path": "/models/critic",
     "algorithm.critic.value_norm": "running",
     "algorithm.reference.mode": "ema",
+    "optimizer.name": "muon",
+    "algorithm.critic.optimizer.name": "muon",
 }
 
 PARTLY_FIXED = {"algorithm.reference.path", "policies"}
@@ -83,7 +86,7 @@ FREE_GROUPS = """
     agent env reward rollout generation manager buffer eval checkpoint logging profile samples system optimizer
     algorithm.critic.optimizer dataset.curriculum
 """
-"""Groups whose settings act on what comes: a checkpoint has no result of them that another value would misread."""
+"""Groups whose settings, but those in `FIXED`, act on what comes: no checkpoint is misread with another value."""
 FREE = """
     experiment_name trial_name fileroot resume my my_class rewards tools mcp
     total_train_steps total_epochs train_batch_size group_size max_head_offpolicyness on_stale
@@ -111,7 +114,8 @@ What `model.base_experiment` makes is `model.path`, and the roles that `algorith
 
 def test_each_setting_is_known_to_be_fixed_or_free_once_there_is_a_checkpoint() -> None:
     known = [path for path, _, _ in settings(ExperimentConfig)]
-    free = {path for path in known if path.startswith(tuple(f"{group}." for group in FREE_GROUPS.split()))}
+    groups = tuple(f"{group}." for group in FREE_GROUPS.split())
+    free = {path for path in known if path.startswith(groups) and path not in FIXED}
     decided = [*free, *FREE.split(), *PARTLY_FIXED, *FIXED]
     undecided = set(known) - set(decided)
     assert not undecided, (

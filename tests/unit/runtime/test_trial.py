@@ -9,9 +9,8 @@ import pytest
 
 from asyncrl.comm import names
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.runtime.trials.claim import TrialError, open_resolver
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
-from asyncrl.runtime.trials.open_resolver import open_resolver
-from asyncrl.runtime.trials.resume import TrialError
 from asyncrl.runtime.trials.trial import Trial
 
 
@@ -20,7 +19,7 @@ def test_who_joined_is_given_up_when_the_whole_run_begins_again(tmp_path: Path) 
     config = ExperimentConfig()
     config.fileroot, config.rollout.workers, config.checkpoint.in_memory = str(tmp_path), 2, False
     trial = Trial(config, print)
-    trial.run_dir.mkdir(parents=True)
+    trial.prepare()
     own, joined = (names.incarnation_key(names.ROLLOUT_WORKER, index) for index in (1, 2))
     with open_resolver(config, trial.run_dir) as resolver:
         resolver.add(own, "4")
@@ -29,6 +28,7 @@ def test_who_joined_is_given_up_when_the_whole_run_begins_again(tmp_path: Path) 
         trial.begin_again()
         assert (resolver.get(own), resolver.get(joined)) == ("4", "8")
         assert names.MANAGER_KEY not in resolver.get_subtree("")
+    trial.release()
 
 
 def test_a_start_without_room_in_memory_says_what_to_free_and_which_setting_does_without(

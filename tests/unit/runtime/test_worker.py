@@ -55,7 +55,7 @@ from pathlib import Path
 from asyncrl.config.setting import ConfigError
 from asyncrl.master.peers.rank_clients import Stalled
 from asyncrl.comm.request_reply import RemoteError
-from asyncrl.comm.request_reply.messages import Failure
+from asyncrl.comm.request_reply import Failure
 from asyncrl.master.graph.executor import ExecutionError
 from asyncrl.runtime.process.starting import ReportedStatus
 from asyncrl.runtime.process.worker import OutOfMemory, Worker, WorkerSpec

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+import runpy
 from pathlib import Path
 
 import aiohttp
 import pytest
 import uvloop
 
-from asyncrl.comm.waits.limits import REPEAT_S
-from asyncrl.runtime.process.worker_log import MOST, MOST_ALIKE, WorkerLogFilter
+from asyncrl.comm.waits import REPEAT_S
+from asyncrl.runtime.main import MOST, MOST_ALIKE, WorkerLogFilter
 
 SITE = Path(aiohttp.__file__).parent.parent
 
@@ -81,3 +82,8 @@ def test_connections_that_break_beneath_uvloop_are_limited(caplog: pytest.LogCap
         loop.call_exception_handler({"message": "Fatal error on SSL protocol", "exception": RuntimeError("closed")})
     loop.close()
     assert sum("Fatal error" in record.message for record in caplog.records if record.name == "asyncio") == MOST_ALIKE
+
+
+def test_what_the_filter_itself_says_is_never_a_librarys_also_where_asyncrl_is_installed_among_them() -> None:
+    """The program's own name is `__main__`; the filter would filter its own lines, and those lines' lines."""
+    assert runpy.run_module("asyncrl.runtime.main", run_name="a program")["_log"].name.startswith("asyncrl.")

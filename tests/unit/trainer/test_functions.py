@@ -546,7 +546,7 @@ def test_a_reward_model_scores_whole_sequences(
 
     from asyncrl.master.graph.call_graph import Call, Graph
     from asyncrl.trainer.parallel.rank_position import World
-    from asyncrl.trainer.rank.roles import build_rank
+    from asyncrl.trainer.rank.training_rank import build_rank
 
     model = AutoModelForSequenceClassification.from_pretrained(str(qwen_dir), num_labels=1)
     model.save_pretrained(str(tmp_path))

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.models.ranks import PeerFailed
 from asyncrl.runtime.process.worker import OutOfMemory
-from asyncrl.runtime.ranks import PeerFailed
-from asyncrl.trainer.rank.memory_shortage import MemoryShortage
+from asyncrl.trainer.rank.measures import MemoryShortage
 
 TORCHS = "CUDA out of memory. Tried to allocate 1.16 GiB. GPU 0 has a total capacity of 79.10 GiB"
 

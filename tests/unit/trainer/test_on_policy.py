@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asyncrl.algorithms.inputs import CorrectionInputs, PolicyLossInputs
-from asyncrl.algorithms.spec import ProximalMode
+from asyncrl.algorithms.registry import ProximalMode
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.catalog import resolve

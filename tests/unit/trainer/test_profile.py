@@ -16,9 +16,9 @@ import torch
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observe.settings import ProfileConfig
 from asyncrl.runtime.process import stacks
-from asyncrl.runtime.process.process_tree import LAUNCH_VARIABLE
+from asyncrl.runtime.supervisor import LAUNCH_VARIABLE
 from asyncrl.trainer import checks
-from asyncrl.trainer.rank.profile import StepProfile
+from asyncrl.trainer.rank.measures import StepProfile
 
 SLEEPER = """
 import setproctitle, sys, time

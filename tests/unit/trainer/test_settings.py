@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from asyncrl.algorithms.inputs import AdvantageInputs
-from asyncrl.algorithms.spec import ProximalMode
+from asyncrl.algorithms.registry import ProximalMode
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.catalog import known, resolve
 from asyncrl.config.setting import ChoiceConfig, Device, Dtype
@@ -30,6 +31,7 @@ from asyncrl.trainer.settings import (
     KLPlace,
     LearningRateSchedule,
     OptimizerConfig,
+    OptimizerName,
     ReferenceMode,
     RolePlacementConfig,
     RoleRanks,
@@ -209,9 +211,7 @@ def test_what_does_not_work_with_parts_of_the_tokens_is_refused_by_name(
     assert "trainer.parallel='d2c2' cuts it; use d4, or trainer.engine=sharded" in the_message(config)
     config.trainer.engine = "auto"
     config.model.attn_implementation = AttentionImplementation.eager
-    assert the_message(config).startswith(
-        "trainer.parallel='d2c2': sdpa and flex_attention work where ranks have parts"
-    )
+    assert the_message(config).startswith("trainer.parallel='d2c2': sdpa works where ranks have parts")
     config.model.attn_implementation = AttentionImplementation.sdpa
     described = json.loads((qwen_dir / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(described | {"vision_config": {}, "image_token_id": 3}))
@@ -312,9 +312,7 @@ def test_flash_attention_that_is_not_installed(
 
 
 @pytest.mark.parametrize(("device", "count"), [(Device.cpu, 1), (Device.auto, 0)])
-@pytest.mark.parametrize("kernel", [AttentionImplementation.flash_attention_2, AttentionImplementation.flex_attention])
 def test_attention_for_gpus_on_a_cpu(
-    kernel: AttentionImplementation,
     device: Device,
     count: int,
     config: ExperimentConfig,
@@ -323,17 +321,37 @@ def test_attention_for_gpus_on_a_cpu(
 ) -> None:
     gpus(count)
     flash_attention(True)
-    config.model.attn_implementation = kernel
+    config.model.attn_implementation = AttentionImplementation.flash_attention_2
     config.trainer.device = device
     assert f"trainer.device={str(device)!r} is a CPU here; use sdpa" in the_message(config)
     gpus(1)
     config.trainer.device = Device.auto
     assert list(check(config)) == []
-    config.trainer.share_prefixes = False
-    if kernel == AttentionImplementation.flex_attention:
-        assert "trainer.share_prefixes=false; set that to true, or use sdpa" in the_message(config)
-    else:
-        assert list(check(config)) == []
+
+
+def without_lr(config: ExperimentConfig, critic: bool) -> ExperimentConfig:
+    config = copy.deepcopy(config)
+    (config.algorithm.critic.optimizer if critic else config.optimizer).lr = 0.0
+    return config
+
+
+@pytest.mark.parametrize("critic", [False, True])
+def test_muon_moves_whole_matrices_with_their_moments_on_the_device(config: ExperimentConfig, critic: bool) -> None:
+    name = "algorithm.critic.optimizer" if critic else "optimizer"
+    optimizer = config.algorithm.critic.optimizer if critic else config.optimizer
+    optimizer.muon_lr = 1e-3
+    assert f"{name}.muon_lr=0.001: {name}.name='adamw' has no Muon" in the_message(config)
+    optimizer.name = OptimizerName.muon
+    assert list(check(config)) == []
+    assert f"{name}.lr=0: Muon's rate follows its schedule" in the_message(without_lr(config, critic))
+    config.trainer.parallel = "d2"
+    assert the_message(config).startswith(
+        f"{name}.name='muon': it moves whole matrices, which no rank of trainer.engine"
+    )
+    config.trainer.engine = "flat"
+    assert list(check(config)) == []
+    optimizer.moments_on = KeptOn.host
+    assert f"{name}.moments_on='host' is for AdamW's moments" in the_message(config)
 
 
 @pytest.mark.parametrize("advantage", sorted(NEEDS_VALUES))

@@ -26,14 +26,13 @@ from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.config.setting import Dtype
 from asyncrl.models.host_copies import upload
 from asyncrl.models.pictures.vision_tower import tower_parameters
-from asyncrl.trainer.batches.micro_batch_layout import AttentionKind, Block, Ints, blocks
-from asyncrl.trainer.batches.prefix_tree import Branches, lay_out
+from asyncrl.trainer.batches.micro_batch_layout import AttentionKind, Block, Branches, Ints, blocks, lay_out
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine
-from asyncrl.trainer.engines.flat.flat_adamw import FlatAdamW
+from asyncrl.trainer.engines.flat.flat_optimizer import FlatOptimizer
 from asyncrl.trainer.engines.sharded.context_parallel import StreamPart, across_ranks
 from asyncrl.trainer.model import gradient_checkpointing
-from asyncrl.trainer.model.attention.packed_attention import PACKED, DeviceBlock
+from asyncrl.trainer.model.attention import PACKED, DeviceBlock
 from asyncrl.trainer.model.gradient_checkpointing import checkpoint_layers
 from asyncrl.trainer.model.load_models import Critic
 from asyncrl.trainer.parallel.layout import Layout
@@ -280,7 +279,7 @@ def test_the_peak_of_a_train_step_is_that_of_the_cpu_allocator(layout: str, monk
         temperature=1.0,
         attention={"padded": AttentionKind.padded, "tree": AttentionKind.tree}.get(layout, AttentionKind.packed),
         tokens_per_micro_batch=tokens,
-        optimizer=FlatAdamW(model.named_parameters(), OptimizerConfig()),
+        optimizer=FlatOptimizer(model.named_parameters(), OptimizerConfig()),
         gradient_checkpointing=checkpointed,
         activations_on_host=layout == "on the host",
     )

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from asyncrl.algorithms.spec import Choice, ObjectiveSpec, ValueNormalisation
+from asyncrl.algorithms.registry import Choice, ObjectiveSpec, ValueNormalisation
 from asyncrl.api import Agent, ChatClient, Environment, GenerationRequest, Prompt, Sample, SamplingParams, Trajectory
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.catalog import known
@@ -24,6 +24,7 @@ from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.executor import column_moves
 from asyncrl.models.weights.checkpoints.restore import read_state
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
+from asyncrl.plugins.datasets.prompt_format import PromptFormat
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.reference import Actor, ReferenceConfig, ReferenceTrainer, StepReport
 from asyncrl.trainer.batches.step_batch import StepBatch
@@ -32,8 +33,7 @@ from asyncrl.trainer.model.load_models import load_causal_lm
 from asyncrl.trainer.parallel.placement import layout_setting, model_of, placement, role_placement
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.rank.current_step import parts_of_policies
-from asyncrl.trainer.rank.roles import build_rank
-from asyncrl.trainer.rank.training_rank import TrainingRank
+from asyncrl.trainer.rank.training_rank import TrainingRank, build_rank
 from asyncrl.trainer.settings import LearningRateSchedule, OptimizerConfig, RoleRanks
 from asyncrl.trainer.trajectories.inbox import record_of
 
@@ -64,7 +64,7 @@ def loop_of(folder: Path, own: ReferenceConfig, judge: ReferenceConfig, agent: A
     return ReferenceTrainer(
         own,
         model,
-        load_tokenizer(folder),
+        PromptFormat(load_tokenizer(folder), None),
         ArithmeticDataset(num_rows=64, max_numbers=3),
         lambda data, completion: 0.0,
         agent,

@@ -10,10 +10,8 @@ import pytest
 import torch
 
 from asyncrl.observe.settings import ProfileConfig
-from asyncrl.trainer.rank import utilisation
-from asyncrl.trainer.rank.measures import StepMeasures
-from asyncrl.trainer.rank.profile import StepProfile
-from asyncrl.trainer.rank.utilisation import Utilisation, measured_peak, peak_flops
+from asyncrl.trainer.rank import measures as rank_measures
+from asyncrl.trainer.rank.measures import StepMeasures, StepProfile, Utilisation, measured_peak, peak_flops
 
 
 def _engine(flops: float | None) -> Any:
@@ -24,7 +22,7 @@ def _engine(flops: float | None) -> Any:
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The module's clock, in `now`."""
     made = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(utilisation.time, "perf_counter", lambda: made.now)
+    monkeypatch.setattr(rank_measures.time, "perf_counter", lambda: made.now)
     return made
 
 
@@ -81,12 +79,12 @@ def test_a_step_ends_with_its_speed_peak_memory_and_profile(clock: SimpleNamespa
 )
 def test_known_gpus_have_their_maker_s_peak(name: str, peak: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    monkeypatch.setattr(utilisation, "measured_peak", lambda device, dtype: 7.0)
+    monkeypatch.setattr(rank_measures, "measured_peak", lambda device, dtype: 7.0)
     assert peak_flops(torch.device("cuda", 0), torch.bfloat16) == peak
     assert peak_flops(torch.device("cuda", 0), torch.float32) == 7.0
 
 
 def test_other_peaks_are_those_of_the_fastest_product(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([2.0, 0.5, 1.0, 1.0, 1.0, 1.0])
-    monkeypatch.setattr(utilisation, "_seconds", lambda matrix: next(seconds))
+    monkeypatch.setattr(rank_measures, "_seconds", lambda matrix: next(seconds))
     assert measured_peak(torch.device("cpu"), torch.float32) == 2 * 512**3 / 0.5

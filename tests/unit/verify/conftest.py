@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from asyncrl.api import Sample, Trajectory
-from asyncrl.comm.ended_rollouts.ledger_lines import RolloutCounts, RunSettings
+from asyncrl.comm.ended_rollouts import RolloutCounts, RunSettings
 from asyncrl.manager.messages import (
     DroppedRollout,
     FinishedRollout,
@@ -26,12 +26,11 @@ from asyncrl.manager.messages import (
     ReceivedRollout,
 )
 from asyncrl.manager.rollouts.ledger import Ledger
-from asyncrl.manager.rollouts.live_rollouts import RolloutTicket
-from asyncrl.manager.rollouts.rebuild import rebuild
 from asyncrl.manager.rollouts.rollout_state import RolloutState
+from asyncrl.manager.rollouts.staleness_gate import RolloutTicket
+from asyncrl.master.data.collector import trained_rollout
 from asyncrl.master.data.sample_buffer import TrainBatch
-from asyncrl.master.metrics.metric_rows import batch_statistics
-from asyncrl.master.peers.reports import trained_rollout
+from asyncrl.master.metrics.metrics_log import batch_statistics
 from asyncrl.models.weights.versions.manifest import FileEntry, Manifest, TensorEntry, write_manifest
 from asyncrl.observe.samples import forget_after, rows_of, write_samples
 from asyncrl.plugins.datasets.queue.order import DataOrder
@@ -87,7 +86,7 @@ class Launch:
             checkpoint=state.gate,
             ended=self.ledger.begin(state.version, state.gate),
         )
-        rebuild(self.rollouts, received, held)
+        self.rollouts.rebuild(received, held)
         self.gate = self.rollouts.gate
         self.gate.advance(self.version)
         self.number = 0

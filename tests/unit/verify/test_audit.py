@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.comm.ended_rollouts.ledger_lines import (
+from asyncrl.comm.ended_rollouts import (
     Admitted,
     Begin,
     Finished,
@@ -25,7 +25,7 @@ from asyncrl.launch.commands.audit import audit, main
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.verify.audit.ledger_files import Entry, read_ledger
 from asyncrl.verify.audit.ledger_files import surviving as surviving_entries
-from asyncrl.verify.audit.rules import Replay
+from asyncrl.verify.audit.ledger_rules import Replay
 from tests.unit.verify.conftest import BATCH, ROWS, SEED, WORKERS, Launch, begin_run
 
 Lines = list[dict[str, Any]]

@@ -19,15 +19,13 @@ from typing import Any
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import experiments_dir, known_experiments, settings
-from asyncrl.launch.commands import COMMANDS
+from asyncrl.launch.commands import COMMANDS, OF_EXPERIMENTS, help_page
 from asyncrl.runtime.exit_codes import EXIT_OK
 from asyncrl.trainer.supervised.settings import SFTConfig
 
 SHELLS = ("bash", "zsh")
 SHARED = Path(__file__).with_name("completion.sh")
 """Functions for both shells, as a template; the neighbouring file named after a shell calls them."""
-OF_EXPERIMENTS = frozenset({"chaos", "doctor", "replay", "rollout"})
-"""Commands that take an experiment and settings."""
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 
 
@@ -65,10 +63,8 @@ def script(shell: str) -> str:
 
 def help_of(command: str | None) -> str:
     """Return the text of `COMMAND --help`; None: of `--help`."""
-    from asyncrl.config.describe import list_experiments
-
     if command is None:
-        return list_experiments(None)
+        return help_page(None)
     module = importlib.import_module(f"asyncrl.launch.commands.{command}")
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):

@@ -37,7 +37,7 @@ def main(argv: Sequence[str], program: str) -> int:
         "--plan",
         type=int,
         metavar="DEVICES",
-        help="find the best split of this number of devices between training and generation, by simulating the run",
+        help="find the best split of this number of devices between training and generation, by the rates of the run",
     )
     args = parser.parse_args(argv)
     try:
@@ -45,7 +45,7 @@ def main(argv: Sequence[str], program: str) -> int:
     except ValueError as error:
         return refuse(error)
     if args.plan is not None:
-        from asyncrl.launch.commands.doctor.plan import show_plan  # the simulator takes a second to import
+        from asyncrl.launch.commands.doctor.plan import show_plan
 
         return show_plan(history, args.plan, args.json)
     diagnosis = examine(history)

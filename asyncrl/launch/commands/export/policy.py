@@ -24,6 +24,7 @@ from asyncrl.config.run_dir import CHECKPOINTS_DIR, CONFIG_FILE, WEIGHTS_DIR, re
 from asyncrl.config.trained_policies import config_of_policy, policy_and_role
 from asyncrl.models.model_config import CONFIG_FILE as MODEL_CONFIG
 from asyncrl.models.model_config import for_all_versions
+from asyncrl.models.ranks import Ranks
 from asyncrl.models.transformers_internals import language_model_on_meta
 from asyncrl.models.weights.checkpoints.distributed_checkpoint import StoredTensors
 from asyncrl.models.weights.checkpoints.restore import read_state
@@ -38,7 +39,6 @@ from asyncrl.models.weights.versions.logprob_probe import PROBE_FILE
 from asyncrl.models.weights.versions.manifest import MANIFEST_FILE, Manifest, TensorEntry, verify
 from asyncrl.models.weights.versions.publishing import tokenizer_assets, write_model
 from asyncrl.plugins.datasets.tokenizers import model_files
-from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.model.load_models import as_classifier
 from asyncrl.trainer.model.lora import adapter_config, is_adapter
 

@@ -31,9 +31,9 @@ from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.distributed.tensor import DTensor
 
 from asyncrl.comm.typed import decode_json
+from asyncrl.models.ranks import Ranks
 from asyncrl.models.weights.model_files.tensor_file import TensorFile, write_tensors
 from asyncrl.models.weights.versions.published import TensorSpec
-from asyncrl.runtime.ranks import Ranks
 
 Part: TypeAlias = tuple[str, tuple[int, ...]]
 """A part of a tensor: its name, and where the part begins in the whole, by dimension."""

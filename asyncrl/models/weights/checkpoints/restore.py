@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.run_dir import CHECKPOINT_STATE_FILE
+from asyncrl.models.ranks import Ranks
 from asyncrl.models.weights.checkpoints.checkpoint_folder import latest
 from asyncrl.models.weights.checkpoints.distributed_checkpoint import StoredTensors
 from asyncrl.models.weights.checkpoints.shard_copies import Parts, all_tensors
 from asyncrl.models.weights.checkpoints.writer import FORMAT
-from asyncrl.runtime.ranks import Ranks
 
 
 def restore_newest(parts: Parts, root: Path, ranks: Ranks) -> dict[str, Any] | None:

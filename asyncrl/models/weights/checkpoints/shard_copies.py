@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.models.host_copies import HostCopies, HostCopy, host_like
+from asyncrl.models.ranks import Ranks
 from asyncrl.models.weights import atomic_dir
 from asyncrl.models.weights.checkpoints.distributed_checkpoint import (
     Part,
@@ -27,7 +28,6 @@ from asyncrl.models.weights.checkpoints.distributed_checkpoint import (
 from asyncrl.models.weights.model_files.mapped_file import MappedFile, MappedFiles
 from asyncrl.models.weights.versions.manifest import FileEntry
 from asyncrl.models.weights.versions.published import TensorSpec
-from asyncrl.runtime.ranks import Ranks
 
 _MAPPED = "files"
 """Folder of the files that checkpoints in memory link to, beside the checkpoints."""

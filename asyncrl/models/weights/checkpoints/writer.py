@@ -22,14 +22,14 @@ from typing import Any, Protocol
 
 import torch
 
-from asyncrl.comm.files.retry_write import no_retry
+from asyncrl.comm.files import no_retry
 from asyncrl.config.run_dir import CHECKPOINT_STATE_FILE, versions_in
 from asyncrl.models.host_copies import HostCopies
+from asyncrl.models.ranks import Ranks
 from asyncrl.models.weights import atomic_dir
 from asyncrl.models.weights.checkpoints.checkpoint_folder import prune
 from asyncrl.models.weights.checkpoints.shard_copies import Parts, ShardCopies
 from asyncrl.models.weights.versions.manifest import FileEntry, Manifest, write_manifest
-from asyncrl.runtime.ranks import Ranks
 
 FORMAT = 3
 """Format of `state.json` and of the tensors' names. In earlier formats, each rank wrote slices of vectors."""

@@ -31,7 +31,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from asyncrl.comm.files.retry_write import retry_write_blocking
+from asyncrl.comm.files import retry_write_blocking
 from asyncrl.models.weights.versions.manifest import FileEntry, file_entry
 from asyncrl.models.weights.versions.published import TensorSpec
 

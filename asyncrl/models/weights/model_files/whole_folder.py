@@ -5,7 +5,7 @@ have is known to transformers alone: it renames, joins and ties tensors. So its 
 in a model without memory (`trial_load`), which takes well below a second for any size.
 
 As a program, `python -m asyncrl.models.weights.model_files.whole_folder`, it reads folders from its input, for
-processes without torch (`asyncrl.launch.before_start.whole_models`).
+processes without torch (`asyncrl.launch.before_start.models`).
 """
 
 from __future__ import annotations

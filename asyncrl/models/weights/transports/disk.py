@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, ClassVar
 
-from asyncrl.comm.security.run_secret import HttpSecurity
+from asyncrl.comm.security import HttpSecurity
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.client import GenerationServerClient
 from asyncrl.models.weights.transports.base import ManagerEnd, TrainerEnd, WeightTransport

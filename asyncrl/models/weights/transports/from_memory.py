@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, ClassVar
 from urllib.parse import urlsplit
 
 from asyncrl.comm.http.calls import HttpRefused, JsonHttp
-from asyncrl.comm.security.run_secret import HttpSecurity
+from asyncrl.comm.security import HttpSecurity
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.client import GenerationServerClient, UpdateFailed
 from asyncrl.models.pieces import in_pieces
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
 BUCKET_BYTES = 512 << 20
 """Bytes sent at a time, at most: bounds the second copy that a server holds meanwhile."""
-_PER_ENGINE = ("dp_size", "data_parallel_size", "pp_size", "pipeline_parallel_size", "nnodes")
-"""SGLang flags by which an engine has more ranks than `tensor_parallel`."""
 
 
 class MemoryTransport(WeightTransport):
@@ -57,12 +55,17 @@ class MemoryTransport(WeightTransport):
         elsewhere = [url for url in generation.engine.urls if urlsplit(url).hostname not in here]
         if elsewhere:
             yield from self.check_distance(elsewhere[0], config.system.host)
-        for key, value in generation.sglang.args.items():
-            if key.lstrip("-").replace("-", "_") in _PER_ENGINE and value != 1:
-                yield (
-                    f"manager.weight_transport={self.name!r}: generation.sglang.args.{key}={value!r} makes ranks that "
-                    "are not sent to; start more servers with generation.servers, or use weight_transport=disk"
-                )
+        try:
+            shape = generation.engine.shape
+        except ValueError as error:
+            if generation.engine.urls:  # else the checks of generation report it
+                yield f"manager.weight_transport={self.name!r}: {error}"
+            return
+        if shape.pipeline > 1 or shape.data > 1:
+            yield (
+                f"manager.weight_transport={self.name!r}: {shape.settings}: only the ranks of one tensor axis are sent "
+                "weights; start more servers with generation.servers, or use weight_transport=disk"
+            )
 
     @abstractmethod
     def check_distance(self, url: str, host: str) -> Iterator[str]:

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from asyncrl.comm.names import GENERATION_SERVER, MODEL_WORKER
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.runtime.planning.plan_workers import plan_workers
-from asyncrl.runtime.planning.worker_plan import WorkerPlan
+from asyncrl.runtime.planning.plan_workers import WorkerPlan, plan_workers
 from asyncrl.trainer.parallel.placement import placement
 
 _ASK = "import torch; print(torch.__version__, '.'.join(map(str, torch.cuda.nccl.version())))"
@@ -42,8 +41,8 @@ def problems(config: ExperimentConfig) -> Iterator[str]:
     """Yield an error message if the trainer shares its GPU with a server, or if both are on this host's GPUs and have
     two versions.
     """
-    generation = config.generation
-    if generation.engine.urls:
+    engine = config.generation.engine
+    if engine.program is None or engine.urls:
         return  # unknown for servers that asyncrl did not start
     try:
         plans = plan_workers(config)
@@ -53,12 +52,12 @@ def problems(config: ExperimentConfig) -> Iterator[str]:
     on_gpus = {plan.kind for plan in plans if plan.resources.gpus and not plan.host.name}
     if not {MODEL_WORKER, GENERATION_SERVER} <= on_gpus:
         return
-    here, there = installed(sys.executable), installed(generation.sglang.python or sys.executable)
+    here, there = installed(sys.executable), installed(engine.program.python or sys.executable)
     if here is not None and there is not None and here.nccl != there.nccl:
         yield (
             f"manager.weight_transport={config.manager.weight_transport!r}: NCCL connects processes of one version "
-            f"only, and the trainer has NCCL {here.nccl} (torch {here.torch}), SGLang {there.nccl} (torch "
-            f"{there.torch}, {generation.sglang.python}); install torch=={there.torch.partition('+')[0]} beside "
+            f"only, and the trainer has NCCL {here.nccl} (torch {here.torch}), {engine.label} {there.nccl} (torch "
+            f"{there.torch}, {engine.program.python}); install torch=={there.torch.partition('+')[0]} beside "
             "asyncrl, or use weight_transport=disk or tensor"
         )
 

@@ -38,10 +38,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from asyncrl.comm.files.retry_write import retry_write_blocking
+from asyncrl.comm.files import retry_write_blocking
 from asyncrl.comm.typed import decode_json
 from asyncrl.config.run_dir import versions_in
 from asyncrl.models.host_copies import HostCopies
+from asyncrl.models.ranks import Ranks
 from asyncrl.models.weights import atomic_dir
 from asyncrl.models.weights.model_files.adapters import STEM as ADAPTERS_STEM
 from asyncrl.models.weights.model_files.tensor_file import DTYPE_NAMES, TensorFile
@@ -58,7 +59,6 @@ from asyncrl.models.weights.versions.manifest import (
 from asyncrl.models.weights.versions.published import Published, TensorSpec
 from asyncrl.models.weights.versions.shared_files import SharedFiles
 from asyncrl.plugins.datasets.tokenizers import model_files
-from asyncrl.runtime.ranks import Ranks
 
 MAX_SHARD_BYTES = 1 << 30
 """Largest shard. A file is synced while the next is written, and readers check several at a time; more files take

@@ -26,6 +26,7 @@ from typing import Any
 from asyncrl.api.seeds import seed_from
 from asyncrl.config.plugin_code.daemon_threads import DaemonThreads
 from asyncrl.config.plugin_code.import_paths import PluginError, load_plugin
+from asyncrl.config.plugin_code.interfaces import call_problems
 from asyncrl.config.plugin_code.plugin_state import plain_state
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.datasets.queue.used_prompts import parse_prompt_id
@@ -108,9 +109,13 @@ class OwnCurriculum(Curriculum):
         self._threads, self._running = DaemonThreads(), Future[Any]()
         self._running.set_result(None)
         try:
-            self._own = load_plugin(path)(**args)
+            found = load_plugin(path)
         except PluginError as error:
             raise ConfigError(f"dataset.curriculum.path={error}") from error
+        if problems := list(call_problems("dataset.curriculum", path, found, args)):
+            raise ConfigError(problems[0])
+        try:
+            self._own = found(**args)
         except Exception as error:  # a user's constructor may raise anything
             raise ConfigError(f"dataset.curriculum.path={path!r} with args {dict(args)}: {error!r}") from error
 

@@ -155,21 +155,6 @@ def demonstration_batches(
         yield [demonstration for _ in range(batch_size) for demonstration in rows[next(order)]]
 
 
-def by_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Yield indices 0 to `len(lengths)` - 1 in runs of similar length, each padded to at most `max_tokens` tokens.
-
-    A longer sequence is a run by itself. The cut changes no result if losses are sums over a common normaliser.
-    """
-    run: list[int] = []
-    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if run and (len(run) + 1) * lengths[index] > max_tokens:
-            yield run
-            run = []
-        run.append(index)
-    if run:
-        yield run
-
-
 def _endless_rows(num_rows: int, seed: int) -> Iterator[int]:
     epoch = 0
     while True:

@@ -1,6 +1,6 @@
 """The flat engine: every rank has the whole model, its gradients and its optimizer, and trains its own samples.
 
-All trainable values lie in one vector (`flat_adamw`), so that a step is one all-reduce, one norm and one kernel.
+All trainable values lie in one vector (`flat_optimizer`), so that a step is one all-reduce, one norm and one kernel.
 Inherited methods are documented in `asyncrl.trainer.engines.base`.
 """
 
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from asyncrl.algorithms.arithmetic.sums import Stats
-from asyncrl.algorithms.objective.kl import ema_update_
+from asyncrl.algorithms.arithmetic import Stats
+from asyncrl.algorithms.kl import ema_update_
 from asyncrl.api.picture import PlacedPicture
 from asyncrl.models.chunked_logprobs import EntropyMode, logits_function, restricted, token_logprobs
 from asyncrl.models.fused_norms import fuse_norms
@@ -34,7 +34,7 @@ from asyncrl.trainer.engines.base import (
     ValueEngine,
     ValueLoss,
 )
-from asyncrl.trainer.engines.flat.flat_adamw import FlatAdamW
+from asyncrl.trainer.engines.flat.flat_optimizer import FlatOptimizer
 from asyncrl.trainer.engines.role import RoleEngine
 from asyncrl.trainer.model.compiled import as_written, compile_layers
 from asyncrl.trainer.model.gradient_checkpointing import checkpoint_layers
@@ -51,7 +51,7 @@ from asyncrl.trainer.parallel.rank_position import RankPosition
 from asyncrl.trainer.settings import LoraConfig
 
 
-class FlatEngine(RoleEngine[FlatAdamW]):
+class FlatEngine(RoleEngine[FlatOptimizer]):
     """Base of the flat policy and value engines: a trunk, its layout, and its optimizer if it is trained.
 
     Args:
@@ -66,7 +66,7 @@ class FlatEngine(RoleEngine[FlatAdamW]):
         module: nn.Module,
         trunk: PreTrainedModel,
         *,
-        optimizer: FlatAdamW | None = None,
+        optimizer: FlatOptimizer | None = None,
         place: RankPosition | None = None,
         gradient_checkpointing: bool = False,
         activations_on_host: bool = False,

@@ -17,7 +17,8 @@ from asyncrl.models.transformers_internals import compute_head_in_float32, trunk
 from asyncrl.trainer.engines.base import EngineLoader
 from asyncrl.trainer.engines.decay_groups import embedding_names
 from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine, FlatValueEngine
-from asyncrl.trainer.engines.flat.flat_adamw import FlatAdamW
+from asyncrl.trainer.engines.flat.flat_optimizer import FlatOptimizer
+from asyncrl.trainer.engines.optimizer import matrices_of_layers
 from asyncrl.trainer.model.layout_parity import refuse_longer_than_independent, select_attention
 from asyncrl.trainer.model.load_models import (
     attention_kind,
@@ -29,7 +30,7 @@ from asyncrl.trainer.model.load_models import (
 from asyncrl.trainer.model.lora import add_adapters, initialise, plain_name
 from asyncrl.trainer.model.lora_checks import publishes_adapters
 from asyncrl.trainer.parallel.rank_position import RankPosition
-from asyncrl.trainer.settings import KeptOn, OptimizerConfig, VisionMode
+from asyncrl.trainer.settings import KeptOn, OptimizerConfig, OptimizerName, VisionMode
 
 Engine = TypeVar("Engine", FlatPolicyEngine, FlatValueEngine)
 
@@ -118,7 +119,8 @@ class FlatLoader(EngineLoader):
 
         return self._place.everyone.together(proven, f"loading {path}")
 
-    def _optimizer(self, module: nn.Module, config: OptimizerConfig) -> FlatAdamW:
+    def _optimizer(self, module: nn.Module, config: OptimizerConfig) -> FlatOptimizer:
         named = ((plain_name(name), parameter) for name, parameter in module.named_parameters())
         undecayed = () if config.decay_embeddings else embedding_names(module)
-        return FlatAdamW(named, config, undecayed)
+        matrices = matrices_of_layers(module) if config.name == OptimizerName.muon else ()
+        return FlatOptimizer(named, config, undecayed, matrices)

@@ -24,14 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from asyncrl.models.ranks import Ranks
 from asyncrl.models.routing import UNRECORDED
 from asyncrl.models.transformers_internals import register_attention
-from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.engines.sharded.collectives import Group, exchange, leave
-from asyncrl.trainer.model.attention.flex_attention import FLEX, flex_stream_attention
-from asyncrl.trainer.model.attention.packed_attention import PACKED, packed_attention
-from asyncrl.trainer.model.attention.varlen_attention import VARLEN, varlen_attention
+from asyncrl.trainer.model.attention import PACKED, VARLEN, packed_attention, varlen_attention
 
 Attention = Callable[..., tuple[Tensor, None]]
 _PART = "stream_part"
@@ -205,5 +203,5 @@ def across_ranks(name: str) -> str:
     return f"{name}_across_ranks"
 
 
-for _name, _compute in ((PACKED, packed_attention), (VARLEN, varlen_attention), (FLEX, flex_stream_attention)):
+for _name, _compute in ((PACKED, packed_attention), (VARLEN, varlen_attention)):
     register_attention(across_ranks(_name), _across_ranks(_compute))

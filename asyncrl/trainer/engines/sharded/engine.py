@@ -23,8 +23,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
-from asyncrl.algorithms.arithmetic.sums import Stats, merge_stats
-from asyncrl.algorithms.objective.kl import ema_update_
+from asyncrl.algorithms.arithmetic import Stats, merge_stats
+from asyncrl.algorithms.kl import ema_update_
 from asyncrl.api.picture import PlacedPicture
 from asyncrl.models.chunked_logprobs import EntropyMode
 from asyncrl.models.weights.model_files.adapters import published_name

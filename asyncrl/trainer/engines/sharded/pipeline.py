@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.algorithms.arithmetic.sums import Stat, Stats
+from asyncrl.algorithms.arithmetic import Stat, Stats
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 
 Outputs = tuple[Tensor, ...]

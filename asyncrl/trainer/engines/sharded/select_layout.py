@@ -22,8 +22,8 @@ from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.models.parity import Difference, Rounding, UnsupportedModelError, forks, probe_for, told
 from asyncrl.models.pictures.picture_rules import TOKEN_FIELDS
+from asyncrl.models.ranks import Ranks
 from asyncrl.models.transformers_internals import language_model, set_attention
-from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine

@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from asyncrl.trainer.engines.adamw import EngineAdamW, trainable, zero_moments
 from asyncrl.trainer.engines.decay_groups import NamedParameter, decay_groups
 from asyncrl.trainer.engines.host_offload import local
+from asyncrl.trainer.engines.optimizer import EngineOptimizer, trainable, zero_moments
 from asyncrl.trainer.engines.sharded.gathering import whole
 from asyncrl.trainer.settings import OptimizerConfig
 
 
-class ShardedAdamW(EngineAdamW):
+class ShardedAdamW(EngineOptimizer):
     """AdamW over parts.
 
     Args:
@@ -71,7 +71,7 @@ class ShardedAdamW(EngineAdamW):
         return square.sqrt()
 
     def _clipped(self) -> Iterable[Tensor]:
-        """This rank's own parts, for the reason of `_LocalAdamW`."""
+        """This rank's own parts, for the reason of `_AdamW`."""
         for parameter in self._parameters.values():
             if parameter.grad is not None:
                 part = local(parameter.detach())

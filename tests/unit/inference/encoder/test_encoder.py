@@ -17,17 +17,19 @@ import pytest
 from asyncrl.api import Episode
 from asyncrl.api.picture import Picture
 from asyncrl.comm.http.calls import HttpRefused, JsonHttp
-from asyncrl.comm.security.run_secret import HttpSecurity, RunSecret
+from asyncrl.comm.security import HttpSecurity, RunSecret
+from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError
 from asyncrl.inference.encoder.client import EncoderClient, EncoderUnavailable
 from asyncrl.inference.encoder.process import loaded
 from asyncrl.inference.encoder.service import EncoderService
 from asyncrl.inference.encoder.settings import EncoderConfig
-from asyncrl.launch.before_start.checks import validate
+from asyncrl.launch.before_start.setting_checks import validate
 from asyncrl.plugins.rewards.srpo import SRPOReward
-from asyncrl.rollout.user_code.embeddings import with_embeddings
-from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError
+from asyncrl.rollout.checks import problems_of_others
+from asyncrl.rollout.user_code.rewards import with_embeddings
+from asyncrl.rollout.user_code_pool.call_records import UserCodeError
 
 LIMIT_S = 300.0
 
@@ -221,7 +223,11 @@ def test_servers_that_cannot_be_are_refused_before_the_start() -> None:
     servers = ["rollout.encoder.servers=1", "rollout.encoder.args={folder: /models/vjepa2}"]
     assert problem(from_servers, *servers) == ""
     assert "rollout.encoder.servers=0: rewards[0].args" in problem(from_servers)
-    assert "rollout.encoder.args" in problem(from_servers, servers[0])
+    without_folder = load_experiment("embodied_srpo", [from_servers, servers[0]])
+    assert isinstance(without_folder, ExperimentConfig)
+    (told,) = problems_of_others(without_folder)
+    assert told.startswith("rollout.encoder.args=")
+    assert "needs args.folder" in told
     on_gpu = "rollout.encoder.args={folder: /m, device: cuda}"
     assert "rollout.encoder.gpus is 0" in problem(servers[0], on_gpu)
     assert problem(servers[0], on_gpu, "rollout.encoder.gpus=1") == ""

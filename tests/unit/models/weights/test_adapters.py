@@ -18,13 +18,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, OPTConfig
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
+from asyncrl.models.ranks import Ranks
 from asyncrl.models.weights.model_files.adapters import are_adapters, read_adapters
 from asyncrl.models.weights.model_files.loading import WeightUpdateError, read_checkpoint
 from asyncrl.models.weights.transports.base import TrainerEnd
 from asyncrl.models.weights.versions.manifest import read_manifest, verify
 from asyncrl.models.weights.versions.publishing import publish
 from asyncrl.models.weights.versions.shared_files import SharedFiles
-from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.messages import Publish as PublishRequest
 from asyncrl.trainer.model.lora import adapter_config, add_adapters
 from asyncrl.trainer.parallel.rank_position import World

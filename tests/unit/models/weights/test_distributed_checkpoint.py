@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
+from asyncrl.models.ranks import Ranks
 from asyncrl.models.weights.checkpoints.distributed_checkpoint import SavePlan, StoredTensors, share_out, write_shard
-from asyncrl.runtime.ranks import Ranks
 
 LIMIT_S = 300.0
 WHOLE = {

@@ -16,6 +16,7 @@ from asyncrl.config.setting import Dtype
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.manager.fleet.logprob_check import FLOAT32_TOLERANCE
 from asyncrl.models.pictures.picture_rows import Pictures
+from asyncrl.models.ranks import Ranks
 from asyncrl.models.weights.versions import publishing as weights
 from asyncrl.models.weights.versions.logprob_probe import (
     PROBE_FILE,
@@ -32,7 +33,6 @@ from asyncrl.models.weights.versions.logprob_probe import (
 from asyncrl.models.weights.versions.manifest import ManifestError, verify
 from asyncrl.models.weights.versions.published import WholeModel
 from asyncrl.models.weights.versions.shared_files import SharedFiles
-from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind, blocks
 from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine
 from asyncrl.trainer.engines.flat.loader import FlatLoader

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config
 
 from asyncrl.config.run_dir import versions_in
+from asyncrl.models.ranks import Ranks
 from asyncrl.models.weights import atomic_dir
 from asyncrl.models.weights.model_files.loading import apply_weights, load_targets, read_checkpoint, stage_weights
 from asyncrl.models.weights.versions import publishing as weights
@@ -23,7 +24,6 @@ from asyncrl.models.weights.versions.published import Rounded, TensorSpec, Whole
 from asyncrl.models.weights.versions.shared_files import SharedFiles
 from asyncrl.plugins.datasets.templates.chat_template import template_source
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
-from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.model.load_models import load_causal_lm
 
 CPU = torch.device("cpu")

@@ -12,8 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from asyncrl.comm.files import retry_write
-from asyncrl.comm.files.retry_write import no_retry
+from asyncrl.comm import files
+from asyncrl.comm.files import no_retry
 from asyncrl.models.weights.model_files.tensor_file import DTYPE_NAMES, TensorFile, write_tensors
 from asyncrl.models.weights.versions.manifest import file_entry
 from asyncrl.models.weights.versions.published import TensorSpec
@@ -96,7 +96,7 @@ def test_a_file_that_does_not_fit_now_is_written_once_it_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The disk is full again in the middle of it."""
-    monkeypatch.setattr(retry_write, "_BACKOFF", retry_write.Backoff(0.001, 0.001))
+    monkeypatch.setattr(files, "_BACKOFF", files.Backoff(0.001, 0.001))
     pwrite, calls = os.pwrite, [0]
 
     def full_at_times(descriptor: int, data: bytes, place: int) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from asyncrl.config.setting import Dtype
-from asyncrl.inference.embedded.load_engine import load_model
+from asyncrl.inference.embedded.host import load_model
 from asyncrl.models.folder_checks import ModelPart
 from asyncrl.models.weights.model_files.whole_folder import IncompleteModelError, check_whole
 from asyncrl.trainer.model.load_models import load_causal_lm, load_critic

@@ -15,8 +15,16 @@ import pytest
 
 from asyncrl.launch.__main__ import main
 from asyncrl.launch.commands.dashboard import token_of
-from asyncrl.observe.dashboard.page import SCRIPTS, STYLES, UPLOT_SHA256, html, static
-from asyncrl.observe.dashboard.page_data import MOST_POINTS, TIMELINE_SPANS, page_data
+from asyncrl.observe.dashboard.page import (
+    MOST_POINTS,
+    SCRIPTS,
+    STYLES,
+    TIMELINE_SPANS,
+    UPLOT_SHA256,
+    html,
+    page_data,
+    static,
+)
 from asyncrl.observe.dashboard.server import Dashboard
 from asyncrl.observe.history import History
 from asyncrl.observe.timeline.spans import OTHER, PHASES

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from asyncrl.comm import names
-from asyncrl.comm.files.file_lock import take_lock
+from asyncrl.comm.files import FileLock
 from asyncrl.launch.commands.doctor.run import main
 from asyncrl.observe.doctor import Finding, Level, examine
 from asyncrl.observe.doctor.health import RUBRIC_FAILED
@@ -49,14 +49,14 @@ def problems(run: Path) -> dict[str, str]:
     return {each.kind: each.line() for each in examine(History(run)).findings if each.level is Level.problem}
 
 
-def hold(run: Path) -> int:
+def hold(run: Path) -> FileLock:
     """Hold the run as its launcher does."""
     holder = names.TrialHolder("x", socket.gethostname(), "m", os.getpid(), 1, "now", str(run))
     (run / "lock").write_text(holder.encode())
-    descriptor = os.open(run / "lock", os.O_RDWR)
-    assert take_lock(descriptor)
+    lock = FileLock(run / "lock")
+    assert lock.take()
     (run / "summary.json").unlink()
-    return descriptor
+    return lock
 
 
 def test_a_healthy_run_has_no_problem(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,7 +238,7 @@ def test_a_run_without_a_step_says_which_process_is_not_ready(tmp_path: Path) ->
     write(run / "observed" / "master_worker-0.jsonl",
           {"at": now, "pid": 2, "stage": "waits for 'x'", "activity": "blocked", "since": now - 40})  # fmt: skip
     found = examine(History(run)).verdict
-    os.close(lock)
+    lock.close()
     assert found is not None
     assert found.kind == "no-step-yet"
     assert "generation_server/0 loads the model since 42 s" in found.sentence
@@ -258,7 +258,7 @@ def test_a_run_without_a_step_says_which_server_has_never_been_heard_of(tmp_path
     for name, stage in (("generation_server-0", "serves"), ("rollout_worker-0", "plays"), ("model_worker-0", "ready")):
         write(run / "observed" / f"{name}.jsonl", {"at": now, "pid": 1, "stage": stage, "since": now - 40})
     found = examine(History(run)).verdict
-    os.close(lock)
+    lock.close()
     assert found is not None
     assert found.sentence.endswith("Silent: generation_server/1.")
     assert found.advice == "The others wait for generation_server/1; see its log."
@@ -288,7 +288,7 @@ def test_a_run_that_has_no_cores_before_its_first_step_is_told_so(
             ),
         )  # fmt: skip
     found = examine(History(run))
-    os.close(lock)
+    lock.close()
     assert ("no-cpu" in {each.kind for each in found.findings}) is named
     if named:
         assert found.verdict is not None
@@ -305,7 +305,7 @@ def test_a_run_whose_processes_have_not_told_anything_yet_is_starting(tmp_path: 
         file.unlink()
     lock = hold(run)
     history = History(run)
-    os.close(lock)
+    lock.close()
     assert standing_lines(history, examine(history).verdict) == [Standing("the processes are starting")]
 
 
@@ -321,7 +321,7 @@ def test_a_run_that_is_started_again_hours_later_is_starting_and_does_not_stand_
     history = History(run)
     diagnosis = examine(history)
     shown = standing_lines(history, diagnosis.verdict)
-    os.close(lock)
+    lock.close()
     told = {each.kind: each for each in diagnosis.findings}
     assert "stalled" not in told
     assert told["no-step-yet"].sentence.startswith("the run continues after step 30: model_worker/0 loads the models")
@@ -361,7 +361,7 @@ def test_how_far_the_first_batch_of_a_launch_is_and_when_it_will_be_ready(run: P
     )
     write(run / "observed" / "master_worker-0.jsonl", line | {"at": begun + 301, "training": 1.0})
     assert outlook(History(run)) == f"step 31 of {total} trains; the first step shows how long the run takes"
-    os.close(lock)
+    lock.close()
 
 
 def test_when_a_run_with_steps_will_end(run: Path) -> None:
@@ -376,7 +376,7 @@ def test_when_a_run_with_steps_will_end(run: Path) -> None:
     late = {"at": ended + 4 * pace_s, "pid": 9, "stage": "ready", "since": ended}
     write(run / "observed" / "master_worker-0.jsonl", late)
     told_late = outlook(History(run))
-    os.close(lock)
+    lock.close()
     assert told_late.endswith(f"not complete after {about(4 * pace_s)}, where a step takes {about(pace_s)}")
     batch = history.setting("train_batch_size")
     assert told.startswith(f"step 31 of {total}: 3 of {batch} rollouts are ready, complete in {about(pace_s)}")
@@ -414,7 +414,7 @@ def test_a_run_that_stands_still_names_the_silent_process(run: Path) -> None:
     answers = [line | {"at": stands - 20, "answers_total": 7}, line | {"at": stands, "answers_total": 9}]
     (run / "observed" / "rollout_worker-0.jsonl").write_text("".join(json.dumps(each) + "\n" for each in answers))
     later = problems(run)
-    os.close(lock)
+    lock.close()
     assert "stalled" not in later, "answers end: the step is only long"
     assert "no step since 500 s, after step 30" in shown, "the terminal says it as well"
     assert shown.endswith("py-spy dump shows where it is.")
@@ -431,7 +431,7 @@ def test_a_run_that_waits_for_one_rollout_says_what_ends_it(run: Path) -> None:
     for file in (run / "observed").glob("*.jsonl"):
         write(file, {"at": stands, "pid": 1, "stage": "plays", "since": stands - 600})
     found = examine(History(run)).findings[0]
-    os.close(lock)
+    lock.close()
     assert found.kind == "stalled"
     assert "Silent" not in found.sentence
     assert found.advice.startswith("Look at the log of rollout_worker/0; rollout.rollout_timeout_s ends rollouts")
@@ -529,12 +529,12 @@ def test_servers_are_compared_with_others_of_their_policy(tmp_path: Path) -> Non
     assert "policy_server/1 loads the model, and the others serve" in kinds["slow-server"].sentence
 
 
-def test_a_plan_for_a_run_that_the_simulation_does_not_know_is_refused(
+def test_a_plan_for_a_run_that_the_formula_does_not_know_is_refused(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     policy_servers(run, lambda _, line: {})
     assert main([str(run), "--plan", "4"], "asyncrl") == 2
-    assert "the run has policies, which the simulation does not support" in capsys.readouterr().err
+    assert "the run has policies, for which there is no formula" in capsys.readouterr().err
 
 
 def evaluate(run: Path, accuracy: Any, reward: Any) -> None:

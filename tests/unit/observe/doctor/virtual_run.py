@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.comm.ended_rollouts.ledger_lines import (
+from asyncrl.comm.ended_rollouts import (
     Admitted,
     Begin,
     Finished,

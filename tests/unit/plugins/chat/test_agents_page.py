@@ -1,4 +1,4 @@
-"""Every file and setting of docs/agents.md, agent_forms.md and games.md is accepted, and rolls a group out."""
+"""Every file and setting of docs/agents.md and of the games of docs/policies.md is accepted, and rolls a group out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from asyncrl.rollout.user_code.components import UserComponents
 from .conftest import TEMPLATES, FakePolicy
 
 DOCS = Path(__file__).resolve().parents[4] / "docs"
-PAGE = "".join((DOCS / name).read_text() for name in ("agents.md", "agent_forms.md", "games.md"))
+GAMES = "\n## Games: gymnasium\n"
+PAGE = (DOCS / "agents.md").read_text()
+PAGE += GAMES + (DOCS / "policies.md").read_text().split(GAMES)[1].split("\n## ")[0]
 SECTIONS = {part.partition("\n")[0]: part for part in PAGE.split("\n## ")[1:]}
 SETTINGS = [
     (title, text) for title, part in SECTIONS.items() for text in re.findall(r"^```yaml\n(.*?)^```$", part, re.S | re.M)
@@ -122,11 +124,12 @@ async def test_what_the_page_says_of_rewards_is_so(folder: Path, tokenizer: Chat
     assert await rewards("A reward", ["It is 7.", "7 or 8", ""]) == [1.0, 0.0, 0.0]
     guesses = (["7", "3", "9"], ["7", "8"], ["7"])  # all three guess, then those two again that were wrong, then one
     assert await rewards("An environment", *guesses) == [1.0, 0.5, 0.25]
-    assert await rewards("A rollout of your own", *guesses) == [1.0, 0.5, 0.25]
+    assert await rewards("Your own agent", *guesses) == [1.0, 0.5, 0.25]
     assert await rewards("Rewards of turns", *guesses) == pytest.approx([0.9, 0.8, 0.7])
-    assert await rewards("The whole group at once", ["7", "seven and more", "7"]) == [1.0, 0.0, 0.0]
+    assert await rewards("Whole groups and batches", ["7", "seven and more", "7"]) == [1.0, 0.0, 0.0]
     samples = await roll_out(load(folder, by_title["Several conversations in an episode"]), tokenizer)
     assert [sample.episode for sample in samples] == [0, 0, 1, 1, 2, 2]
+    assert [sample.group for sample in samples] == ["solver", "judge"] * 3
 
 
 def test_every_section_shows_something() -> None:

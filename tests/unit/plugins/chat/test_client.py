@@ -29,10 +29,9 @@ from asyncrl.api import (
     ToolSchema,
 )
 from asyncrl.plugins.agents.sample_builder import SampleBuilder
-from asyncrl.plugins.chat.client import ChatPolicy, ConversationEnded, EpisodeClient
-from asyncrl.plugins.chat.drift import DriftError
+from asyncrl.plugins.chat.client import ChatPolicy, ConversationEnded, DriftError, EpisodeClient
+from asyncrl.plugins.chat.conversation import ChatLimits, Finish, Phase
 from asyncrl.plugins.chat.parsers import Parsed
-from asyncrl.plugins.chat.request import ChatLimits, Finish, Phase
 from asyncrl.plugins.chat.settings import DriftCheck, Reasoning
 from asyncrl.plugins.chat.template import ChatFormat
 from asyncrl.plugins.datasets.templates.chat_template import ChatError

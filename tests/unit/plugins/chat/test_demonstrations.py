@@ -23,8 +23,10 @@ from asyncrl.plugins.datasets.supervised.demonstrations import (
     DemonstrationFormat,
     TrainOn,
 )
-from asyncrl.trainer.supervised.muon import MuonLearner
-from asyncrl.trainer.supervised.settings import SFTConfig
+from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
+from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine
+from asyncrl.trainer.parallel.rank_position import RankPosition
+from asyncrl.trainer.supervised.objectives import Imitation
 
 from .conftest import TEMPLATES as SOURCES
 
@@ -169,7 +171,7 @@ def test_a_template_whose_answers_begin_otherwise_than_its_generation_prompt_is_
 
 
 def test_messages_without_a_chat_template_are_refused(chat_format: Formats) -> None:
-    form = DemonstrationFormat(PromptFormat(chat_format("chatml").tokenizer))
+    form = DemonstrationFormat(PromptFormat(chat_format("chatml").tokenizer, None))
     with pytest.raises(BadDemonstration, match="there is no chat template"):
         form.encode(Row(), {"prompt": SUMS, "completion": ""})
 
@@ -219,5 +221,8 @@ def test_the_loss_is_the_mean_over_the_tokens_that_carry_it(chat_format: Formats
     expected = torch.cat(losses).mean().item()
     batch = [item for row in rows for item in row]
     for budget in (10_000, 1):
-        learner = MuonLearner(model, SFTConfig(tokens_per_micro_batch=budget), 1)
-        assert learner.measure(batch).loss == pytest.approx(expected, rel=1e-5)
+        engine = FlatPolicyEngine(
+            model, temperature=1.0, attention=AttentionKind.padded, tokens_per_micro_batch=budget, optimizer=None
+        )
+        found = Imitation(engine, RankPosition(), torch.device("cpu")).measure(batch).loss
+        assert found == pytest.approx(expected, rel=1e-5)

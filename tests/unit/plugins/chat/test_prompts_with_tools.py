@@ -13,7 +13,7 @@ import pytest
 from asyncrl.api import GenerationClient, messages_of
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
-from asyncrl.launch.before_start.prompt_checks import check_prompts
+from asyncrl.launch.before_start.data import check_prompts
 from asyncrl.plugins.datasets.prompt_format import OverlongPrompt
 from asyncrl.plugins.datasets.queue.order import PromptRef
 from asyncrl.plugins.datasets.settings import Overlong
@@ -116,6 +116,7 @@ def test_tools_count_only_where_the_agent_takes_them(
     config: Callable[..., ExperimentConfig], agent: str, *, counted: bool
 ) -> None:
     made = config(agent)
+    made.eval.interval, made.eval.path, made.eval.agent = 1, made.dataset.path, {"path": TOOL_AGENT}
     assert (check_prompts(made)["dataset"].tools > 0) is counted
     ids = list(UserComponents(made).prompts.train(ref(0)).input_ids)
     assert ("calculator" in UserComponents(made).tokenizer.decode(ids)) is counted

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from asyncrl.plugins.chat.request import ChatLimits, ChatRequest, Finish, IllegalStep, Phase
+from asyncrl.plugins.chat.conversation import ChatLimits, ChatRequest, Finish, IllegalStep, Phase
 
 ANSWERS = st.sampled_from([Finish.stop, Finish.length, Finish.tool_calls])
 

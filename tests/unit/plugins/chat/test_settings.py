@@ -11,7 +11,7 @@ import pytest
 from asyncrl.config.context import context_length, turns
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
-from asyncrl.launch.before_start.checks import validate
+from asyncrl.launch.before_start.setting_checks import validate
 from asyncrl.plugins.datasets.queue.order import PromptRef
 from asyncrl.plugins.tools.settings import ToolConfig
 from asyncrl.rollout.user_code.components import UserComponents
@@ -77,6 +77,8 @@ def test_the_limit_names_the_setting_that_it_comes_from() -> None:
     assert (limits.max_context, limits.context_setting) == (400, "generation.max_total_tokens")
     assert (limits.max_turns, limits.max_tool_s) == (3, 9.0)
     config.generation.backend = "sglang"  # type: ignore[assignment]
+    assert chat_policy(config, {}).limits == limits, "a limit that is set bounds SGLang's cache too"
+    config.generation.max_total_tokens = 0
     limits = chat_policy(config, {}).limits
     assert (limits.max_context, limits.context_setting) == (500, "generation.context_length")
 

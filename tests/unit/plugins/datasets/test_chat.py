@@ -160,7 +160,7 @@ def test_names_of_control_tokens_are_text_in_messages_and_tokens_in_plain_prompt
     harmless = PromptFormat(tokenizer, ChatTemplate(QWEN, {}, system_prompt="y")).encode({"prompt": "x"})
     assert ids.count(end) == harmless.count(end) == 2
     assert tokenizer.decode_all(ids) == chat.render(attack)
-    assert PromptFormat(tokenizer).encode({"prompt": attack}).count(end) == 1
+    assert PromptFormat(tokenizer, None).encode({"prompt": attack}).count(end) == 1
 
 
 def test_each_template_renders_some_and_refuses_what_it_says(folder: Path) -> None:
@@ -373,4 +373,4 @@ def test_a_survey_shows_the_first_prompt_as_it_is_cut_and_counts_those_that_no_c
 
 def test_messages_without_a_template_make_no_prompt(folder: Path) -> None:
     with pytest.raises(InvalidPrompt, match="no chat template; set dataset"):
-        PromptFormat(load_tokenizer(folder)).encode({"prompt": [{"role": "user", "content": "x"}]})
+        PromptFormat(load_tokenizer(folder), None).encode({"prompt": [{"role": "user", "content": "x"}]})

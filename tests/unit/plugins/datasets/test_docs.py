@@ -11,8 +11,8 @@ import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
-from asyncrl.launch.before_start.checks import validate
-from asyncrl.launch.before_start.input_checks import check_data
+from asyncrl.launch.before_start.data import check_data
+from asyncrl.launch.before_start.setting_checks import validate
 from asyncrl.master.data.buffer_order import ConfiguredOrder
 from asyncrl.plugins.datasets.rows.files import FileDataset
 from asyncrl.rollout.user_code.prompts import load_train_set

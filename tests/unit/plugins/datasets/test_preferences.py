@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from asyncrl.config.setting import ChoiceConfig, ConfigError
-from asyncrl.launch.before_start.input_checks import check_data
+from asyncrl.launch.before_start.data import check_data
 from asyncrl.plugins.datasets.prompt_format import PromptFormat, load_chat_template
 from asyncrl.plugins.datasets.supervised.demonstration_rows import EncodedRows, load_demonstrations
 from asyncrl.plugins.datasets.supervised.demonstrations import BadDemonstration
 from asyncrl.plugins.datasets.supervised.preferences import JudgedAnswer, PreferenceFormat
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer, ChatTokenizer, load_tokenizer
-from asyncrl.trainer.supervised.settings import SFTConfig, SFTDatasetConfig, SupervisedOptimizer
+from asyncrl.trainer.settings import OptimizerName
+from asyncrl.trainer.supervised.settings import SFTConfig, SFTDatasetConfig
 
 USER, SEVEN, EIGHT = (
     {"role": role, "content": text} for role, text in (("user", "3 + 4?"), ("assistant", "7"), ("assistant", "8"))
@@ -45,7 +46,7 @@ def text_of(answer: JudgedAnswer, tokenizer: ChatTokenizer) -> tuple[str, str]:
 )
 def test_pairs_of_text_end_with_the_end_token(tmp_path: Path, row: dict[str, Any]) -> None:
     tokenizer = CharTokenizer()
-    chosen, rejected = encoded(tmp_path, row, PreferenceFormat(PromptFormat(tokenizer)))
+    chosen, rejected = encoded(tmp_path, row, PreferenceFormat(PromptFormat(tokenizer, None)))
     assert tokenizer.decode(chosen.token_ids) == "3+4=#7"
     assert tokenizer.decode(rejected.token_ids) == "3+4=#8"
     assert (chosen.preferred, rejected.preferred, chosen.margin) == (True, False, 2.0)
@@ -75,7 +76,7 @@ def test_all_forms_of_a_conversation_are_the_same_tokens_up_to_the_end_of_the_an
 
 
 def test_labelled_answers_and_pairs_are_judged_one_by_one(tmp_path: Path) -> None:
-    form = PreferenceFormat(PromptFormat(CharTokenizer()), labelled=True)
+    form = PreferenceFormat(PromptFormat(CharTokenizer(), None), labelled=True)
     (bad,) = encoded(tmp_path, {"prompt": "3+4=", "completion": "#8", "label": False}, form)
     assert not bad.preferred
     pair = encoded(tmp_path, {"prompt": "3+4=", "chosen": "#7", "rejected": "#8"}, form)
@@ -99,7 +100,7 @@ def test_a_wrong_row_is_named_before_the_start(tmp_path: Path, row: dict[str, An
     good = {"prompt": "1+2=", "chosen": "#3", "rejected": "#4"}
     file.write_text(f"{json.dumps(good)}\n{json.dumps(row)}\n")
     config = SFTConfig(
-        optimizer=SupervisedOptimizer.adamw,
+        optimizer=OptimizerName.adamw,
         loss=ChoiceConfig("kto" if labelled else "dpo"),
         dataset=SFTDatasetConfig(str(file)),
     )
@@ -110,7 +111,7 @@ def test_a_wrong_row_is_named_before_the_start(tmp_path: Path, row: dict[str, An
 
 
 def test_the_same_answer_twice_and_pairs_that_are_too_long(tmp_path: Path) -> None:
-    form = PreferenceFormat(PromptFormat(CharTokenizer()))
+    form = PreferenceFormat(PromptFormat(CharTokenizer(), None))
     with pytest.raises(BadDemonstration, match="are the same answer"):
         encoded(tmp_path, {"prompt": "1+1=", "chosen": "#2", "rejected": "#2"}, form)
     with pytest.raises(BadDemonstration, match="longer than dataset"):

@@ -24,13 +24,12 @@ from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.plugins.envs.game_text import action_of, text_of
 from asyncrl.plugins.envs.gymnasium_env import GymnasiumEnv
 from asyncrl.plugins.envs.gymnasium_vector import VectorGames
-from asyncrl.rollout.checks import check
+from asyncrl.rollout.checks import check, code_problems
 from asyncrl.rollout.episode import run_group
 from asyncrl.rollout.settings import UserCodeConfig
 from asyncrl.rollout.user_code.components import UserComponents
+from asyncrl.rollout.user_code_pool.call_records import Activity, UserCodeError
 from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner
-from asyncrl.rollout.user_code_pool.timing import Activity
-from asyncrl.rollout.user_code_pool.user_code_errors import UserCodeError
 
 TOKENIZER = CharTokenizer()
 DRY = {"is_slippery": False}
@@ -213,7 +212,7 @@ def test_what_is_no_game_is_refused_before_anything_starts(
 def test_arguments_of_a_game_are_checked(tiny_model: Path, vectorized: bool) -> None:
     settings = config(tiny_model, slippery=False)
     settings.env.vectorized = vectorized
-    assert any("has no parameter 'slippery'" in problem for problem in check(settings))
+    assert any("has no parameter 'slippery'" in problem for problem in code_problems(settings))
 
 
 def test_a_missing_package_is_named(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.rollout.checks import check
+from asyncrl.rollout.checks import check, code_problems
 from asyncrl.rollout.user_code.rewards import load_rewards
 
 PAGE = (Path(__file__).resolve().parents[4] / "docs" / "rewards.md").read_text()
@@ -36,6 +36,6 @@ def test_the_examples_show_what_they_say(section: str) -> None:
 def test_the_settings_are_accepted_and_name_rewards_that_load(text: str) -> None:
     merged = OmegaConf.merge(OmegaConf.structured(ExperimentConfig), OmegaConf.create(text))
     config: Any = OmegaConf.to_object(merged)
-    assert list(check(config)) == []
+    assert [*check(config), *code_problems(config)] == []
     parts = load_rewards(config.reward, config.rewards)
     assert [part.name for part in parts] == [part.name for part in config.rewards] or len(parts) == 1

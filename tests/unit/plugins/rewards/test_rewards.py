@@ -19,7 +19,7 @@ from asyncrl.api import Episode, RewardFunction
 from asyncrl.api.reward import RunIn, marked_run_in, reward_parts, run_in, scored
 from asyncrl.comm.http import calls as http
 from asyncrl.comm.http.calls import HttpError, HttpRefused
-from asyncrl.comm.waits.backoff import Backoff
+from asyncrl.comm.waits import Backoff
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.no_proxy import bypass_proxy
 from asyncrl.plugins.rewards import remote

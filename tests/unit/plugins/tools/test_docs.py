@@ -1,8 +1,7 @@
-"""Every example of docs/tools.md: what it shows is so, what it sets is accepted, and its tools load."""
+"""Every example of docs/tools.md: what it sets is accepted, its tools load, and its table has every format."""
 
 from __future__ import annotations
 
-import doctest
 import inspect
 import re
 from pathlib import Path
@@ -13,13 +12,13 @@ from omegaconf import OmegaConf
 
 from asyncrl.api import Tool, ToolCall, as_tool
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.plugins.tools.checks import check
+from asyncrl.plugins.chat.parsers import FORMATS
+from asyncrl.plugins.tools.checks import check, code_problems
 from asyncrl.plugins.tools.settings import ToolConfig
 from asyncrl.rollout.user_code.tools import RunTools
 from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
 
 PAGE = (Path(__file__).resolve().parents[4] / "docs" / "tools.md").read_text()
-SECTIONS = {part.partition("\n")[0]: part for part in PAGE.split("\n## ")}
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -32,14 +31,10 @@ def code(defined: str) -> str:
     )
 
 
-@pytest.mark.parametrize("section", [title for title, text in SECTIONS.items() if blocks(text, "pycon")])
-def test_the_examples_show_what_they_say(section: str) -> None:
-    source = "\n".join(blocks(SECTIONS[section], "pycon"))
-    test = doctest.DocTestParser().get_doctest(source, {}, section, "docs/tools.md", 0)
-    assert test.examples
-    said: list[str] = []
-    doctest.DocTestRunner(verbose=False).run(test, out=said.append)
-    assert said == []
+def test_the_table_has_every_format_of_calls() -> None:
+    table = PAGE.partition("\n## Formats of tool calls\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?`) \|", table, re.MULTILINE)
+    assert [name for row in rows for name in re.findall(r"`(\w+)`", row)] == [*FORMATS]
 
 
 @pytest.mark.parametrize("text", blocks(PAGE, "yaml"))
@@ -49,7 +44,7 @@ def test_the_settings_are_accepted(text: str, tmp_path: Path, monkeypatch: pytes
     merged = OmegaConf.merge(OmegaConf.structured(ExperimentConfig), OmegaConf.create(text))
     config: Any = OmegaConf.to_object(merged)
     assert config.tools or config.mcp
-    assert list(check(config)) == []
+    assert [*check(config), *code_problems(config)] == []
 
 
 async def test_the_function_is_a_tool() -> None:

@@ -12,13 +12,13 @@ import psutil
 import pytest
 
 from asyncrl.api import ToolCall
-from asyncrl.comm.waits.limits import CLOSE_S, STOP_S
+from asyncrl.comm.waits import CLOSE_S, STOP_S
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.tools.settings import McpServerConfig
 from asyncrl.rollout.settings import UserCodeConfig
 from asyncrl.rollout.user_code.tools import RunTools
 from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
-from asyncrl.runtime.process.stopping import LEAVE_LIMIT_S
+from asyncrl.runtime.process.waiting import LEAVE_LIMIT_S
 
 pytest.importorskip("mcp")
 

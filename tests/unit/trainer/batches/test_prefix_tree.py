@@ -13,29 +13,26 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import Gemma2Config, GptOssConfig, MistralConfig, PretrainedConfig, Qwen3Config
 
-import asyncrl.trainer.batches.prefix_tree as prefix_tree
 from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.models.chunked_logprobs import EntropyMode
+from asyncrl.trainer.batches import micro_batch_layout
 from asyncrl.trainer.batches.micro_batch import MicroBatch, one_micro_batch
-from asyncrl.trainer.batches.micro_batch_layout import MAX_BLOCK_WASTE, AttentionKind
-from asyncrl.trainer.batches.prefix_tree import (
+from asyncrl.trainer.batches.micro_batch_layout import (
+    MAX_BLOCK_WASTE,
+    AttentionKind,
     Branches,
     Prefixes,
     PrefixOrder,
     cut_tree,
     distinct_tokens,
     lay_out,
-    pre_order,
 )
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.base import PolicyOutputs
 from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine, FlatValueEngine
-from asyncrl.trainer.engines.flat.flat_adamw import FlatAdamW
-from asyncrl.trainer.model.attention import flex_attention
-from asyncrl.trainer.model.attention.flex_attention import FLEX, visible_blocks
-from asyncrl.trainer.model.attention.packed_attention import PACKED, packed_attention
-from asyncrl.trainer.model.attention.varlen_attention import VARLEN, varlen_attention
+from asyncrl.trainer.engines.flat.flat_optimizer import FlatOptimizer
+from asyncrl.trainer.model.attention import PACKED, VARLEN, packed_attention, varlen_attention
 from asyncrl.trainer.model.load_models import load_causal_lm, load_critic
 from asyncrl.trainer.settings import OptimizerConfig
 
@@ -93,7 +90,7 @@ def test_rows_look_at_their_own_path_and_their_outputs_are_the_stream(
     order, lengths = order_of(sequences)
     tree = order.branches(range(len(sequences)), lengths)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefix_tree, "MAX_MASK_BYTES", mask_bytes)
+        patch.setattr(micro_batch_layout, "MAX_MASK_BYTES", mask_bytes)
         stream = lay_out(tree)
     ordered = [sequences[seq] for seq in tree.members]
     held = np.full(stream.size, -1)
@@ -128,7 +125,7 @@ def test_a_tree_computes_no_more_pairs_than_packed_sequences(rows: list[tuple[in
     shared[1:] = np.minimum(shared[1:], lengths[:-1])
     tree = Branches(np.arange(len(rows)), lengths, shared)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefix_tree, "MAX_MASK_BYTES", mask_bytes)
+        patch.setattr(micro_batch_layout, "MAX_MASK_BYTES", mask_bytes)
         found = sum(block.pairs for block in lay_out(tree).blocks)
     packed = sum(length * (length + 1) // 2 for length in lengths.tolist())
     longest = int(lengths.max())
@@ -149,62 +146,6 @@ def test_pairs_of_a_group_beside_those_of_packed_sequences(
     assert stream.size == prompt + samples * answer
     pairs = sum(block.pairs for block in stream.blocks)
     assert pairs <= share * samples * length * (length + 1) // 2
-
-
-@given(sequence_lists, st.sampled_from([None, 1, 2, 5]), st.sampled_from([1, 2, 4, 8]))
-def test_tokens_of_a_stream_in_pre_order_see_their_path_and_no_visible_pair_lies_outside_the_visible_blocks(
-    sequences: list[list[int]], window: int | None, block: int
-) -> None:
-    order, lengths = order_of(sequences)
-    tree = order.branches(range(len(sequences)), lengths)
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (prefix_tree, flex_attention):
-            patch.setattr(module, "FLEX_BLOCK", block)
-        stream = pre_order(tree)
-        size = len(stream.ends)
-        depths = np.zeros(size, dtype=np.int64)
-        paths: dict[int, set[int]] = {place: {place} for place in range(tree.tokens, size)}  # padding sees itself
-        places = iter(stream.places_I.tolist())
-        for length in tree.lengths.tolist():
-            path = [next(places) for _ in range(length)]
-            depths[path] = np.arange(length)
-            for depth, place in enumerate(path):
-                seen = set(path[0 if window is None else max(0, depth + 1 - window) : depth + 1])
-                assert paths.setdefault(place, seen) == seen
-        assert size % block == 0
-        ends_T, depths_T = torch.from_numpy(stream.ends), torch.from_numpy(depths)
-        partly, wholly = visible_blocks(ends_T, depths_T, window)
-        rule = flex_attention.FlexStream(ends_T, depths_T)._rule(window)
-        q, k = torch.arange(size)[:, None], torch.arange(size)[None]
-        visible = rule(torch.tensor(0), torch.tensor(0), q, k)
-    assert [set(row.nonzero().flatten().tolist()) for row in visible] == [paths[place] for place in range(size)]
-    by_block = visible.view(size // block, block, size // block, block).transpose(1, 2).flatten(2)
-    assert not (by_block.any(-1) & ~(partly | wholly)).any()
-    assert by_block.all(-1)[wholly].all()
-    assert not (partly & wholly).any()
-
-
-@pytest.mark.parametrize(("softcap", "window"), [(None, None), (2.0, None), (None, 6)])
-def test_flex_attentions_forward_pass_is_that_of_all_pairs(softcap: float | None, window: int | None) -> None:
-    sequences = [[1] * 90 + [number] * 40 for number in range(3)]
-    order, lengths = order_of(sequences)
-    stream = pre_order(order.branches(range(3), lengths))
-    assert len(stream.ends) == 256, "210 distinct tokens in blocks of 128"
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(1, heads, 256, 16) for heads in (4, 2, 2))
-    depths = torch.arange(256) % 130
-    told = flex_attention.FlexStream(torch.from_numpy(stream.ends), depths)
-    arguments = {
-        "score_mod": None if softcap is None else lambda score, *_: torch.tanh(score / softcap) * softcap,
-        "block_mask": told.mask(window),
-        "scale": 0.5,
-        "enable_gqa": True,
-        "return_aux": flex_attention.AuxRequest(lse=True),
-    }
-    expected = flex_attention.flex_attention(query, key, value, **arguments)
-    found = flex_attention.all_pairs(query, key, value, **arguments)
-    for ours, theirs in ((found[0], expected[0]), (found[1].lse, expected[1].lse)):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
 
 
 def plain_attention(
@@ -239,16 +180,15 @@ def test_every_attention_over_a_random_tree_is_that_of_a_plain_mask_forward_and_
     torch.manual_seed(0)
     sinks = torch.randn(heads[0], requires_grad=True) if sink else None
     for kind, attention in (
-        (AttentionKind.flex, flex_attention.flex_stream_attention),
         (AttentionKind.tree, packed_attention),
         (AttentionKind.packed, packed_attention),
         (AttentionKind.packed, varlen_attention),
     ):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(prefix_tree, "MAX_MASK_BYTES", mask_bytes)
+            patch.setattr(micro_batch_layout, "MAX_MASK_BYTES", mask_bytes)
             made = one_micro_batch(sequences, kind, CPU, wanted=False)
         size = made.model_inputs["input_ids"].numel()
-        visible, places = torch.eye(size, dtype=torch.bool), iter(made.places_I.tolist())  # padding sees itself
+        visible, places = torch.eye(size, dtype=torch.bool), iter(made.places_I.tolist())
         for seq in made.seqs:
             path = [next(places) for _ in sequences[seq]]
             for depth, place in enumerate(path):
@@ -301,11 +241,11 @@ def test_equal_tokens_are_shared_unless_they_show_other_pictures() -> None:
     one, two = (Picture.from_array(np.full((2, 2, 3), shade, np.uint8)) for shade in (0, 255))
     tokens = np.array([7, 0, 0, 7, 0, 0, 7, 0, 0, 1, 2], dtype=np.int32)
     shown = [(PlacedPicture(1, 2, one),), (PlacedPicture(1, 2, one),), (PlacedPicture(1, 2, two),), ()]
-    symbols = prefix_tree.picture_symbols(tokens, np.array([0, 3, 6, 9]), shown).tolist()
+    symbols = micro_batch_layout.picture_symbols(tokens, np.array([0, 3, 6, 9]), shown).tolist()
     assert symbols[:3] == symbols[3:6] != symbols[6:9]
     assert len({*symbols}) == 2 + 2 + 1 + 2, "places of two pictures, and three tokens of text"
     assert all(symbol < 0 for at in (1, 4, 7) for symbol in symbols[at : at + 2])
-    assert prefix_tree.picture_symbols(tokens, np.array([0, 3, 6, 9]), []).tolist() == tokens.tolist()
+    assert micro_batch_layout.picture_symbols(tokens, np.array([0, 3, 6, 9]), []).tolist() == tokens.tolist()
 
 
 @given(sequence_lists, st.integers(1, 60), st.data())
@@ -389,19 +329,19 @@ def folder(
 
 def policy(folder: Path, kind: AttentionKind, budget: int, attention: str | None = None) -> FlatPolicyEngine:
     model = load_causal_lm(str(folder), "float32", "sdpa", CPU)
-    model.set_attn_implementation(attention or (FLEX if kind == AttentionKind.flex else PACKED))
+    model.set_attn_implementation(attention or PACKED)
     return FlatPolicyEngine(
         model,
         temperature=0.9,
         attention=kind,
         tokens_per_micro_batch=budget,
-        optimizer=FlatAdamW(model.named_parameters(), OptimizerConfig()),
+        optimizer=FlatOptimizer(model.named_parameters(), OptimizerConfig()),
     )
 
 
 @pytest.fixture(params=[1 << 24, 100], ids=["masked rows", "whole rows"])
 def mask_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_tree, "MAX_MASK_BYTES", request.param)
+    monkeypatch.setattr(micro_batch_layout, "MAX_MASK_BYTES", request.param)
 
 
 @pytest.mark.usefixtures("mask_bytes")
@@ -412,7 +352,7 @@ def test_logprobs_entropies_and_gradients_are_those_of_packed_sequences(
     weights_T = torch.linspace(-1, 1, batch.num_tokens)
     results: dict[AttentionKind, tuple[Tensor, Tensor, float]] = {}
     streams: dict[AttentionKind, int] = {}
-    for kind in (AttentionKind.packed, AttentionKind.tree, AttentionKind.flex):
+    for kind in (AttentionKind.packed, AttentionKind.tree):
         engine = policy(folder, kind, budget)
         streams[kind] = 0
 
@@ -426,14 +366,12 @@ def test_logprobs_entropies_and_gradients_are_those_of_packed_sequences(
         )
         logprobs_T = engine.logprobs(batch, batch["loss_mask"])
         results[kind] = logprobs_T, engine.optimizer.grad.clone(), float(loss)
-    packed = results[AttentionKind.packed]
+    packed, tree = results[AttentionKind.packed], results[AttentionKind.tree]
     assert streams[AttentionKind.tree] < 0.75 * streams[AttentionKind.packed]
-    for kind in (AttentionKind.tree, AttentionKind.flex):
-        tree = results[kind]
-        torch.testing.assert_close(tree[0], packed[0], rtol=0, atol=2e-6)
-        scale = packed[1].abs().max()
-        torch.testing.assert_close(tree[1] / scale, packed[1] / scale, rtol=0, atol=2e-6)
-        assert tree[2] == pytest.approx(packed[2], abs=1e-4)
+    torch.testing.assert_close(tree[0], packed[0], rtol=0, atol=2e-6)
+    scale = packed[1].abs().max()
+    torch.testing.assert_close(tree[1] / scale, packed[1] / scale, rtol=0, atol=2e-6)
+    assert tree[2] == pytest.approx(packed[2], abs=1e-4)
 
 
 @pytest.mark.parametrize("budget", [30, 10_000])

@@ -21,7 +21,7 @@ from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines import role
 from asyncrl.trainer.engines.base import PolicyOutputs
 from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine, FlatValueEngine
-from asyncrl.trainer.engines.flat.flat_adamw import FlatAdamW
+from asyncrl.trainer.engines.flat.flat_optimizer import FlatOptimizer
 from asyncrl.trainer.model import gradient_checkpointing
 from asyncrl.trainer.model.gradient_checkpointing import checkpoint_layers
 from asyncrl.trainer.model.load_models import attention_kind, load_causal_lm, load_critic
@@ -49,7 +49,7 @@ def engine(  # type: ignore[no-untyped-def]
         temperature=temperature,
         attention=attention_kind(attn),
         tokens_per_micro_batch=budget,
-        optimizer=FlatAdamW(model.named_parameters(), OptimizerConfig()) if train else None,
+        optimizer=FlatOptimizer(model.named_parameters(), OptimizerConfig()) if train else None,
         gradient_checkpointing=checkpointing,
         activations_on_host=on_host,
     )
@@ -257,7 +257,7 @@ def test_gradient_checkpointing_of_a_critic_gives_equal_gradients(llama_dir: Pat
             critic,
             attention=AttentionKind.packed,
             tokens_per_micro_batch=50,
-            optimizer=FlatAdamW(critic.named_parameters(), OptimizerConfig()),
+            optimizer=FlatOptimizer(critic.named_parameters(), OptimizerConfig()),
             gradient_checkpointing=checkpointing,
         )
         values.compute_gradients(

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from asyncrl.algorithms.arithmetic.sums import Stats
+from asyncrl.algorithms.arithmetic import Stats
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.trainer.batches.micro_batch import MicroBatch

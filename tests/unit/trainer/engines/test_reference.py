@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.algorithms.spec import Choice, ObjectiveSpec
+from asyncrl.algorithms.registry import Choice, ObjectiveSpec
 from asyncrl.api import (
     Agent,
     ChatClient,
@@ -26,6 +26,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ChoiceConfig
 from asyncrl.master.data.step_plan import Dealing, minibatches_of_groups
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
+from asyncrl.plugins.datasets.prompt_format import PromptFormat
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.reference import ReferenceConfig, ReferenceTrainer
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
@@ -41,7 +42,7 @@ STEPS = 5
 WEIGHTED = """
 from dataclasses import replace
 
-from asyncrl.algorithms.policy_losses.decoupled_ppo import decoupled_ppo
+from asyncrl.algorithms.policy_losses import decoupled_ppo
 
 
 def weighted(inputs):
@@ -104,7 +105,7 @@ def test_losses_are_those_of_the_reference_loop(
             sampling=SamplingParams(max_new_tokens=12),
         ),
         load_causal_lm(qwen_dir, "float32", "eager", torch.device("cpu")),
-        load_tokenizer(qwen_dir),
+        PromptFormat(load_tokenizer(qwen_dir), None),
         ArithmeticDataset(num_rows=64, max_numbers=3),
         length_reward,
         Roles() if roles else None,

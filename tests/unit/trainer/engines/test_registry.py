@@ -19,7 +19,7 @@ from asyncrl.trainer.engines.flat.loader import FlatLoader
 from asyncrl.trainer.parallel.checks import problems
 from asyncrl.trainer.parallel.placement import engine_of, placement
 from asyncrl.trainer.parallel.rank_position import World
-from asyncrl.trainer.rank.roles import build_rank
+from asyncrl.trainer.rank.training_rank import build_rank
 from asyncrl.trainer.settings import OptimizerConfig
 
 

@@ -22,7 +22,7 @@ from asyncrl.inference.embedded.engine_io import GenerationInput, SamplingSpec
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import build_step_batch
 from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine
-from asyncrl.trainer.engines.flat.flat_adamw import FlatAdamW
+from asyncrl.trainer.engines.flat.flat_optimizer import FlatOptimizer
 from asyncrl.trainer.settings import OptimizerConfig
 from tests.engine_steps import run
 
@@ -68,7 +68,7 @@ def test_no_token_of_text_costs_a_call_of_what_is_there_for_pictures() -> None:
         temperature=1.0,
         attention=AttentionKind.packed,
         tokens_per_micro_batch=256,
-        optimizer=FlatAdamW(weights.named_parameters(), OptimizerConfig()),
+        optimizer=FlatOptimizer(weights.named_parameters(), OptimizerConfig()),
     )
     made, all_calls = [], []
     for tokens in (8, 32):

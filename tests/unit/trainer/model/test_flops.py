@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from asyncrl.algorithms.arithmetic.sums import Stats
+from asyncrl.algorithms.arithmetic import Stats
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.models.transformers_internals import trunk_of
@@ -23,7 +23,7 @@ from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.base import PolicyOutputs
 from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine
-from asyncrl.trainer.engines.flat.flat_adamw import FlatAdamW
+from asyncrl.trainer.engines.flat.flat_optimizer import FlatOptimizer
 from asyncrl.trainer.engines.flat.loader import FlatLoader
 from asyncrl.trainer.model.flops import Attended, FlopCount, ForwardPass, NotCounted, model_flops
 from asyncrl.trainer.model.load_models import load_causal_lm
@@ -193,7 +193,7 @@ def _engine(path: Path, kind: AttentionKind, *, train: bool = False) -> FlatPoli
         temperature=1.0,
         attention=kind,
         tokens_per_micro_batch=200,
-        optimizer=FlatAdamW(model.named_parameters(), OptimizerConfig()) if train else None,
+        optimizer=FlatOptimizer(model.named_parameters(), OptimizerConfig()) if train else None,
     )
 
 

@@ -12,7 +12,6 @@ from asyncrl.config.setting import ConfigError
 from asyncrl.master.graph.call_graph import Call, Graph
 from asyncrl.trainer.parallel.layout import Layout
 from asyncrl.trainer.parallel.placement import placement, worker_grid
-from asyncrl.trainer.parallel.shards import ModelShardID
 from asyncrl.trainer.parallel.worker_grid import Coordinates, Placement, WorkerGrid
 from asyncrl.trainer.settings import RolePlacementConfig, RoleRanks
 
@@ -54,26 +53,24 @@ def test_each_copy_has_one_head_and_the_publisher_is_a_head(grid: WorkerGrid) ->
 @given(layouts)
 def test_every_worker_hosts_every_role_and_the_heads_take_trajectories(layout: Layout) -> None:
     grid = WorkerGrid.of(layout)
-    table = grid.routing_table(["actor", "ref"])
+    placed = Placement({"actor": grid, "ref": grid})
     everyone = list(range(grid.workers))
-    assert table.placement == {"actor": everyone, "ref": everyone}
-    assert table.data_workers == grid.data_heads
+    assert placed.members == {"actor": everyone, "ref": everyone}
+    assert set(placed.actor.data_heads) <= set(everyone)
 
 
 def test_the_worked_example_of_roles_on_other_ranks() -> None:
     placed = Placement({"actor": WorkerGrid(2, 2), "ref": WorkerGrid(tensor=2), "critic": WorkerGrid(2, first=4)})
     assert placed.workers == 6
-    assert [list(map(str, placed.shards_of(worker))) for worker in (1, 3, 5)] == [
-        ["actor@dp0.tp1.pp0", "ref@dp0.tp1.pp0"],
-        ["actor@dp1.tp1.pp0"],
-        ["critic@dp1.tp0.pp0"],
+    hosted = [{role: str(place) for role, place in placed.shards_of(worker).items()} for worker in (1, 3, 5)]
+    assert hosted == [
+        {"actor": "dp0.tp1.pp0", "ref": "dp0.tp1.pp0"},
+        {"actor": "dp1.tp1.pp0"},
+        {"critic": "dp1.tp0.pp0"},
     ]
-    (shard,) = Placement({"actor": WorkerGrid(context=2)}).shards_of(1)
-    assert str(shard) == "actor@dp0.cp1.tp0.pp0"
-    table = placed.routing_table()
-    assert table.placement == {"actor": [0, 1, 2, 3], "critic": [4, 5], "ref": [0, 1]}
-    assert table.data_workers == (0, 2)
-    assert table.shards[ModelShardID("critic", 1)] == 5
+    assert str(Placement({"actor": WorkerGrid(context=2)}).shards_of(1)["actor"]) == "dp0.cp1.tp0.pp0"
+    assert placed.members == {"actor": [0, 1, 2, 3], "ref": [0, 1], "critic": [4, 5]}
+    assert placed.actor.data_heads == (0, 2)
 
 
 def graph_of(*roles: str) -> Graph:
@@ -115,24 +112,24 @@ def test_every_shard_of_every_role_has_one_worker_and_every_worker_a_shard(
             placement(config, graph)
         return
     placed = placement(config, graph)
-    table = placed.routing_table()  # which checks that no role's grid has a hole
     own = {role: (layout or actor).ranks for role, (layout, ranks) in roles.items() if ranks == RoleRanks.own}
     assert placed.workers == actor.ranks + sum(own.values())
     assert placed.actor == WorkerGrid.of(actor)
-    assert table.data_workers == placed.actor.data_heads
     for role, (layout, ranks) in roles.items():
         assert placed.grids[role].layout == (layout or actor)
-        assert len(table.placement[role]) == (layout or actor).ranks
-        others = {worker for name, workers in table.placement.items() if name != role for worker in workers}
+        assert len(placed.members[role]) == (layout or actor).ranks
+        others = {worker for name, workers in placed.members.items() if name != role for worker in workers}
         if ranks == RoleRanks.own:
-            assert not others & set(table.placement[role])
+            assert not others & set(placed.members[role])
         else:
-            assert table.placement[role] == table.placement["actor"][: len(table.placement[role])]
+            assert placed.members[role] == placed.members["actor"][: len(placed.members[role])]
+    shards = set()
     for worker in range(placed.workers):
         hosted = placed.shards_of(worker)
         assert hosted
-        assert all(table.shards[shard] == worker for shard in hosted)
-    assert sum(len(placed.shards_of(worker)) for worker in range(placed.workers)) == len(table.shards)
+        assert all(placed.grids[role].worker_at(place) == worker for role, place in hosted.items())
+        shards |= set(hosted.items())
+    assert len(shards) == sum(grid.ranks for grid in placed.grids.values())
 
 
 def test_a_placement_needs_an_actor_and_no_idle_worker() -> None:

@@ -16,9 +16,11 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config.load import experiments_dir, load_supervised
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
+from asyncrl.plugins.datasets.prompt_format import PromptFormat
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer, model_files
 from asyncrl.plugins.rewards.arithmetic import arithmetic_reward
 from asyncrl.reference import ReferenceConfig, ReferenceTrainer
+from asyncrl.trainer.settings import OptimizerName
 from asyncrl.trainer.supervised import base_model
 from asyncrl.trainer.supervised.base_model import (
     SHIPPED_DIR,
@@ -35,7 +37,6 @@ from asyncrl.trainer.supervised.settings import (
     SFTConfig,
     SFTDatasetConfig,
     SFTPhaseConfig,
-    SupervisedOptimizer,
 )
 from asyncrl.trainer.supervised.supervised_loop import SFTProgress
 
@@ -54,7 +55,7 @@ TINY = {"model_type": "qwen2", "hidden_size": 16, "num_hidden_layers": 1, "num_a
 
 def recipe(root: Path, steps: int = 2) -> SFTConfig:
     config = SFTConfig(
-        optimizer=SupervisedOptimizer.muon, fileroot=str(root), batch_size=2, phases=[SFTPhaseConfig(steps=steps)]
+        optimizer=OptimizerName.muon, fileroot=str(root), batch_size=2, phases=[SFTPhaseConfig(steps=steps)]
     )
     config.model.architecture = TINY | {"num_key_value_heads": 2, "intermediate_size": 32}
     return config
@@ -207,7 +208,9 @@ def test_the_demos_base_model_is_right_as_often_as_its_record_says() -> None:
     folder, problems = shipped_dir(load_supervised("arithmetic_base")), 256
     dataset = ArithmeticDataset(split="held_out", num_rows=problems)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    trainer = ReferenceTrainer(ReferenceConfig(), model, load_tokenizer(folder), dataset, arithmetic_reward)
+    trainer = ReferenceTrainer(
+        ReferenceConfig(), model, PromptFormat(load_tokenizer(folder), None), dataset, arithmetic_reward
+    )
     accuracy = trainer.greedy_accuracy(dataset)
     assert 0.3 < accuracy < 0.5
     assert accuracy == pytest.approx(shipped_record("arithmetic_base")["greedy_accuracy"], abs=0.06)

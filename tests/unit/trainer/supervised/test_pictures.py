@@ -16,10 +16,10 @@ from asyncrl.models.pictures.picture_rows import Pictures
 from asyncrl.plugins.datasets.supervised.demonstration_rows import EncodedRows, LazyRows
 from asyncrl.plugins.datasets.supervised.demonstrations import BadDemonstration, Demonstration
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
-from asyncrl.trainer.settings import VisionMode
+from asyncrl.trainer.settings import OptimizerName, VisionMode
 from asyncrl.trainer.supervised.checks import check
 from asyncrl.trainer.supervised.make_model import make_base_model
-from asyncrl.trainer.supervised.settings import SFTConfig, SFTPhaseConfig, SupervisedOptimizer
+from asyncrl.trainer.supervised.settings import SFTConfig, SFTPhaseConfig
 from asyncrl.trainer.supervised.supervised_loop import SFTProgress, phases_of, row_format
 from tests.tiny_vlm import picture, render
 
@@ -49,7 +49,7 @@ def config(tmp_path: Path, vlm_folder: Folder, shown: list[Picture]) -> SFTConfi
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     made = SFTConfig()
     made.model.path, made.dataset.path = str(vlm_folder("qwen2_vl")), str(tmp_path / "train.jsonl")
-    made.optimizer, made.phases, made.batch_size = SupervisedOptimizer.adamw, [SFTPhaseConfig(steps=3)], 3
+    made.optimizer, made.phases, made.batch_size = OptimizerName.adamw, [SFTPhaseConfig(steps=3)], 3
     return made
 
 
@@ -122,7 +122,7 @@ def test_what_is_not_supported_is_named(config: SFTConfig, tmp_path: Path) -> No
     config.model.vision = VisionMode.none
     with pytest.raises(BadDemonstration, match=r"train.jsonl:1: it has pictures, and this training takes none"):
         _encoded(config)
-    config.model.vision, config.optimizer = VisionMode.train, SupervisedOptimizer.muon
+    config.model.vision, config.optimizer = VisionMode.train, OptimizerName.muon
     assert any("optimizer=muon trains models from scratch" in problem for problem in check(config))
     answer = {"role": "assistant", "content": [{"type": "image", "image": "0.png"}]}
     (tmp_path / "train.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "how"}, answer]}))

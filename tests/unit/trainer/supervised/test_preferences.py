@@ -16,10 +16,11 @@ from asyncrl.plugins.datasets.supervised.preferences import JudgedAnswer
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.trainer.engines.flat.loader import FlatLoader
 from asyncrl.trainer.parallel.rank_position import RankPosition
-from asyncrl.trainer.settings import LoraConfig
+from asyncrl.trainer.settings import LoraConfig, OptimizerName
+from asyncrl.trainer.supervised.base_model import run_dir_of
 from asyncrl.trainer.supervised.checks import check
 from asyncrl.trainer.supervised.engine_objective import engine_settings, make_objective
-from asyncrl.trainer.supervised.make_model import make_base_model, run_dir_of
+from asyncrl.trainer.supervised.make_model import make_base_model
 from asyncrl.trainer.supervised.settings import (
     SFTCheckpointConfig,
     SFTConfig,
@@ -27,7 +28,6 @@ from asyncrl.trainer.supervised.settings import (
     SFTEvalConfig,
     SFTModelConfig,
     SFTPhaseConfig,
-    SupervisedOptimizer,
 )
 from asyncrl.trainer.supervised.supervised_loop import SFTProgress
 from tests.unit.trainer.supervised.trl_values import BETA, CENTRING, FILE, PAIRS, WEIGHTS, policy, reward_model
@@ -58,7 +58,7 @@ def test_losses_gradients_and_metrics_are_trls(tmp_path: Path, name: str, budget
     start = reward_model() if name == "bradley_terry" else policy()
     start.save_pretrained(tmp_path)
     loss = ChoiceConfig(name, dict(PARAMS[name]))
-    config = SFTConfig(optimizer=SupervisedOptimizer.adamw, loss=loss, tokens_per_micro_batch=budget, max_grad_norm=0.0)
+    config = SFTConfig(optimizer=OptimizerName.adamw, loss=loss, tokens_per_micro_batch=budget, max_grad_norm=0.0)
     objective = make_objective(config, engine_settings(config, tmp_path, 3), RankPosition(), CPU)
     if name != "bradley_terry":  # the reference is what the run begins with: move the policy away from it
         tensors, _ = objective.engine.state()
@@ -107,7 +107,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def settings(tmp_path: Path, base: Path, name: str, steps: int = 6, **more: Any) -> SFTConfig:
     rows = written(tmp_path / "pairs.jsonl", ROWS)
     given = {
-        "optimizer": SupervisedOptimizer.adamw,
+        "optimizer": OptimizerName.adamw,
         "adamw_lr": 1e-2,
         "warmup_steps": 1,
         "batch_size": 8,
@@ -177,7 +177,7 @@ def test_policies_move_towards_what_is_preferred(tmp_path: Path, base: Path, nam
         ({"loss": ChoiceConfig("bradly_terry")}, "did you mean 'bradley_terry'?"),
         ({"loss": ChoiceConfig("dpo", {"betta": 1.0})}, "loss.params={'betta': 1.0}"),
         ({"loss": ChoiceConfig("cross_entropy", {"beta": 1.0})}, "cross_entropy has no parameters"),
-        ({"loss": ChoiceConfig("dpo"), "optimizer": SupervisedOptimizer.muon}, "use optimizer=adamw"),
+        ({"loss": ChoiceConfig("dpo"), "optimizer": OptimizerName.muon}, "use optimizer=adamw"),
         ({"loss": ChoiceConfig("kto"), "batch_size": 1}, "batch_size to 2"),
         (
             {"loss": ChoiceConfig("bradley_terry"), "model": SFTModelConfig(lora=LoraConfig(rank=2))},
@@ -186,7 +186,7 @@ def test_policies_move_towards_what_is_preferred(tmp_path: Path, base: Path, nam
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(more: dict[str, Any], said: str) -> None:
-    config = SFTConfig(**{"optimizer": SupervisedOptimizer.adamw, **more})
+    config = SFTConfig(**{"optimizer": OptimizerName.adamw, **more})
     assert any(said in message for message in check(config))
 
 

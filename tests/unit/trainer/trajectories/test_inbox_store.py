@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from asyncrl.api.trajectory import Trajectory
-from asyncrl.comm.files import retry_write
+from asyncrl.comm import files
 from asyncrl.comm.trajectory_codec import encode_trajectories
 from asyncrl.trainer.trajectories.inbox_store import InboxStore, StoredTrajectoryDamaged
 from tests.refusing_disk import refusing
@@ -104,7 +104,7 @@ def test_whichever_change_the_disk_refuses_once_nothing_acknowledged_is_lost(
     tmp_path: Path, make_trajectories: MakeTrajectories, monkeypatch: pytest.MonkeyPatch, durable: bool
 ) -> None:
     """On a disk the write waits; in memory it fails, and its sender sends it again. A removal never fails."""
-    monkeypatch.setattr(retry_write, "_BACKOFF", retry_write.Backoff(0.001, 0.001))
+    monkeypatch.setattr(files, "_BACKOFF", files.Backoff(0.001, 0.001))
     kept, trained = make_trajectories(groups=2)
     for at in itertools.count(1):
         if not durable:

@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from asyncrl.api.trajectory import FINISHED_AT, Trajectory
-from asyncrl.comm.push_pull.puller import Accepted, Deliveries, Reply, encode
+from asyncrl.comm.push_pull import Accepted, TrajectoryPuller, encode
 from asyncrl.comm.sockets import Frame
 from asyncrl.comm.trajectory_codec import encode_trajectories
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
@@ -102,11 +102,11 @@ def test_a_restored_trajectory_that_comes_again_is_acknowledged_and_dropped_even
     names = [trajectory.rollout_id]
     intake(memory_checkpoint, tmp_path).receive(trajectory)
     restarted = intake(memory_checkpoint, tmp_path)
-    deliveries = Deliveries(restarted.receive, 1 << 20, 100, restarted.restored)
+    puller = TrajectoryPuller("127.0.0.1", None, on_message=restarted.receive, accepted=restarted.restored)
     restarted.left(names)
-    replies: list[Reply] = []
     frames: list[Frame] = [encode([7]), *encode_trajectories([trajectory])]
-    deliveries.take([zmq.Frame(bytes(frame)) for frame in frames], replies.append)  # its acknowledgement was lost
+    replies = puller._deliver([zmq.Frame(bytes(frame)) for frame in frames])  # its acknowledgement was lost
+    puller.close()
     assert replies == [Accepted([7])]
     assert held(restarted, names) == []
     assert held(intake(memory_checkpoint, tmp_path), names) == names, "its step may have to be trained again"

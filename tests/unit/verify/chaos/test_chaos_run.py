@@ -12,9 +12,8 @@ import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import METRICS_FILE, run_dir_of
-from asyncrl.verify.chaos.chaos_run import ChaosRun
+from asyncrl.verify.chaos.chaos_run import ChaosRun, FaultInjector
 from asyncrl.verify.chaos.fault_costs import LAUNCHER
-from asyncrl.verify.chaos.fault_injector import FaultInjector
 from asyncrl.verify.chaos.fault_plan import Fault, FaultKind
 
 

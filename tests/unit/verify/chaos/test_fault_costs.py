@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.comm.ended_rollouts.ledger_lines import (
+from asyncrl.comm.ended_rollouts import (
     Admitted,
     Begin,
     Dropped,

@@ -14,9 +14,8 @@ import pytest
 
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import FileResolver
-from asyncrl.verify.chaos import proxy as proxy_module
-from asyncrl.verify.chaos.links import Links, through
-from asyncrl.verify.chaos.proxy import LinkProxy
+from asyncrl.verify.chaos import links as proxy_module
+from asyncrl.verify.chaos.links import LinkProxy, Links, through
 
 HOST = "127.0.0.1"
 LIMIT_S = 300.0
@@ -197,8 +196,7 @@ async def test_an_owner_that_was_stopped_for_longer_than_its_lease_is_reached_ag
             lapse(resolver, status)
             links.look(resolver)
             assert resolver.get_subtree() == {}, "a rank that stands still looks as without a proxy"
-            for name in (status, puller):
-                rank._renew_entry(name)
+            rank._renew_all()
             links.look(resolver)
             assert resolver.get(puller) == through_proxy
         finally:

@@ -16,7 +16,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.trainer.engines.sharded.build import BuildPlan
 from asyncrl.trainer.parallel.rank_position import World
-from asyncrl.trainer.rank.roles import build_rank
+from asyncrl.trainer.rank.training_rank import build_rank
 
 pytestmark = pytest.mark.slow
 

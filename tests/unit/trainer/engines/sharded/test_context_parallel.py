@@ -13,15 +13,13 @@ from torch import Tensor, nn
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.models.parity import UnsupportedModelError, forks, probe_sequences
-from asyncrl.runtime.ranks import Ranks
+from asyncrl.models.ranks import Ranks
 from asyncrl.trainer.batches.micro_batch import MicroBatch, one_micro_batch
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.engines.sharded import select_layout as selecting
 from asyncrl.trainer.engines.sharded.context_parallel import _across_ranks, cut_to_part, part_of
 from asyncrl.trainer.engines.sharded.select_layout import select_layout
-from asyncrl.trainer.model.attention.flex_attention import flex_stream_attention
-from asyncrl.trainer.model.attention.packed_attention import packed_attention
-from asyncrl.trainer.model.attention.varlen_attention import varlen_attention
+from asyncrl.trainer.model.attention import packed_attention, varlen_attention
 from asyncrl.trainer.parallel.rank_position import World
 
 pytestmark = pytest.mark.slow
@@ -34,7 +32,6 @@ CASES: dict[str, tuple[AttentionKind, Compute, int, dict[str, Any]]] = {
     "packed, key heads that the ranks do not divide": (AttentionKind.packed, packed_attention, 2, {}),
     "shared prefixes, sinks": (AttentionKind.tree, packed_attention, 2, {"s_aux": torch.linspace(-1, 1, HEADS)}),
     "shared prefixes, capped": (AttentionKind.tree, packed_attention, 1, {"softcap": 2.0}),
-    "flex": (AttentionKind.flex, flex_stream_attention, 2, {"s_aux": torch.linspace(-1, 1, HEADS)}),
     "variable lengths": (AttentionKind.packed, varlen_attention, 3, {"sliding_window": 5}),
 }
 
@@ -48,7 +45,7 @@ def compared(ranks: Ranks) -> dict[str, tuple[float, float]]:
         cut = cut_to_part(whole, ranks)
         part = part_of(cut)
         assert part is not None
-        assert part.tokens % 3 or kind == AttentionKind.flex, "parts with padding are tried"
+        assert part.tokens % 3, "parts with padding are tried"
         generator = torch.Generator().manual_seed(1)
         sizes = ((HEADS, SIZE), (key_heads, SIZE), (key_heads, VALUE))
         streams = [torch.randn(part.tokens, *each, generator=generator, dtype=torch.float64) for each in sizes]
@@ -59,8 +56,7 @@ def compared(ranks: Ranks) -> dict[str, tuple[float, float]]:
         theirs = torch.autograd.grad(loss, gradients)
         given, mine = attended(_across_ranks(compute), cut, [part.own(each) for each in streams], settings)
         wanted = part.wanted(places)
-        weights = seen[wanted.own_M] if len(wanted.own_M) else 0.0  # of flex the last part is padding alone
-        (given[0, wanted.places] * weights).sum().backward()
+        (given[0, wanted.places] * seen[wanted.own_M]).sum().backward()
         own = part.own(torch.arange(part.tokens))
         own = own[: min(part.width, part.tokens - part.rank * part.width)]
         there = torch.isin(own, places)

@@ -23,8 +23,7 @@ from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError, cut_lay
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.model.lora import add_adapters
 from asyncrl.trainer.parallel.rank_position import World
-from asyncrl.trainer.rank.roles import build_rank
-from asyncrl.trainer.rank.training_rank import TrainingRank
+from asyncrl.trainer.rank.training_rank import TrainingRank, build_rank
 from asyncrl.trainer.settings import LoraConfig
 
 pytestmark = pytest.mark.slow

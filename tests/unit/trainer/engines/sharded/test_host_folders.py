@@ -19,8 +19,7 @@ from asyncrl.models.weights.versions.manifest import FileEntry
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.rank.host_folders import MemoryCheckpointLost
-from asyncrl.trainer.rank.roles import build_rank
-from asyncrl.trainer.rank.training_rank import TrainingRank
+from asyncrl.trainer.rank.training_rank import TrainingRank, build_rank
 
 pytestmark = pytest.mark.slow
 

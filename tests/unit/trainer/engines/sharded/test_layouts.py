@@ -37,7 +37,7 @@ from asyncrl.trainer.engines.sharded.engine import ShardedEngine
 from asyncrl.trainer.engines.sharded.gathering import whole
 from asyncrl.trainer.model.lora import is_adapter, plain_name
 from asyncrl.trainer.parallel.rank_position import World
-from asyncrl.trainer.rank.roles import build_rank
+from asyncrl.trainer.rank.training_rank import build_rank
 from asyncrl.trainer.settings import LoraPublish
 
 pytestmark = pytest.mark.slow

@@ -25,8 +25,7 @@ from asyncrl.trainer.engines.sharded.engine import ShardedEngine
 from asyncrl.trainer.engines.sharded.gathering import whole
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.parallel.rank_position import World
-from asyncrl.trainer.rank.roles import build_rank
-from asyncrl.trainer.rank.training_rank import TrainingRank
+from asyncrl.trainer.rank.training_rank import TrainingRank, build_rank
 from asyncrl.trainer.settings import KeptOn, ReferenceMode, RoleRanks
 
 pytestmark = pytest.mark.slow

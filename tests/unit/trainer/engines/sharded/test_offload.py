@@ -16,15 +16,14 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ChoiceConfig, Dtype
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.models.weights.versions.manifest import FileEntry
-from asyncrl.trainer.engines import adamw
+from asyncrl.trainer.engines import optimizer
 from asyncrl.trainer.engines.flat.engine import FlatEngine
 from asyncrl.trainer.engines.host_offload import local
 from asyncrl.trainer.engines.role import RoleEngine
 from asyncrl.trainer.engines.sharded.gathering import whole
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.parallel.rank_position import World
-from asyncrl.trainer.rank.roles import build_rank
-from asyncrl.trainer.rank.training_rank import TrainingRank
+from asyncrl.trainer.rank.training_rank import TrainingRank, build_rank
 from asyncrl.trainer.settings import KeptOn, LearningRateSchedule, ReferenceMode
 
 pytestmark = pytest.mark.slow
@@ -135,7 +134,7 @@ def test_idle_roles_and_moments_in_host_memory_train_as_they_do_on_the_device(
     config.trainer.parallel = spread
     config.optimizer.weight_decay = 0.1
     config.optimizer.schedule, config.optimizer.warmup_steps = LearningRateSchedule.cosine, 3
-    monkeypatch.setattr(adamw, "PIECE", 64)
+    monkeypatch.setattr(optimizer, "PIECE", 64)
 
     def all_ways(world: World) -> list[dict[str, Any]]:
         told = []

@@ -12,7 +12,7 @@ import torch
 from safetensors.numpy import load_file
 from torch import Tensor
 
-from asyncrl.algorithms.arithmetic.sums import Stats
+from asyncrl.algorithms.arithmetic import Stats
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.master.graph.builtin import load_graph
@@ -23,7 +23,7 @@ from asyncrl.trainer.engines.sharded.engine import ShardedEngine, ShardedPolicyE
 from asyncrl.trainer.engines.sharded.gathering import whole
 from asyncrl.trainer.engines.sharded.loader import ShardedLoader
 from asyncrl.trainer.parallel.rank_position import World
-from asyncrl.trainer.rank.roles import build_rank
+from asyncrl.trainer.rank.training_rank import build_rank
 from asyncrl.trainer.settings import VisionMode
 from tests.vlm_batches import adapter_gradients, vlm_batch, vlm_expected, vlm_expected_hidden, vlm_trajectories
 

@@ -11,8 +11,9 @@ import torch
 
 from asyncrl.config.setting import ChoiceConfig
 from asyncrl.trainer.parallel.rank_position import RankPosition
+from asyncrl.trainer.settings import OptimizerName
 from asyncrl.trainer.supervised.engine_objective import engine_settings, make_objective
-from asyncrl.trainer.supervised.settings import SFTConfig, SFTTrainerConfig, SupervisedOptimizer
+from asyncrl.trainer.supervised.settings import SFTConfig, SFTTrainerConfig
 from tests.unit.trainer.supervised.test_preferences import BATCH
 from tests.unit.trainer.supervised.trl_values import policy
 
@@ -45,7 +46,7 @@ def test_layouts_learn_what_one_rank_learns(on_ranks: OnRanks, tmp_path: Path, n
 
     def config(parallel: str) -> SFTConfig:
         return SFTConfig(
-            optimizer=SupervisedOptimizer.adamw,
+            optimizer=OptimizerName.adamw,
             adamw_lr=1e-2,
             warmup_steps=0,
             loss=ChoiceConfig(name),

@@ -1,1 +1,0 @@
-"""Advantage estimators: `(AdvantageInputs, *, params) -> AdvantageOutput`."""

@@ -1,1 +1,0 @@
-"""Policy losses: `(PolicyLossInputs, *, params) -> PolicyLossOutput`, one loss value per token."""

@@ -1,0 +1,344 @@
+"""Read requests of the embedded server: `/generate` bodies in SGLang's form, and the pictures that they name.
+
+A field that the engine cannot honour (a grammar, a penalty) is refused rather than ignored, unless it has its neutral
+value. Unknown top-level fields are ignored and unknown sampling parameters refused, as SGLang does.
+
+Pictures
+--------
+The server keeps each content once, up to a limit in bytes. A request names its pictures by hash. The client sends
+missing ones once and repeats the request. The least recently used are dropped first. A running request holds its own
+pictures, so a drop only costs another transfer.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
+
+import msgspec
+from msgspec import Struct
+
+from asyncrl.api import Tokenizer
+from asyncrl.api.picture import Picture, PictureRef, PlacedPicture, check_spans
+from asyncrl.comm.typed import convert, decode_json
+from asyncrl.inference.embedded.engine_io import GenerationInput, SamplingSpec
+from asyncrl.inference.messages import GenerateRequest
+from asyncrl.inference.random_streams import derive_seed
+
+CACHE_BYTES = 512 << 20
+"""`max_bytes` of a server outside of a run."""
+
+
+class MissingPicture(LookupError):
+    """The request names pictures that are not kept here; `hashes` are theirs."""
+
+    def __init__(self, hashes: Sequence[str]) -> None:
+        super().__init__(f"{len(hashes)} pictures are not kept here: send their bytes to /pictures, then ask again")
+        self.hashes = hashes
+
+
+class PictureCache:
+    """Pictures by hash, the least recently used first. For one thread.
+
+    Args:
+        max_bytes: largest number of bytes that are kept; one picture is kept however large.
+
+    Attributes:
+        received: number of pictures received so far.
+    """
+
+    def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[str, Picture] = OrderedDict()
+        self.nbytes = 0
+        self.received = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def add(self, picture: Picture) -> None:
+        """Keep `picture`."""
+        self.received += 1
+        if picture.sha256 not in self._kept:
+            self._kept[picture.sha256] = picture
+            self.nbytes += len(picture.data)
+        self._kept.move_to_end(picture.sha256)
+        while self.nbytes > self._max_bytes and len(self._kept) > 1:
+            _, dropped = self._kept.popitem(last=False)
+            self.nbytes -= len(dropped.data)
+
+    def placed(self, prompts: Sequence[Sequence[PictureRef]]) -> list[tuple[PlacedPicture, ...]]:
+        """Return the pictures of each prompt.
+
+        Raises:
+            MissingPicture: some are not kept here.
+        """
+        wanted = dict.fromkeys(ref.sha256 for refs in prompts for ref in refs)
+        if missing := [sha256 for sha256 in wanted if sha256 not in self._kept]:
+            raise MissingPicture(missing)
+        for sha256 in wanted:
+            self._kept.move_to_end(sha256)
+        return [
+            tuple(PlacedPicture(ref.position, ref.length, self._kept[ref.sha256]) for ref in refs) for refs in prompts
+        ]
+
+
+T = TypeVar("T")
+
+NEUTRAL_PARAMS: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0, None),
+    "presence_penalty": (0, None),
+    "repetition_penalty": (1, None),
+    "stop_regex": (None, "", []),
+    "json_schema": (None,),
+    "regex": (None,),
+    "ebnf": (None,),
+    "structural_tag": (None,),
+    "logit_bias": (None, {}),
+    "beam_width": (None, 1),
+    "watermark": (None, False),
+    "choice": (None, []),
+}
+"""Sampling parameters of SGLang that the engine does not implement, with their neutral values."""
+FREE_PARAMS = frozenset({"skip_special_tokens", "spaces_between_special_tokens", "stream_interval"})
+"""Parameters that are accepted with any value, because they only affect the text's form."""
+
+
+class CustomParams(Struct, frozen=True):
+    """Allowed content of `custom_params`."""
+
+    seed_offset: int = 0
+    """Numbers of the sample's stream that are used already, by tokens at the end of its prompt."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """The only tokens that may be drawn; none: all."""
+
+
+class UsedParams(Struct):
+    """The sampling parameters that the engine honours, with SGLang's names and defaults."""
+
+    max_new_tokens: int = 128
+    stop: str | list[str] = []
+    stop_token_ids: list[int] = []
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    min_new_tokens: int = 0
+    n: int = 1
+    ignore_eos: bool = False
+    no_stop_trim: bool = False
+    sampling_seed: int | None = None
+    custom_params: CustomParams = CustomParams()
+
+
+KNOWN_PARAMS = (*UsedParams.__struct_fields__, *sorted(FREE_PARAMS), *NEUTRAL_PARAMS)
+UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
+    "top_logprobs_num": (None, 0),
+    "token_ids_logprob": (None, []),
+    "input_embeds": (None,),
+    "image_data": (None, []),
+    "lora_path": (None,),
+    "return_hidden_states": (None, False),
+    "return_text_in_logprobs": (None, False),
+}
+MAX_SAMPLES = 65536
+"""Most samples of one call; more is a mistake."""
+
+
+class Refusal(ValueError):
+    """The request is refused with the JSON body that SGLang would send."""
+
+    def __init__(self, message: str, body: Mapping[str, Any]) -> None:
+        super().__init__(message)
+        self.body = body
+
+
+def schema_error(message: str) -> Refusal:
+    """Return the refusal of a body that does not have the right form."""
+    return Refusal(message, {"object": "error", "message": message, "type": "Bad Request", "param": None, "code": 400})
+
+
+def handler_error(message: str) -> Refusal:
+    """Return the refusal of a request that has the right form but cannot be served."""
+    return Refusal(message, {"error": {"message": message}})
+
+
+def decode(raw: bytes, kind: type[T]) -> T:
+    """Decode the request body `raw`.
+
+    Raises:
+        Refusal: it is not JSON, or not of this form; the message has the field's path and what was expected.
+    """
+    try:
+        return decode_json(raw, kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise schema_error(f"the request's body is refused: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateCall:
+    """A parsed call: its samples in reply order, and the form of the reply."""
+
+    inputs: tuple[GenerationInput, ...]
+    as_list: bool
+    stream: bool
+    return_logprob: bool
+    trim_stop: bool
+
+
+def _prompts(request: GenerateRequest, tokenizer: Tokenizer | None) -> tuple[list[Sequence[int]], bool]:
+    """Return the prompts as token ids, and True if they came as a list."""
+    ids, text = request.input_ids, request.text
+    if (ids is None) == (text is None):
+        raise handler_error("Either text, input_ids or input_embeds should be provided, and only one of them.")
+    if text is not None:
+        if tokenizer is None:
+            raise handler_error("text needs a tokenizer, and this server has none; send input_ids")
+        if not text:
+            raise schema_error("text must be a non-empty string or a list of them")
+        texts = [text] if isinstance(text, str) else text
+        return [tokenizer.encode(item) for item in texts], not isinstance(text, str)
+    prompts = [item for item in ids or () if not isinstance(item, int)]
+    if not prompts:
+        return [cast("Sequence[int]", ids)], False
+    if len(prompts) != len(ids or ()):
+        raise schema_error("input_ids must be a list of integers or a list of such lists")
+    return prompts, True
+
+
+def _params(request: GenerateRequest, count: int) -> tuple[list[UsedParams], bool]:
+    """Return sampling parameters by prompt, and True if all prompts share one object."""
+    given = {} if request.sampling_params is None else request.sampling_params
+    if isinstance(given, dict):
+        return [_checked(given)] * count, True
+    if len(given) != count:
+        raise handler_error(f"sampling_params has {len(given)} entries for {count} prompts")
+    return [_checked(item) for item in given], False
+
+
+def _checked(params: dict[str, Any]) -> UsedParams:
+    """Check one object of sampling parameters; null means the default."""
+    for name, value in params.items():
+        if name not in KNOWN_PARAMS:
+            expected = ", ".join(f"`{known}`" for known in KNOWN_PARAMS)
+            message = f"unknown field `{name}`, expected one of {expected}"
+            raise Refusal(message, {"error": message})
+        _check_neutral(name, value, NEUTRAL_PARAMS)
+    try:
+        return convert({name: value for name, value in params.items() if value is not None}, UsedParams)
+    except msgspec.ValidationError as error:
+        raise schema_error(f"sampling_params: {error}") from error
+
+
+def _check_neutral(name: str, value: Any, neutral: Mapping[str, tuple[Any, ...]]) -> None:
+    if name in neutral and value not in neutral[name]:
+        raise handler_error(f"{name} is {value!r}; the embedded engine does not support it, leave it out")
+
+
+def _spec(params: UsedParams, eos_token_ids: tuple[int, ...]) -> SamplingSpec:
+    """Return one sample's specification.
+
+    Raises:
+        RequestError: a value is out of range.
+    """
+    strings = [params.stop] if isinstance(params.stop, str) else params.stop
+    eos = () if params.ignore_eos else eos_token_ids
+    return SamplingSpec(
+        max_new_tokens=params.max_new_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k or -1,
+        min_p=params.min_p,
+        min_new_tokens=params.min_new_tokens,
+        stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *eos))),
+        stop=tuple(item for item in strings if item),
+        seed=params.sampling_seed,
+        seed_offset=params.custom_params.seed_offset,
+        allowed_token_ids=params.custom_params.allowed_token_ids,
+    )
+
+
+def _rids(rid: str | list[str] | None, prompts: int, copies: int) -> list[str]:
+    """Return one id per sample: the client's if it gave one each, else `<rid>_<i>`; the prefix aborts them all."""
+    count = prompts * copies
+    if rid is None:
+        return [uuid.uuid4().hex for _ in range(count)]
+    if not all([rid] if isinstance(rid, str) else rid):
+        raise schema_error("rid must be a non-empty string or a list of them")
+    if isinstance(rid, str):
+        return [rid] if count == 1 else [f"{rid}_{index}" for index in range(count)]
+    if len(rid) != prompts:
+        raise handler_error(f"rid has {len(rid)} entries for {prompts} prompts")
+    return rid if copies == 1 else [f"{item}_{index}" for item in rid for index in range(copies)]
+
+
+def _pictures(
+    request: GenerateRequest, prompts: Sequence[Sequence[int]], cache: PictureCache | None
+) -> Sequence[tuple[PlacedPicture, ...]]:
+    """Return the pictures of each prompt."""
+    refs = request.pictures
+    if refs is None or not any(refs):
+        return [()] * len(prompts)
+    if cache is None:
+        raise handler_error("pictures: the model takes none")
+    if request.input_ids is None or len(refs) != len(prompts):
+        raise handler_error(f"pictures has {len(refs)} lists: give input_ids, and a list for each of its prompts")
+    for own, prompt in zip(refs, prompts, strict=True):
+        try:
+            check_spans(own, len(prompt))
+        except ValueError as error:
+            raise handler_error(f"pictures: {error}") from error
+    return cache.placed(refs)
+
+
+def parse_generate(
+    raw: bytes,
+    tokenizer: Tokenizer | None,
+    eos_token_ids: tuple[int, ...],
+    cache: PictureCache | None = None,
+) -> GenerateCall:
+    """Parse the body of `/generate`; `cache` has the pictures, for a model that takes them.
+
+    A seed that is given once for several samples is split: sample i of those that share it draws from
+    `derive_seed(seed, i)`. A seed of a single sample is that sample's stream itself.
+
+    Raises:
+        Refusal: the body is refused.
+        RequestError: a sampling value is out of range.
+        MissingPicture: the cache lacks a picture.
+    """
+    request = decode(raw, GenerateRequest)
+    for name in UNSUPPORTED_FIELDS:
+        _check_neutral(name, getattr(request, name), UNSUPPORTED_FIELDS)
+    prompts, listed = _prompts(request, tokenizer)
+    params, shared = _params(request, len(prompts))
+    copies = {item.n for item in params}
+    if len(copies) > 1 or min(copies) < 1:
+        raise handler_error(f"n is {sorted(copies)}; it must be one number >= 1 for the whole batch")
+    n = copies.pop()
+    if len(prompts) * n > MAX_SAMPLES:
+        raise handler_error(f"{len(prompts) * n} samples in one call; send at most {MAX_SAMPLES}")
+    specs = [_spec(params[0], eos_token_ids)] * len(prompts) if shared else [_spec(p, eos_token_ids) for p in params]
+    start = -1 if request.logprob_start_len is None or not request.return_logprob else request.logprob_start_len
+    routing_from = request.routed_experts_start_len if request.return_routed_experts else -1
+    rids = _rids(request.rid, len(prompts), n)
+    pictures = _pictures(request, prompts, cache)
+    inputs = []
+    for position, (prompt, spec, shown) in enumerate(zip(prompts, specs, pictures, strict=True)):
+        ids = tuple(prompt)
+        for copy in range(n):
+            index = position * n + copy
+            sampled = spec
+            if spec.seed is not None and (n > 1 or (shared and len(prompts) > 1)):
+                sampled = replace(spec, seed=derive_seed(spec.seed, index if shared else copy))
+            inputs.append(GenerationInput(rids[index], ids, sampled, start, routing_from, shown))
+    return GenerateCall(
+        inputs=tuple(inputs),
+        as_list=listed or n > 1,
+        stream=request.stream,
+        return_logprob=bool(request.return_logprob),
+        trim_stop=not params[0].no_stop_trim,
+    )

@@ -1,0 +1,498 @@
+"""The embedded engine behind the part of SGLang's native HTTP API that a run uses.
+
+    POST /generate                    token ids or text in; batches, n samples each, stop tokens and strings, streams
+    POST /pictures                    the bytes of a picture, for requests that name it by hash
+    POST /pause_generation            modes abort, retract, in_place
+    POST /continue_generation
+    POST /release_memory_occupation   weights and KV cache, while paused; POST /resume_memory_occupation reverses it
+    POST /abort_request               by prefix of the request id, or all
+    POST /update_weights_from_disk
+    GET  /health, /ready              alive; alive and not paused
+    GET  /model_info, /server_info    model and version; settings and load
+    GET  /metrics                     Prometheus text
+
+One aiohttp application over one engine. Where SGLang's behaviour would only hurt its client, this server differs:
+
+- A token outside the vocabulary is answered with status 400.
+- An update that is answered with 400 has replaced no weights.
+- `/health` answers at once, also while paused.
+- An abort that names nothing is refused instead of ending everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from asyncrl import __version__
+from asyncrl.api import FinishReason, Tokenizer
+from asyncrl.api.picture import MAX_BYTES, Picture, PictureError
+from asyncrl.comm.http.server import Handler, HttpRoute, HttpServer, Refused, json_response
+from asyncrl.inference.embedded.engine import GenerationEngine
+from asyncrl.inference.embedded.engine_io import (
+    EngineStoppedError,
+    Finish,
+    GenerationOutput,
+    Job,
+    MemoryStateError,
+    RequestError,
+)
+from asyncrl.inference.embedded.http_requests import (
+    CACHE_BYTES,
+    GenerateCall,
+    MissingPicture,
+    PictureCache,
+    Refusal,
+    decode,
+    handler_error,
+    parse_generate,
+)
+from asyncrl.inference.messages import (
+    AbortRequest,
+    ContinueRequest,
+    MemoryRequest,
+    MemoryTag,
+    MissingPictures,
+    PauseRequest,
+    PictureRequest,
+    UpdateWeightsRequest,
+)
+from asyncrl.models.weights.model_files.loading import DamagedWeights, WeightUpdateError
+
+
+def finish_reason(finish: Finish | None, length: int) -> dict[str, Any] | None:
+    """Return SGLang's finish_reason object; None while the sample is still being streamed."""
+    if finish is None:
+        return None
+    if finish.reason == FinishReason.length:
+        return {"type": "length", "length": length}
+    if finish.reason == FinishReason.stop:
+        return {"type": "stop", "matched": finish.matched}
+    if finish.queued:
+        return {"type": "abort", "message": "Abort in waiting queue"}
+    return {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+
+
+def _triples(
+    logprobs: list[float] | list[float | None], tokens: list[int] | tuple[int, ...]
+) -> list[tuple[float | None, int, None]]:
+    return list(zip(logprobs, tokens, repeat(None, len(tokens)), strict=True))
+
+
+def _text(output: GenerationOutput, tokenizer: Tokenizer, trim_stop: bool) -> str:
+    text = tokenizer.decode(output.output_ids)
+    finish = output.finish
+    if trim_stop and finish is not None and isinstance(finish.matched, str):
+        return text.partition(finish.matched)[0]
+    return text
+
+
+def sample_reply(
+    call: GenerateCall, index: int, output: GenerationOutput, tokenizer: Tokenizer | None, received: float
+) -> dict[str, Any]:
+    """Return the JSON object of sample `index`; `received` is the call's arrival on the monotonic clock."""
+    length = len(output.output_ids)
+    finish = output.finish
+    meta: dict[str, Any] = {"id": output.rid, "finish_reason": finish_reason(finish, length)}
+    if finish is None or not finish.queued:
+        meta["prompt_tokens"] = output.prompt_tokens
+        meta["cached_tokens"] = output.cached_tokens
+        meta["cached_tokens_details"] = None
+        meta["num_retractions"] = output.num_retractions
+    meta["weight_version"] = output.weight_version
+    if call.return_logprob:
+        request = call.inputs[index]
+        prompt = request.input_ids[request.prompt_logprobs_from :]
+        scored = output.prompt_logprobs
+        meta["input_token_logprobs"] = [] if scored is None else _triples(scored, prompt)
+        meta["output_token_logprobs"] = _triples(output.logprobs, output.output_ids)
+        meta["output_token_logprobs_length"] = length
+    if output.routing is not None:
+        meta["routed_experts"] = base64.b64encode(output.routing.astype("<i4").tobytes()).decode("ascii")
+    meta["reasoning_tokens"] = 0
+    meta["completion_tokens"] = length
+    meta["weight_versions"] = [{"version": s.version, "start": s.start, "end": s.end} for s in output.spans]
+    meta["dp_rank"] = None
+    meta["e2e_latency"] = time.monotonic() - received
+    meta["response_sent_to_client_ts"] = time.time()
+    reply: dict[str, Any] = {} if tokenizer is None else {"text": _text(output, tokenizer, call.trim_stop)}
+    reply["output_ids"] = output.output_ids
+    reply["meta_info"] = meta
+    return reply
+
+
+def model_info(engine: GenerationEngine, name: str, has_text: bool) -> dict[str, Any]:
+    """Return the answer of `/model_info`; `has_text`: the server has a tokenizer."""
+    config = engine.model.config
+    return {
+        "model_path": engine.model_path,
+        "served_model_name": name,
+        "tokenizer_path": engine.model_path if has_text else None,
+        "is_generation": True,
+        "preferred_sampling_params": None,
+        "weight_version": engine.weight_version,
+        "load_format": "auto",
+        "reasoning_parser": None,
+        "tool_call_parser": None,
+        "disaggregation_mode": "null",
+        "has_image_understanding": engine.takes_pictures,
+        "has_audio_understanding": False,
+        "model_type": config.model_type,
+        "architectures": config.architectures or [type(engine.model).__name__],
+    }
+
+
+def server_info(engine: GenerationEngine, name: str, has_text: bool) -> dict[str, Any]:
+    """Return the answer of `/server_info`: settings and load."""
+    return {
+        "model_path": engine.model_path,
+        "served_model_name": name,
+        "dtype": str(engine.model.dtype).removeprefix("torch."),
+        "device": str(engine.model.device),
+        "context_length": engine.limits.max_model_len,
+        "max_running_requests": engine.limits.max_running_requests,
+        "max_total_num_tokens": engine.limits.max_total_tokens,
+        "max_req_input_len": engine.limits.max_model_len - 1,
+        "skip_tokenizer_init": not has_text,
+        "weight_version": engine.weight_version,
+        "status": "ready" if engine.healthy else "stopped",
+        "version": f"asyncrl-{__version__}",
+        "tp_size": 1,
+        "dp_size": 1,
+        "disable_radix_cache": False,
+        "prefix_cache_by_version": True,  # rows of older weights serve only later turns of their own samples
+        "internal_states": [_load(engine)],
+    }
+
+
+def _load(engine: GenerationEngine) -> dict[str, Any]:
+    stats = engine.stats()
+    return {
+        "num_running_reqs": stats.running,
+        "num_waiting_reqs": stats.waiting,
+        "num_used_tokens": stats.used_tokens,
+        "max_total_num_tokens": stats.max_total_tokens,
+        "max_running_requests": stats.max_running_requests,
+        "token_usage": stats.used_tokens / stats.max_total_tokens,
+        "gen_throughput": stats.gen_throughput,
+        "cache_hit_rate": stats.cached_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0,
+        "utilization": stats.running / stats.max_running_requests,
+        "queues": {"waiting": stats.waiting, "paused": stats.running if stats.paused else 0},
+    }
+
+
+LATENCY_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+
+
+class EngineCollector(Collector):
+    """Reads the engine's snapshot when scraped."""
+
+    def __init__(self, engine: GenerationEngine, model_name: str, pictures: PictureCache | None = None) -> None:
+        self._engine, self._model_name, self._pictures = engine, model_name, pictures
+
+    def collect(self) -> Iterator[Metric]:
+        """Return the metric families of one scrape."""
+        stats, kept = self._engine.stats(), self._pictures
+        cached_share = stats.cached_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0
+        gauges = (
+            ("num_running_reqs", "Samples being decoded", stats.running),
+            ("num_queue_reqs", "Samples waiting", stats.waiting),
+            ("num_paused_reqs", "Samples frozen by a pause", stats.running if stats.paused else 0),
+            ("num_used_tokens", "Positions of the KV cache in use", stats.used_tokens),
+            ("token_usage", "Share of the KV cache in use", stats.used_tokens / stats.max_total_tokens),
+            ("kept_tokens", "Positions of the KV cache that are kept for later requests", stats.kept_tokens),
+            ("cache_hit_rate", "Share of prompt tokens copied instead of prefilled", cached_share),
+            ("gen_throughput", "Generated tokens per second", stats.gen_throughput),
+            *(() if kept is None else (("kept_picture_bytes", "Bytes of pictures that are kept", kept.nbytes),)),
+        )
+        counters = (
+            ("prompt_tokens", "Prompt tokens", stats.prompt_tokens),
+            ("cached_tokens", "Prompt tokens copied instead of prefilled", stats.cached_tokens),
+            ("prefilled_tokens", "Distinct tokens of prompts that were computed", stats.prefilled_tokens),
+            ("generation_tokens", "Generated tokens", stats.generated_tokens),
+            ("num_requests", "Finished samples", stats.finished_requests),
+            ("num_aborted_requests", "Aborted samples", stats.aborted_requests),
+            ("num_retracted_reqs", "Samples sent back to the queue", stats.retractions),
+            ("encoded_pictures", "Pictures that the vision tower has computed", stats.encoded_pictures),
+            *(() if kept is None else (("received_pictures", "Pictures whose bytes were received", kept.received),)),
+            ("busy_seconds", "Seconds spent in engine steps", stats.busy_seconds),
+        )
+        for family_type, readings in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, meaning, value in readings:
+                family = family_type(f"sglang:{name}", meaning, labels=["model_name"])
+                family.add_metric([self._model_name], value)
+                yield family
+
+
+def build_registry(
+    engine: GenerationEngine, model_name: str, pictures: PictureCache | None
+) -> tuple[CollectorRegistry, Histogram]:
+    """Return a registry for one server, and its histogram of latencies of whole requests."""
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(engine, model_name, pictures))
+    latency = Histogram(
+        "sglang:e2e_request_latency_seconds",
+        "Seconds from a call's arrival to its reply",
+        buckets=LATENCY_BUCKETS_S,
+        registry=registry,
+    )
+    return registry, latency
+
+
+logger = logging.getLogger(__name__)
+
+MAX_PROMPTS_BYTES = 64 << 20
+"""Largest body of `/generate`, in bytes: 256 prompts of 32k tokens fit. Any other body but a picture's is small."""
+MAX_PICTURE_BODY = MAX_BYTES * 4 // 3 + 1024
+"""Largest body of `/pictures`, in bytes: base64 in JSON."""
+
+
+@dataclass(slots=True)
+class Server:
+    """A running server: its address, and `close`."""
+
+    url: str
+    http: HttpServer
+
+    async def close(self) -> None:
+        """Stop listening and close open connections. The caller closes the engine."""
+        await self.http.close()
+
+
+class GenerationApp:
+    """The handlers over one engine.
+
+    Args:
+        engine: started by the caller.
+        token: bearer token of every call but health, readiness and metrics; None if calls need none.
+        tls: makes it https.
+        tokenizer: enables `text` in and out.
+        picture_bytes: memory for pictures that are kept.
+    """
+
+    def __init__(
+        self,
+        engine: GenerationEngine,
+        token: str | None,
+        tls: ssl.SSLContext | None,
+        tokenizer: Tokenizer | None,
+        picture_bytes: int = CACHE_BYTES,
+    ) -> None:
+        self._engine, self._tokenizer = engine, tokenizer
+        self._name = engine.model_path or engine.model.config.model_type
+        self._pictures = PictureCache(picture_bytes) if engine.takes_pictures else None
+        self._registry, self._latency = build_registry(engine, self._name, self._pictures)
+        routes = {
+            "/generate": HttpRoute(_refusing(self._generate), "POST", MAX_PROMPTS_BYTES),
+            "/pictures": HttpRoute(_refusing(self._picture), "POST", MAX_PICTURE_BODY),
+            "/pause_generation": HttpRoute(_refusing(self._pause), "POST"),
+            "/continue_generation": HttpRoute(_refusing(self._continue), "POST"),
+            "/abort_request": HttpRoute(_refusing(self._abort), "POST"),
+            "/release_memory_occupation": HttpRoute(_refusing(self._release_memory), "POST"),
+            "/resume_memory_occupation": HttpRoute(_refusing(self._resume_memory), "POST"),
+            "/update_weights_from_disk": HttpRoute(_refusing(self._update_weights), "POST"),
+            "/health": HttpRoute(self._health, "GET", open=True),
+            "/ready": HttpRoute(self._ready, "GET", open=True),
+            "/model_info": HttpRoute(self._model_info, "GET"),
+            "/server_info": HttpRoute(self._server_info, "GET"),
+            "/metrics": HttpRoute(self._metrics, "GET", open=True),
+        }
+        self.http = HttpServer(routes, token=token, tls=tls, registry=self._registry)
+
+    async def _generate(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
+        received = time.monotonic()
+        call = parse_generate(body, self._tokenizer, self._engine.eos_token_ids, self._pictures)
+        if call.stream:
+            return await self._stream(request, call, received)
+        job = Job(call.inputs)
+        await self._prepare(job)
+        future = self._engine.submit(job)
+        try:
+            outputs = await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            self._engine.abort_job(job)
+            raise
+        replies = [sample_reply(call, index, output, self._tokenizer, received) for index, output in enumerate(outputs)]
+        self._latency.observe(time.monotonic() - received)
+        return json_response(replies if call.as_list else replies[0])
+
+    async def _prepare(self, job: Job) -> None:
+        """Prepare the pictures of `job` beside the event loop."""
+        if any(request.pictures for request in job.inputs):
+            await asyncio.to_thread(self._engine.prepare, job)
+
+    async def _stream(self, request: web.BaseRequest, call: GenerateCall, received: float) -> web.StreamResponse:
+        """Send server-sent events, each with the whole output of one sample so far. A slow client gets fewer, not
+        later, events.
+        """
+        loop = asyncio.get_running_loop()
+        latest: dict[int, GenerationOutput] = {}
+        changed = asyncio.Event()
+
+        def arrive(index: int, output: GenerationOutput) -> None:
+            latest[index] = output
+            changed.set()
+
+        def publish(index: int, output: GenerationOutput) -> None:
+            loop.call_soon_threadsafe(arrive, index, output)
+
+        job = Job(call.inputs, on_progress=publish)
+        await self._prepare(job)
+        future = asyncio.wrap_future(self._engine.submit(job))
+        future.add_done_callback(lambda _: changed.set())
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        left = len(call.inputs)
+        try:
+            await response.prepare(request)
+            while left:
+                await changed.wait()
+                changed.clear()
+                failure = future.exception() if future.done() else None
+                if failure is not None:
+                    await response.write(_event({"error": _stream_error(failure)}))
+                    break
+                for index in list(latest):
+                    output = latest.pop(index)
+                    reply = sample_reply(call, index, output, self._tokenizer, received)
+                    if call.as_list:
+                        reply["index"] = index
+                    await response.write(_event(reply))
+                    left -= output.finish is not None
+            await response.write(b"data: [DONE]\n\n")
+            await response.write_eof()
+        except (asyncio.CancelledError, ConnectionError):
+            self._engine.abort_job(job)
+            raise
+        self._latency.observe(time.monotonic() - received)
+        return response
+
+    async def _picture(self, request: web.BaseRequest, body: bytes) -> web.Response:
+        if self._pictures is None:
+            raise handler_error("the model takes no pictures")
+        picture = await asyncio.to_thread(Picture.received, decode(body, PictureRequest).data)
+        self._pictures.add(picture)
+        return json_response({"sha256": picture.sha256})
+
+    async def _pause(self, request: web.BaseRequest, body: bytes) -> web.Response:
+        await self._command(self._engine.pause(decode(body, PauseRequest).mode))
+        return json_response({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def _continue(self, request: web.BaseRequest, body: bytes) -> web.Response:
+        decode(body, ContinueRequest)
+        await self._command(self._engine.resume())
+        return json_response({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def _release_memory(self, request: web.BaseRequest, body: bytes) -> web.Response:
+        freed = await self._command(self._engine.release_memory(decode(body, MemoryRequest).tags or [*MemoryTag]))
+        return json_response({"released_bytes": freed})  # SGLang answers null
+
+    async def _resume_memory(self, request: web.BaseRequest, body: bytes) -> web.Response:
+        await self._command(self._engine.resume_memory(decode(body, MemoryRequest).tags or [*MemoryTag]))
+        return json_response(None)
+
+    async def _abort(self, request: web.BaseRequest, body: bytes) -> web.Response:
+        order = decode(body, AbortRequest)
+        if not order.rid and not order.abort_all:
+            raise handler_error("rid is empty, which is a prefix of every request; name one, or set abort_all to true")
+        await self._command(self._engine.abort(order.rid or "", order.abort_all))
+        return web.Response()
+
+    async def _update_weights(self, request: web.BaseRequest, body: bytes) -> web.Response:
+        order = decode(body, UpdateWeightsRequest)
+        version = order.weight_version
+        future = await asyncio.to_thread(
+            self._engine.update_weights,
+            order.model_path,
+            version,
+            flush_cache=order.flush_cache,
+            abort_all=order.abort_all_requests,
+        )
+        frozen = await asyncio.wrap_future(future)
+        message = "Succeeded to update model weights."
+        if version is not None:
+            message += f" Weight version updated to {version}."
+        reply = {"success": True, "message": message, "num_paused_requests": frozen}
+        return json_response(reply | {"weight_version": self._engine.weight_version})  # not in SGLang's reply
+
+    async def _command(self, future: Any) -> Any:
+        return await asyncio.wrap_future(future)  # after the running step, however long it takes
+
+    async def _health(self, request: web.BaseRequest, body: bytes) -> web.Response:
+        return web.Response(status=200 if self._engine.healthy else 503)
+
+    async def _ready(self, request: web.BaseRequest, body: bytes) -> web.Response:
+        return web.Response(status=200 if self._engine.healthy and not self._engine.paused else 503)
+
+    async def _model_info(self, request: web.BaseRequest, body: bytes) -> web.Response:
+        return json_response(model_info(self._engine, self._name, self._tokenizer is not None))
+
+    async def _server_info(self, request: web.BaseRequest, body: bytes) -> web.Response:
+        return json_response(server_info(self._engine, self._name, self._tokenizer is not None))
+
+    async def _metrics(self, request: web.BaseRequest, body: bytes) -> web.Response:
+        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def _refusing(handler: Callable[[web.BaseRequest, bytes], Awaitable[web.StreamResponse]]) -> Handler:
+    """Wrap `handler` so that refusals are answered with SGLang's error bodies."""
+
+    async def answer(request: web.BaseRequest, body: bytes) -> web.StreamResponse:
+        try:
+            return await handler(request, body)
+        except Refusal as error:
+            raise Refused(400, error.body, "malformed") from error
+        except (RequestError, PictureError) as error:
+            raise Refused(400, handler_error(str(error)).body, "malformed") from error
+        except MissingPicture as error:
+            raise Refused(409, MissingPictures([*error.hashes]), "missing_pictures") from error
+        except WeightUpdateError as error:
+            body_of_failure = {"success": False, "message": str(error), "num_paused_requests": 0}
+            if isinstance(error, DamagedWeights):
+                body_of_failure["damaged"] = True  # SGLang's has no such field
+            raise Refused(400, body_of_failure, "weight_update") from error
+        except MemoryStateError as error:
+            raise Refused(400, handler_error(str(error)).body, "memory_state") from error
+        except EngineStoppedError as error:
+            raise Refused(503, {"error": {"message": str(error)}}, "engine_stopped") from error
+
+    return answer
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+def _stream_error(error: BaseException) -> dict[str, Any]:
+    return {"message": str(error), "type": "invalid_request_error", "code": 500, "retryable": False}
+
+
+async def serve(
+    engine: GenerationEngine,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    token: str | None = None,
+    tls: ssl.SSLContext | None = None,
+    tokenizer: Tokenizer | None = None,
+    picture_bytes: int = CACHE_BYTES,
+) -> Server:
+    """Serve a started engine on the running event loop; `port` 0 takes a free one (see `Server.url`)."""
+    http = GenerationApp(engine, token, tls, tokenizer, picture_bytes).http
+    url = await http.start(host, port)
+    logger.info("serving %s on %s", Path(engine.model_path).name, url)
+    return Server(url, http)

@@ -1,0 +1,276 @@
+"""The data of a start: each data set is loaded; prompts are made as the run would make them, with their statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config.context import context_length, turns
+from asyncrl.config.evaluation_sets import evaluation_sets, with_code_of
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.load import Config
+from asyncrl.config.plugin_code.import_paths import PluginError
+from asyncrl.config.run_dir import LOGS_DIR
+from asyncrl.config.setting import ConfigError
+from asyncrl.launch.before_start.models import base_model_config
+from asyncrl.launch.before_start.same_data import not_found_elsewhere
+from asyncrl.master.graph.builtin import load_graph
+from asyncrl.master.metrics.evaluations import ALWAYS
+from asyncrl.models.model_config import read_model_config
+from asyncrl.models.model_facts import ModelFacts
+from asyncrl.plugins.datasets import Placed
+from asyncrl.plugins.datasets.prompt_format import PicturesRefused
+from asyncrl.plugins.datasets.prompt_stats import PromptStats, measure_prompts, shown
+from asyncrl.plugins.datasets.queue.curriculum import OwnCurriculum
+from asyncrl.plugins.datasets.rows.files import FileDataset
+from asyncrl.plugins.datasets.settings import Overlong
+from asyncrl.plugins.datasets.supervised.demonstration_rows import load_demonstrations
+from asyncrl.plugins.datasets.supervised.demonstrations import conversation_of, wrong_conversation
+from asyncrl.plugins.datasets.supervised.preferences import judged_answers
+from asyncrl.plugins.tools import checks as tools
+from asyncrl.rollout.user_code.agents import offered_tools, offers_tools
+from asyncrl.rollout.user_code.conversations import load_chat_format
+from asyncrl.rollout.user_code.prompts import load_eval_set, load_prompt_format, load_train_set
+from asyncrl.rollout.user_code.rewards import load_rewards
+from asyncrl.rollout.user_code.tools import check_format
+from asyncrl.trainer.parallel.checks import base_model_problems
+from asyncrl.trainer.supervised.base_model import described, existing_base_model
+from asyncrl.trainer.supervised.losses import LABEL_LOSS, loss_kind
+from asyncrl.trainer.supervised.settings import SFTConfig
+
+
+def check_data(config: Config, folder: Path | None) -> None:
+    """Load all data that a run would load, and the settings of the base model that it would make first.
+
+    Raises:
+        ConfigError: with every message, one per line.
+    """
+    if messages := list(dict.fromkeys(_wrong_data(config, folder))):
+        raise ConfigError("\n".join(messages))
+
+
+def _wrong_data(config: Config, folder: Path | None) -> Iterator[str]:
+    if not isinstance(config, ExperimentConfig):
+        yield from wrong_rows(config)
+        return
+    loads: list[Callable[[], object]] = [partial(load_train_set, config)]
+    loads += [partial(load_eval_set, config, each) for each in evaluation_sets(config) if each.interval]
+    for load in loads:
+        try:
+            load()
+        except ConfigError as error:
+            yield str(error)
+    if config.dataset.curriculum.path:
+        try:
+            OwnCurriculum(config.dataset.curriculum.path, config.dataset.curriculum.args).check()
+        except ConfigError as error:
+            yield str(error)
+    yield from _no_verdict(config)
+    kept = config.samples.replay
+    if kept and not any(Path(kept).expanduser().glob("*.parquet")):
+        yield (
+            f"samples.replay={kept!r}: no folder of kept samples (*.parquet); give samples/ of a run, as `replay "
+            "EXPERIMENT samples=RUN` does"
+        )
+    yield from not_found_elsewhere(config)
+    if config.model.path is None:
+        yield from base_model_faults(config, folder)
+
+
+def _no_verdict(config: ExperimentConfig) -> Iterator[str]:
+    """Yield an error if `checkpoint.keep_best` names a metric of verdicts and no reward is one."""
+    metric = config.checkpoint.keep_best
+    if metric is None or metric.rpartition("/")[2] in ALWAYS:
+        return
+    measures = next((each for each in evaluation_sets(config) if metric.startswith(f"eval/{each.name}/")), None)
+    if measures is not None:
+        config = with_code_of(config, measures)
+    try:
+        parts = load_rewards(config.reward, config.rewards)
+    except ConfigError as error:
+        yield str(error)
+        return
+    if not any(part.verdict for part in parts):
+        yield (
+            f"checkpoint.keep_best={metric!r}: no reward is a verdict, so evaluations measure means alone; name "
+            f"{metric.rpartition('/')[0]}/reward_mean, or mark the reward (asyncrl.api.verdict, or reward.verdict=true)"
+        )
+
+
+def base_model_faults(config: ExperimentConfig, folder: Path | None) -> Iterator[str]:
+    """Yield an error message for each problem with the base model that `config` would make, and with its data.
+
+    Raises:
+        ConfigError: see `base_model_config`.
+    """
+    base = base_model_config(config, folder)
+    yield from base_model_problems(config, load_graph(config), ModelFacts.of(described(base)))
+    if existing_base_model(base) is None:
+        for fault in wrong_rows(base):
+            yield f"model.base_experiment={config.model.base_experiment!r}: {fault}"
+
+
+def wrong_rows(config: SFTConfig) -> Iterator[str]:
+    """Yield an error message for each data set with a row that cannot be loaded or has nothing to train on."""
+    data = config.dataset
+    for phase in config.phases:
+        try:
+            _check_rows(config, data.path, {**data.args, **phase.args}, data.fields, "train")
+        except ValueError as error:
+            yield f"dataset.path={error}"
+    held_out = config.eval
+    if held_out.interval and held_out.path is not None:
+        fields = data.fields if held_out.fields is None else held_out.fields
+        try:
+            _check_rows(config, held_out.path, held_out.args, fields, "held_out")
+        except ValueError as error:
+            yield f"eval.path={error}"
+
+
+def _check_rows(config: SFTConfig, path: str, args: Mapping[str, Any], fields: Mapping[str, str], split: str) -> None:
+    """Load the rows of supervised training: all rows of a file, one row of a class.
+
+    Raises:
+        ValueError: they cannot be loaded, or have nothing to train on; the message names file and line.
+    """
+    try:
+        kind = loss_kind(config.loss)
+    except PluginError:  # reported by the check of settings
+        return
+    dataset = load_demonstrations(path, args, fields, split, config.seed, judged=kind is not None)
+    for index in range(len(dataset) if isinstance(dataset, FileDataset) else 1):
+        place, row = dataset.place(index) if isinstance(dataset, Placed) else f"{path}, row {index}", dataset.row(index)
+        wrong = None
+        try:
+            if kind is None:
+                wrong = wrong_conversation(conversation_of(dataset, row))
+            else:
+                judged_answers(row, labelled=kind == LABEL_LOSS)
+        except ValueError as error:
+            wrong = str(error)
+        if wrong is not None:
+            raise ValueError(f"{place}: {wrong}")
+
+
+ROWS_LOOKED_AT = 1000
+"""Number of rows checked of a dataset class, whose rows may take time to make."""
+FILE_ROWS_LOOKED_AT = 200_000
+"""Number of rows checked of files, about a minute of work. Later rows are checked when they are used. If prompts that
+are too long are refused, all rows are checked.
+"""
+
+
+def check_prompts(config: ExperimentConfig, *, of_evaluation_alone: bool = False) -> dict[str, PromptStats]:
+    """Make the prompts of the training set and of the evaluation sets, with the tokenizer in `model.path`.
+
+    Args:
+        of_evaluation_alone: skip the training set.
+
+    Returns:
+        The statistics by the name of the setting's group: `dataset`, and for each evaluation set `eval`,
+        `eval.sets[0]` and so on.
+
+    Raises:
+        ConfigError: tools cannot be called, or no agent takes them; a set has no row that makes a prompt, one has
+            pictures where the run takes none, or `dataset.overlong=refuse` and a prompt is too long.
+    """
+    if messages := [*not_found_elsewhere(config), *tools.code_problems(config)]:
+        raise ConfigError("\n".join(messages))
+    prompt_format = load_prompt_format(config)
+    check_format(config, prompt_format.chat)
+    due = [each for each in evaluation_sets(config) if each.interval]
+    sets = {each.group: (with_code_of(config, each), load_eval_set(config, each)) for each in due}
+    if not of_evaluation_alone:
+        sets = {"dataset": (config, load_train_set(config)), **sets}
+    found = {}
+    for group, (played, rows) in sets.items():
+        limit, overlong = config.dataset.max_prompt_tokens, config.dataset.overlong
+        of_files = None if overlong is Overlong.refuse else FILE_ROWS_LOOKED_AT
+        form = replace(prompt_format, tools=offered_tools(played))
+        try:
+            seen = measure_prompts(rows, form, of_files if isinstance(rows, Placed) else ROWS_LOOKED_AT)
+        except PicturesRefused as error:
+            raise ConfigError(f"{group}: {error}") from None
+        found[group] = seen = replace(seen, mcp=bool(config.mcp) and offers_tools(played))
+        if seen.overlong and overlong is Overlong.refuse:
+            raise ConfigError(
+                f"dataset.max_prompt_tokens={limit}: {seen.overlong} of {seen.looked_at} prompts of {group} are longer "
+                f"({seen.first_overlong}, the longest {seen.longest}); raise it, or set dataset.overlong=filter"
+            )
+        left_out = seen.bad + (seen.overlong if overlong is Overlong.filter else 0)
+        if left_out == seen.looked_at:
+            why = seen.first_bad or f"{seen.first_overlong}, and dataset.max_prompt_tokens={limit}"
+            raise ConfigError(f"{group}: none of {seen.looked_at} rows makes a prompt; {why}")
+    answers = {"dataset": ("rollout.sampling.max_new_tokens", config.rollout.sampling.max_new_tokens)}
+    for each in evaluation_sets(config):
+        answers[each.group] = f"{each.group}.sampling.max_new_tokens", each.max_new_tokens
+    if messages := list(_prompts_that_do_not_fit(config, found, answers)):
+        raise ConfigError("\n".join(messages))
+    return found
+
+
+def _prompts_that_do_not_fit(
+    config: ExperimentConfig, found: Mapping[str, PromptStats], answers: Mapping[str, tuple[str, int]]
+) -> Iterator[str]:
+    """Yield an error message for each set whose longest prompt leaves the model too few positions for an answer, or
+    whose prompts have tokens that it has no embedding for.
+
+    Args:
+        answers: setting and value of the longest answer, by the name of the set's group.
+    """
+    path = config.model.path
+    assert path is not None, "prompts are made with the model's tokenizer"
+    described = read_model_config(path)
+    limit = context_length(config, described)
+    rows = (described.get("text_config") or described).get("vocab_size")
+    for group, seen in found.items():
+        if isinstance(rows, int) and seen.highest >= rows:
+            yield (
+                f"model.path={path!r}: a prompt of {group} has token {seen.highest}, and the model's embeddings have "
+                f"{rows} rows: its tokenizer is of another model, or has tokens that the model was not given; use the "
+                "tokenizer of the model, or resize the embeddings (transformers' resize_token_embeddings)"
+            )
+        setting, answer = answers[group]
+        if seen.longest_used + answer > limit:
+            yield (
+                f"{setting}={answer}: model.path={path!r} has {limit} positions (max_position_embeddings), and the "
+                f"longest prompt of {group} takes {seen.longest_used}; use {setting}="
+                f"{max(limit - seen.longest_used, 1)} or less, dataset.max_prompt_tokens={max(limit - answer, 1)} or "
+                "less, or a model with more positions"
+            )
+
+
+def show_prompts(
+    config: ExperimentConfig, statistics: Mapping[str, PromptStats], run_dir: Path, note: Callable[[str], None]
+) -> None:
+    """Show statistics of the prompts and what the chat template does, with `note` and in `logs/prompts.log`.
+
+    Args:
+        statistics: result of `check_prompts`.
+    """
+    lines = [
+        f"{group}: {line}"
+        for group, found in statistics.items()
+        for line in found.lines(config.dataset.max_prompt_tokens, config.dataset.overlong)
+    ]
+    if first := statistics["dataset"].first:
+        text, length = first
+        lines += [f"first prompt, {length} tokens:", shown(text)]
+    lines += [f"chat template: {line}" for line in chat_notes(config)]
+    for line in lines:
+        note(line)
+    logs = run_dir / LOGS_DIR
+    logs.mkdir(exist_ok=True)
+    (logs / "prompts.log").write_text("\n".join(lines) + "\n", encoding="utf-8", errors="replace")
+
+
+def chat_notes(config: ExperimentConfig) -> list[str]:
+    """Describe what the chat template does in conversations of several turns, if the settings allow them."""
+    if turns(config) == 1:
+        return []
+    prompts = load_prompt_format(config)
+    chat = load_chat_format(config, prompts)
+    return [] if chat is None else chat.findings.lines()

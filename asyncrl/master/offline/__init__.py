@@ -1,1 +1,0 @@
-"""Runs without trainers or without rollouts, and evaluation alone."""

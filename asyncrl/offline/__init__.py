@@ -1,0 +1,1 @@
+"""Optional: leaders of runs without a trainer, which keep rollouts, or only evaluate."""

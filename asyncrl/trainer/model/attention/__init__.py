@@ -1,1 +1,0 @@
-"""Attention functions that training adds to transformers' own, a file each."""

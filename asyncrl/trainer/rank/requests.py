@@ -1,0 +1,349 @@
+"""Requests to a training rank: those that compute, and those that are answered at once.
+
+The rank's main thread answers the former in order of arrival, so that collectives run in the same order on all ranks
+(`QueuedRequests`). The latter are answered on the request server's loop, even while the rank computes
+(`ImmediateRequests`). Model functions run as calls of a step's graph, and ahead of a step on rollouts that wait for it
+(`ModelCalls`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+
+from asyncrl.comm.names import ACTOR
+from asyncrl.comm.request_reply import Done
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.trained_policies import config_of_policy, policy_and_role
+from asyncrl.master.graph.call_graph import Graph
+from asyncrl.observe import observer
+from asyncrl.observe.observer import Activity
+from asyncrl.runtime.process.starting import io_bytes
+from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
+from asyncrl.trainer.batches.exchange import hand_down
+from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
+from asyncrl.trainer.functions.model_functions import CallContext, StatValues, find_function, run_call
+from asyncrl.trainer.messages import (
+    AskPulse,
+    BeginStep,
+    CallStats,
+    CollectWeights,
+    CommitCheckpoint,
+    Discard,
+    EndedStep,
+    EndStep,
+    FinishShare,
+    LoadCheckpoint,
+    LoadedCheckpoint,
+    LoadMemoryCheckpoint,
+    MoveColumns,
+    PollBuffer,
+    Publish,
+    PublishedWeights,
+    RankPulse,
+    RunCall,
+    SaveCheckpoint,
+    ScoreAhead,
+    SendWeights,
+    WrittenShare,
+)
+from asyncrl.trainer.rank.current_step import CurrentStep
+from asyncrl.trainer.rank.measures import MemoryShortage, StepMeasures
+from asyncrl.trainer.rank.training_rank import TrainingRank
+from asyncrl.trainer.rank.versions import Versions
+from asyncrl.trainer.trajectories.inbox import Inbox
+from asyncrl.trainer.trajectories.receiver import TrajectoryReceiver
+from asyncrl.trainer.trajectories.scored import detach, scores_of
+
+
+class ModelCalls:
+    """Runs model functions, each with the settings, engines and ranks of its call's policy and role.
+
+    Raises:
+        PluginError: a call of `graph` names no model function.
+    """
+
+    def __init__(self, config: ExperimentConfig, graph: Graph, rank: TrainingRank) -> None:
+        self._config, self._rank = config, rank
+        self._functions = {call.function: find_function(call.function) for call in graph.calls}
+        self._of_policies = {name: config_of_policy(config, name) for name in ("", *config.trained_policies)}
+
+    def run(self, call: RunCall, batch: StepBatch) -> StatValues:
+        """Run `call` on `batch`; return its statistics."""
+        policy = call.policy
+        settings = policy_and_role(self._config, call.role)[0]  # "" for the run's own critic, which policies may share
+        context = CallContext(
+            name=call.name,
+            role=policy_and_role(self._config, call.role)[1],
+            reads=call.reads,
+            writes=call.writes,
+            args=call.args,
+            config=self._of_policies[settings],
+            engines=self._rank.engines_of(policy),
+            ranks=self._rank.world.place(call.role).data,
+            state=self._rank.state_of(policy),
+            roles=self._rank.roles_of(policy),
+        )
+        return run_call(self._functions[call.function], context, batch)
+
+
+class RolloutScorer:
+    """Scores rollouts by frozen models while they wait for their step.
+
+    Args:
+        columns: the user's columns, which every batch has.
+        inbox: holds the rollouts, and then their scores.
+        device: device of the batches.
+    """
+
+    def __init__(
+        self,
+        rank: TrainingRank,
+        calls: ModelCalls,
+        inbox: Inbox,
+        measures: StepMeasures,
+        columns: Sequence[str],
+        device: torch.device,
+    ) -> None:
+        self._world = rank.world
+        self._calls, self._inbox, self._measures = calls, inbox, measures
+        self._columns, self._device = columns, device
+
+    def score(self, request: ScoreAhead) -> None:
+        """Score what the head of each copy received, and keep the scores there. Called by all ranks of the actor."""
+        place = self._world.place(ACTOR)
+        held = self._inbox.get(request.rollout_ids[place.coordinates.data]) if place.copy.leads else {}
+        trajectories, _ = detach(hand_down(list(held.values()), place.copy))
+        batch = build_step_batch(
+            trajectories,
+            [0] * len(trajectories),
+            version=request.version,
+            num_minibatches=1,
+            own=self._columns,
+            device=self._device,
+        )
+        with self._measures.computing():
+            for call in request.calls:
+                self._calls.run(call, batch)
+            scores = scores_of(batch, [key for call in request.calls for key in call.writes])
+        if place.copy.leads:
+            self._inbox.keep_scores(scores)
+
+
+WAITING = "waits for the master"
+
+
+_Request = TypeVar("_Request")
+_Reply = TypeVar("_Reply")
+
+
+@contextmanager
+def _doing(name: str, **about: Any) -> Iterator[None]:
+    """Report that this rank computes `name` within this block, and waits for the master afterwards."""
+    with observer.doing(f"computes {name}", name, **about):
+        yield
+    observer.stage(WAITING, Activity.serves)
+
+
+def checkpoint_path(request: SaveCheckpoint | FinishShare | CommitCheckpoint, memory: MemoryCheckpoint) -> Path:
+    """Return the folder of a checkpoint, on disk or in the host's memory."""
+    return memory.state_root / request.path if request.in_memory else Path(request.path)
+
+
+class QueuedRequests:
+    """Answers the requests that compute.
+
+    Args:
+        rank: engines and checkpoints of the rank.
+        receiver: holds the received trajectories.
+        versions: publishes weights.
+        memory_checkpoint: folder of the checkpoint in the host's memory.
+        step: the batches of the step in training.
+        calls: runs model functions.
+        scorer: scores rollouts ahead of their step.
+        measures: measures the steps.
+        memory: explains errors of the device's memory.
+    """
+
+    def __init__(
+        self,
+        rank: TrainingRank,
+        *,
+        receiver: TrajectoryReceiver,
+        versions: Versions,
+        memory_checkpoint: MemoryCheckpoint,
+        step: CurrentStep,
+        calls: ModelCalls,
+        scorer: RolloutScorer,
+        measures: StepMeasures,
+        memory: MemoryShortage,
+    ) -> None:
+        self._rank, self._receiver, self._versions = rank, receiver, versions
+        self._memory_checkpoint = memory_checkpoint
+        self._step, self._calls, self._scorer, self._measures = step, calls, scorer, measures
+        self._memory = memory
+        self._newest = 0
+
+    def handlers(self) -> dict[type, Callable[[Any], Any]]:
+        """Return the function that answers each kind of request."""
+        return {
+            ScoreAhead: self._observed("score_ahead", self.score_ahead, forward=True),
+            BeginStep: self._observed("begin_step", self.begin_step),
+            RunCall: self.run_call,
+            MoveColumns: self._observed("move_columns", self.move_columns),
+            EndStep: self._observed("end_step", self.end_step),
+            Publish: self._observed("publish", self.publish),
+            CollectWeights: self.collect_weights,
+            SaveCheckpoint: self._observed("save_checkpoint", self.save_checkpoint),
+            LoadCheckpoint: self._observed("load_checkpoint", self.load_checkpoint),
+            LoadMemoryCheckpoint: self._observed("load_memory_checkpoint", self.load_memory_checkpoint),
+        }
+
+    def _observed(
+        self, name: str, answer: Callable[[_Request], _Reply], *, forward: bool = False
+    ) -> Callable[[_Request], _Reply]:
+        """Wrap `answer` so that its duration is reported, and a lack of memory is explained."""
+
+        def observed(request: _Request) -> _Reply:
+            what = f"{name} (newest step: {self._newest})"
+            with _doing(name), self._memory.explained(what, forward=forward):
+                return answer(request)
+
+        return observed
+
+    def score_ahead(self, request: ScoreAhead) -> Done:
+        """Score what the head of each copy received, and keep the scores there."""
+        self._scorer.score(request)
+        return Done()
+
+    def begin_step(self, step: BeginStep) -> Done:
+        """Bring the samples to every grid's ranks, and build the step's batches."""
+        self._newest = step.version + 1
+        self._measures.begin(self._newest)
+        self._step.begin(step, self._receiver.inbox.get(step.leaving))
+        self._receiver.left(step.leaving)
+        return Done()
+
+    def move_columns(self, request: MoveColumns) -> Done:
+        """Copy columns of the step's batches from one grid's ranks to another's."""
+        self._step.move_columns(request)
+        return Done()
+
+    def run_call(self, call: RunCall) -> CallStats:
+        """Run a call of the step's graph on the batch of its policy."""
+        batch = self._step.batch_of(call)
+        explained = self._memory.explained(
+            f"call {call.name!r} (role {call.role!r}) of step {self._newest}", forward=True, backward=not call.writes
+        )
+        with _doing(call.name, role=call.role), self._measures.call(call.name), explained:
+            stats = self._calls.run(call, batch)
+        self._step.called(call, batch)
+        return CallStats(stats)
+
+    def end_step(self, request: EndStep) -> EndedStep:
+        """Release the step's batches; return memory and speed."""
+        self._step.end()
+        return self._measures.end()
+
+    def publish(self, request: Publish) -> PublishedWeights:
+        """Make a version available to servers."""
+        return PublishedWeights(str(self._versions.publish(request)))
+
+    def collect_weights(self, request: CollectWeights) -> Done:
+        """Remove versions that no process reads."""
+        self._versions.collect(request)
+        return Done()
+
+    def save_checkpoint(self, request: SaveCheckpoint) -> Done:
+        """Begin to write a checkpoint; this rank's part is copied when this returns."""
+        path = checkpoint_path(request, self._memory_checkpoint)
+        self._rank.save_checkpoint(msgspec.structs.replace(request, path=str(path)))
+        return Done()
+
+    def load_checkpoint(self, request: LoadCheckpoint) -> LoadedCheckpoint:
+        """Load the newest checkpoint on disk."""
+        return self._loaded(self._rank.load_checkpoint(Path(request.root)))
+
+    def load_memory_checkpoint(self, request: LoadMemoryCheckpoint) -> LoadedCheckpoint:
+        """Load the last step from the host's memory."""
+        state = self._rank.load_memory_checkpoint(
+            self._memory_checkpoint.state_root, invalid=self._memory_checkpoint.invalid
+        )
+        return LoadedCheckpoint(None) if state is None else self._loaded(state)  # the run may resume from the disk
+
+    def _loaded(self, state: Any) -> LoadedCheckpoint:
+        self._step.forget_samples_after(state["version"] if state else 0)
+        return LoadedCheckpoint(state)
+
+
+PIECE_BYTES = 16 << 20
+"""Data that counts as a sign of life once it is read or written: far more than a process does that waits."""
+
+
+class ImmediateRequests:
+    """Answers the requests that do not compute.
+
+    Args:
+        rank: writes the checkpoints.
+        receiver: holds the received trajectories.
+        versions: sends weights from memory.
+        memory_checkpoint: folder of the checkpoint in the host's memory.
+    """
+
+    def __init__(
+        self,
+        rank: TrainingRank,
+        receiver: TrajectoryReceiver,
+        versions: Versions,
+        memory_checkpoint: MemoryCheckpoint,
+    ) -> None:
+        self._rank, self._receiver, self._versions = rank, receiver, versions
+        self._memory_checkpoint = memory_checkpoint
+
+    def handlers(self) -> dict[type, Callable[[Any], Awaitable[Any]]]:
+        """Return the coroutine that answers each kind of request."""
+        return {
+            AskPulse: self.pulse,
+            PollBuffer: self._receiver.poll,
+            Discard: self.discard,
+            SendWeights: self.send_weights,
+            FinishShare: self.finish_share,
+            CommitCheckpoint: self.commit_checkpoint,
+        }
+
+    async def pulse(self, request: AskPulse) -> RankPulse:
+        """Return the rank's signs of life."""
+        pieces = sum(engine.pieces for engine in self._rank.engines.values()) + io_bytes() // PIECE_BYTES
+        return RankPulse(pieces, time.process_time())
+
+    async def discard(self, request: Discard) -> Done:
+        """Forget rollouts that will not be trained."""
+        self._receiver.discard(request.rollout_ids)
+        return Done()
+
+    async def send_weights(self, request: SendWeights) -> Done:
+        """Send a version from this rank's memory to servers."""
+        await self._versions.to_servers.send(request)
+        return Done()
+
+    async def finish_share(self, request: FinishShare) -> WrittenShare:
+        """Wait until this rank's files of a checkpoint are written."""
+        share = self._rank.writer(request.in_memory).share(checkpoint_path(request, self._memory_checkpoint))
+        return WrittenShare(await asyncio.shield(asyncio.wrap_future(share)))
+
+    async def commit_checkpoint(self, request: CommitCheckpoint) -> Done:
+        """Make a checkpoint visible that all ranks have written."""
+        if request.in_memory and not self._rank.folders.leads:
+            return Done()
+        writer = self._rank.writer(request.in_memory)
+        commit = partial(writer.commit, keep=request.keep, protected=request.protected)
+        await asyncio.to_thread(commit, checkpoint_path(request, self._memory_checkpoint), request.files)
+        return Done()

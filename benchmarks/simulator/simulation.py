@@ -1,0 +1,238 @@
+"""One simulated run: the control plane's own code, with simulated surroundings.
+
+Real: `ManagerService` with its gate, router, leases and pacing; `FleetDecisions` and `FleetRunner`; `DeviceTurns` and
+the rule that lends devices to guests; `ManagerClient`, `RolloutClient` and `RolloutLoop` of every RolloutWorker;
+`PromptQueue`; `Collector`, `SampleBuffer` and the ranks' `Inbox`. Simulated: the servers (`Engine`), the time that a
+step and its publishing take, HTTP and ZMQ (calls in process), name resolution (a call). The master's step is that of
+`MasterLoop`.
+
+At the end the run is brought to rest and audited. No rollout may be lost, and no request may stay placed on a server.
+Every live server must serve the newest version, and no trained token may be older than allowed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from asyncrl.manager.messages import RunBegin, ServerState
+from asyncrl.master.settings import OnStale
+from asyncrl.runtime.process.waiting import cancel
+from simulator.clock import run as run_virtual
+from simulator.device_turns import device_turns
+from simulator.host.clients import SimulatedManagerClient
+from simulator.host.cores import Cores
+from simulator.host.manager import SimulatedManager
+from simulator.host.processes import Announcements, Processes
+from simulator.host.rollout_worker import run_worker
+from simulator.master_loop import MasterLoop, TrainCounts
+from simulator.servers.engine_model import EngineCounts
+from simulator.servers.faults import ServerFaults
+from simulator.servers.fleet import Fleet
+from simulator.servers.lengths import Lengths
+from simulator.setup import Outcome, Setup
+from simulator.trainer import DataHead
+from simulator.wire import Network
+
+REST_LIMIT_S = 7200.0
+"""Virtual time within which a run must come to rest after its last step."""
+
+
+class Stalled(RuntimeError):
+    """A step took longer than allowed; the message shows the state of the gate and the buffer."""
+
+
+@dataclass(slots=True)
+class _Mark:
+    """State of the run at one time."""
+
+    at: float
+    served: EngineCounts
+    trained: TrainCounts
+
+
+class Simulation:
+    """A run of the control plane in virtual time. Create it within a virtual loop, and call `run` once."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self._loop = asyncio.get_running_loop()
+        cores = Cores(math.inf if setup.host is None else setup.host.cores)
+        self.on = Processes(setup.host, cores)
+        self.network = Network(encode=setup.encode)
+        self.manager = SimulatedManager(setup, self.network, self.on)
+        lengths: Lengths = setup.lengths.coarse(setup.grain)
+        self.faults = ServerFaults(setup.faults, setup.servers, lease_s=setup.lease_s, seed=setup.seed)
+        engine = setup.engine.coarse(setup.grain)
+        models = [self.faults.model_of(index, engine) for index in range(setup.servers)]
+        self.fleet = Fleet(models, lengths, self.network, self.manager.runner.registered, cores)
+        self.master = MasterLoop(
+            setup,
+            self.on,
+            DataHead(4 * setup.batch * (setup.eta + 2), self.on.receive, shares_prefixes=setup.shares_prefixes),
+            SimulatedManagerClient("master_worker/0", self.network, self.on),
+            Announcements(self.manager.announced, polled=setup.host is not None).announce,
+            partial(device_turns, setup, self.manager.decisions, self.manager.runner),
+        )
+
+    async def run(self) -> Outcome:
+        """Run all steps, bring the run to rest, and audit it.
+
+        Raises:
+            Stalled: a step took longer than allowed.
+            Deadlock: all tasks wait, and no timer will wake one.
+        """
+        setup, began = self.setup, time.process_time()
+        self.fleet.start()
+        background = [
+            asyncio.create_task(self.manager.runner.run()),
+            asyncio.create_task(self.faults.run(self.fleet)),
+            asyncio.create_task(self.manager.expire_leases()),
+            *(
+                asyncio.create_task(run_worker(index, setup, self.network, self.on, self.master.head.push))
+                for index in range(setup.workers)
+            ),
+        ]
+        self.manager.service.begin(RunBegin())
+        self.master.collector.start()
+        training = asyncio.create_task(self._train())
+        try:
+            await self._unless_failed(training, background)
+            first, last = training.result()
+            virtual_s = self._loop.time()
+            resting = asyncio.create_task(self._audit())
+            await self._unless_failed(resting, background)
+            faults = resting.result()
+        finally:
+            await cancel(training, *background)
+            await self.master.close()
+        return self._outcome(first, last, virtual_s, time.process_time() - began, faults)
+
+    async def _unless_failed(self, task: asyncio.Task[Any], background: list[asyncio.Task[Any]]) -> None:
+        endless = [each for each in background if not each.done()]
+        while not task.done():
+            done, _ = await asyncio.wait([task, *endless], return_when=asyncio.FIRST_COMPLETED)
+            for ended in done - {task}:
+                ended.result()  # the task of the faults ends once all have happened
+                endless.remove(ended)
+        task.result()
+
+    async def _train(self) -> tuple[_Mark, _Mark]:
+        marks = []
+        self.master.turns.begin()
+        for step in range(self.setup.steps):
+            if step == self.setup.warm_up:
+                marks.append(self._mark())
+            try:
+                async with asyncio.timeout(self.setup.step_limit_s):
+                    await self.master.step()
+            except TimeoutError:
+                raise Stalled(await self._diagnosis()) from None
+        self.master.turns.give()
+        return marks[0], self._mark()
+
+    async def _diagnosis(self) -> str:
+        gate = await self.master.manager.describe()
+        states = Counter(
+            f"{life.state} v{life.version} {life.reason}".strip() for life in self.manager.decisions.servers
+        )
+        return (
+            f"{self.setup.name}, seed {self.setup.seed}: no step {self.master.version} "
+            f"within {self.setup.step_limit_s:g} s; "
+            f"at {self._loop.time():.0f} s: {self.master.buffer.describe()}; {gate[:300]}; servers: {states}"
+        )
+
+    def _mark(self) -> _Mark:
+        counts = EngineCounts()
+        counts.add(self.fleet.counts())
+        return _Mark(self._loop.time(), counts, self.master.counts.copy())
+
+    async def _audit(self) -> list[str]:
+        """Let all rollouts end, then check that everything is accounted for."""
+        found: list[str] = []
+        master = self.master
+        await master.manager.close_gate()
+        deadline = self._loop.time() + REST_LIMIT_S
+        gate, router = self.manager.service.gate, self.manager.service.router
+        decisions = self.manager.decisions
+        guests = [life for life in decisions.servers if life.index in decisions.guests]
+        while self._loop.time() < deadline and (  # noqa: ASYNC110 (virtual time)
+            gate.counts().running or any(life.state is not ServerState.SERVING for life in guests)
+        ):
+            await asyncio.sleep(1.0)
+        if running := gate.counts().running:
+            found.append(f"{running} rollouts still run {REST_LIMIT_S:g} s after the gate was closed")
+        await asyncio.sleep(5.0)
+        await master.take_rest()
+        books = gate.counts()
+        if not books.balanced:
+            found.append(f"the books do not balance: {books}")
+        if books.trained != self.setup.steps * self.setup.batch:
+            found.append(f"the gate counts {books.trained} trained, not {self.setup.steps * self.setup.batch}")
+        if books.finished_untrained != len(master.buffer):
+            found.append(f"the gate counts {books.finished_untrained} finished, the buffer has {len(master.buffer)}")
+        placed = sum(view.sequences for view in router.servers)
+        if placed:
+            found.append(f"{placed} sequences are placed on servers where nothing runs")
+        if self.fleet.sequences:
+            found.append(f"{self.fleet.sequences} answers run on servers, and no rollout waits for them")
+        if master.counts.beyond and self.setup.on_stale != OnStale.mask:
+            found.append(f"{master.counts.beyond} tokens older than η={self.setup.eta} were trained")
+        if not self.setup.faults.any:
+            for life in decisions.servers:
+                if life.state is not ServerState.SERVING or life.version != master.version:
+                    found.append(f"server {life.index} is {life.state} at {life.version}, not serving {master.version}")
+        return found
+
+    def _outcome(self, first: _Mark, last: _Mark, virtual_s: float, real_s: float, faults: list[str]) -> Outcome:
+        setup, elapsed = self.setup, last.at - first.at
+        servers_s = elapsed * setup.servers
+        served = last.served.since(first.served)
+        before, after = first.trained, last.trained
+        busy, trained = served.busy_s / servers_s, (after.train_s - before.train_s) / elapsed
+        generation, training = setup.devices
+        shared = generation if setup.colocated else generation * setup.guests / setup.servers
+        idle = 1.0 - (busy * generation + trained * training) / (generation + training - shared)
+        steps = len(after.steps) - len(before.steps)
+        staleness, answers = after.staleness - before.staleness, after.answers - before.answers
+        return Outcome(
+            step_s=elapsed / steps,
+            wait_s=(after.wait_s - before.wait_s) / steps,
+            generation_idle=1.0 - busy,
+            training_idle=1.0 - trained,
+            idle=idle,
+            running=served.running_s / servers_s,
+            tokens_per_s=served.generated * setup.grain / elapsed,
+            trained_per_s=staleness.total() * setup.grain / elapsed,
+            staleness=staleness,
+            long_share=answers[True] / answers.total(),
+            interrupted=served.interrupted / served.generated if served.generated else 0.0,
+            retracted=served.retracted,
+            dropped=dict(self.master.reports.counts.dropped),
+            deaths=self.faults.deaths,
+            silences=self.faults.silences,
+            virtual_s=virtual_s,
+            real_s=real_s,
+            calls=self.network.calls,
+            steps=self.master.counts.steps,
+            faults=faults,
+        )
+
+
+def simulate(setup: Setup) -> Outcome:
+    """Run `setup` in virtual time.
+
+    Raises:
+        Stalled: a step took longer than allowed.
+        Deadlock: all tasks wait, and no timer will wake one.
+    """
+
+    async def main() -> Outcome:
+        return await Simulation(setup).run()
+
+    return run_virtual(main())
