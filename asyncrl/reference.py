@@ -71,25 +71,25 @@ from asyncrl.api import (
 )
 from asyncrl.api.columns import TOKEN, column, with_columns
 from asyncrl.api.trajectory import SampleColumns, compared_episodes, policy_of, role_of
+from asyncrl.chat.episode_client import ChatPolicy, EpisodeClient
 from asyncrl.config.load import load_supervised
 from asyncrl.config.plugin_code.catalog import resolve
+from asyncrl.data.datasets import Dataset
+from asyncrl.data.prompt_format import PromptFormat, make_prompt
+from asyncrl.data.prompt_queue import DataOrder
+from asyncrl.data.tokenizers import load_tokenizer
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, Job, SamplingSpec
 from asyncrl.inference.random_streams import derive_seed
-from asyncrl.models.weights.model_files.whole_folder import check_whole
 from asyncrl.plugins.agents.single_turn import SingleTurnAgent
-from asyncrl.plugins.chat.client import ChatPolicy, EpisodeClient
-from asyncrl.plugins.datasets import Dataset
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
-from asyncrl.plugins.datasets.prompt_format import PromptFormat, make_prompt
-from asyncrl.plugins.datasets.queue.order import DataOrder
-from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.plugins.envs.single_turn import SingleTurnEnv
 from asyncrl.plugins.rewards.arithmetic import arithmetic_reward
 from asyncrl.rollout.episode import run_group
-from asyncrl.trainer.engines.decay_groups import decay_groups
+from asyncrl.trainer.engines.optimizer import decay_groups
 from asyncrl.trainer.model.load_models import Critic as CriticModel
 from asyncrl.trainer.supervised.base_model import ensure_base_model
+from asyncrl.weights.whole_folder import check_whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """A version on its way to a host that shares no folder: as whole files, and as what changed since the one before.
 
-    python benchmarks/deltas.py [--parameters 100] [--links 0.1 1 10] [--rounds 3] [--json PATH]
+    python benchmarks/deltas.py [--parameters 100] [--links 0.1 1 10] [--rounds 3]
 
 Real staging servers with TLS, each in a process of its own, with a relay between them that lets through so many Gb/s.
 Two versions of random weights in bf16, rounded from fp32 masters of which every one moved by the learning rate, as
@@ -11,51 +11,35 @@ machine with free cores a fetch takes about the larger of what the link needs fo
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
+from common import Table, in_turns, parser
 
-from asyncrl.comm.http.calls import JsonHttp
+from asyncrl.comm.http_client import JsonHttp
 from asyncrl.comm.security import HttpSecurity, RunSecret
-from asyncrl.models.weights.versions.manifest import Manifest, TensorEntry, file_entry, write_manifest
-from asyncrl.staging.client import StagingClient
-from asyncrl.staging.messages import StageRequest
-from asyncrl.staging.service import StagingService
+from asyncrl.staging.client import StageRequest, StagingClient
+from asyncrl.staging.process import StagingService
+from asyncrl.weights.manifest import Manifest, TensorEntry, file_entry, write_manifest
 
 LEARNING_RATES = (1e-4, 1e-5, 1e-6)
 TENSORS = 20
 PIECE_BYTES = 256 << 10
 
 
-@dataclass(frozen=True)
-class Row:
-    """Seconds until the version is on the host, over a link of `link` Gb/s, and CPU seconds of both servers."""
-
-    link: float
-    lr: float
-    whole_s: float
-    delta_s: float
-    whole_cpu_s: float
-    delta_cpu_s: float
-    share: float
-
-
 def publish(folder: Path, version: int, millions: int, lr: float) -> Path:
     """Write version 1 of the weights, or 2, of which every master weight is `lr` away."""
     import torch
 
-    from asyncrl.models.weights.model_files.tensor_file import write_tensors  # servers and relays need no torch
+    from asyncrl.weights.tensor_file import write_tensors  # servers and relays need no torch
 
     folder.mkdir(parents=True)
     count = millions * 1_000_000 // TENSORS
@@ -158,78 +142,56 @@ async def fetched_s(
     return time.perf_counter() - began, cpu_s() - cpu_began
 
 
-def measure(
-    link: float, lr: float, rounds: int, millions: int, root: Path, secret: Path, security: HttpSecurity
-) -> Row:
-    """One row, by new servers in each round."""
-    folders = [publish(root / "published" / f"{lr:g}" / f"v{version}", version, millions, lr) for version in (1, 2)]
-    seconds: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
-    share = 1.0
-    for number in range(rounds):
-        for deltas in (False, True) if number % 2 else (True, False):
-            place = root / f"{link:g}-{lr:g}-{number}-{deltas}"
-            processes = Processes()
+def one_round(
+    link: float, deltas: bool, folders: list[Path], place: Path, secret: Path, security: HttpSecurity
+) -> tuple[float, float, float]:
+    """Seconds, CPU seconds and the part of the bytes that were sent, by new servers."""
+    processes = Processes()
+    try:
+        source = str(processes.start(serve, place / "source", secret, deltas))
+        host = str(processes.start(serve, place / "host", secret, deltas))
+        port = processes.start(relay, int(source.rpartition(":")[2]), link)
+        shaped = f"{source.rpartition(':')[0]}:{port}"
+
+        async def fetch() -> tuple[float, float]:
+            http = JsonHttp(security)
             try:
-                source = str(processes.start(serve, place / "source", secret, deltas))
-                host = str(processes.start(serve, place / "host", secret, deltas))
-                port = processes.start(relay, int(source.rpartition(":")[2]), link)
-                shaped = f"{source.rpartition(':')[0]}:{port}"
-
-                async def one(
-                    source: str = source,
-                    shaped: str = shaped,
-                    host: str = host,
-                    cpu_s: Callable[[], float] = processes.cpu_s,
-                ) -> tuple[float, float]:
-                    http = JsonHttp(security)
-                    try:
-                        return await fetched_s(http, source, shaped, host, folders, cpu_s)
-                    finally:
-                        await http.close()
-
-                seconds[deltas].append(asyncio.run(one()))
-                for delta in (place / "host").glob("deltas/*/*"):
-                    share = delta.stat().st_size / (folders[1] / "model.safetensors").stat().st_size
+                return await fetched_s(http, source, shaped, host, folders, processes.cpu_s)
             finally:
-                processes.close()
-    (whole_s, whole_cpu_s), (delta_s, delta_cpu_s) = (
-        map(statistics.median, zip(*seconds[deltas], strict=True)) for deltas in (False, True)
-    )
-    return Row(link, lr, whole_s, delta_s, whole_cpu_s, delta_cpu_s, share)
+                await http.close()
 
-
-HEADER = f"{'Gb/s':>5}{'lr':>8}{'bytes':>8}{'whole':>10}{'delta':>10}{'faster':>9}{'CPU whole':>11}{'CPU delta':>11}"
-
-
-def rows(links: Sequence[float], rates: Sequence[float], rounds: int, millions: int) -> Iterator[Row]:
-    """Yield a row for each link and learning rate, and print it below `HEADER`."""
-    for link in links:
-        for lr in rates:
-            with tempfile.TemporaryDirectory() as folder:
-                secret = Path(folder) / "secret"
-                RunSecret.create(secret)
-                security = RunSecret.load(secret).http()
-                row = measure(link, lr, rounds, millions, Path(folder), secret, security)
-            print(
-                f"{link:>5g}{lr:>8g}{row.share:>8.1%}{row.whole_s:>8.2f} s{row.delta_s:>8.2f} s"
-                f"{row.whole_s / row.delta_s:>7.1f} x{row.whole_cpu_s:>9.2f} s{row.delta_cpu_s:>9.2f} s",
-                flush=True,
-            )
-            yield row
+        seconds, cpu_s = asyncio.run(fetch())
+        whole = (folders[1] / "model.safetensors").stat().st_size
+        sent = [delta.stat().st_size for delta in (place / "host").glob("deltas/*/*")]
+        return seconds, cpu_s, sent[-1] / whole if sent else 1.0
+    finally:
+        processes.close()
 
 
 def main() -> None:
-    """Print the rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parameters", type=int, default=100, help="millions")
-    parser.add_argument("--links", type=float, nargs="+", default=[0.1, 1.0, 10.0], help="Gb/s")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    print(HEADER)
-    measured = [*rows(args.links, LEARNING_RATES, args.rounds, args.parameters)]
-    if args.json:
-        args.json.write_text(json.dumps([asdict(row) for row in measured]))
+    """Print a row for each link and learning rate."""
+    command = parser(__doc__)
+    command.add_argument("--parameters", type=int, default=100, help="millions")
+    command.add_argument("--links", type=float, nargs="+", default=[0.1, 1.0, 10.0], help="Gb/s")
+    command.add_argument("--rounds", type=int, default=3)
+    args = command.parse_args()
+    table = Table("Gb/s, learning rate", "bytes", "whole", "delta", "faster", "CPU whole", "CPU delta")
+    for link in args.links:
+        for lr in LEARNING_RATES:
+            with tempfile.TemporaryDirectory() as scratch:
+                root, secret = Path(scratch), Path(scratch) / "secret"
+                RunSecret.create(secret)
+                security = RunSecret.load(secret).http()
+                folders = [publish(root / f"v{version}", version, args.parameters, lr) for version in (1, 2)]
+                found: dict[bool, list[tuple[float, float, float]]] = {False: [], True: []}
+                for number, deltas in in_turns(found, args.rounds):
+                    place = root / f"{number}-{deltas}"
+                    found[deltas].append(one_round(link, deltas, folders, place, secret, security))
+            (whole, cpu_whole, _), (delta, cpu_delta, share) = (
+                map(statistics.median, zip(*each, strict=True)) for each in found.values()
+            )
+            times = (f"{whole:.2f} s", f"{delta:.2f} s", f"{whole / delta:.1f} x", f"{cpu_whole:.2f} s")
+            table.row(f"{link:g}, {lr:g}", f"{share:.1%}", *times, f"{cpu_delta:.2f} s")
 
 
 if __name__ == "__main__":

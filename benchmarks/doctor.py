@@ -1,6 +1,6 @@
 """Does the doctor name what is wrong? Real runs of the demo, each with one cause injected.
 
-    python benchmarks/doctor.py [--only NAME ...] [--json PATH]
+    python benchmarks/doctor.py [--only NAME ...]
 
 Each run is `python -m asyncrl.launch async_ppo` (`tool_calculator` for the slow tool) with the settings and the user
 code below, some with a disturbance from outside: a server that is stopped four fifths of each second, processes that
@@ -11,7 +11,6 @@ where two causes come to the same (a host without cores slows its servers), eith
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -20,13 +19,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+from common import Table, parser
 
 from asyncrl.config.load import load_supervised
 from asyncrl.trainer.supervised.base_model import ensure_base_model
@@ -204,70 +203,50 @@ CASES = {
 }
 
 
-def examined(name: str, case: Case, root: Path, limit_s: float) -> dict[str, object]:
-    """Run a case, for at most `limit_s`, and have it judged."""
+def examined(name: str, case: Case, root: Path) -> tuple[bool, tuple[object, ...]]:
+    """Run a case and have it judged; whether the first finding is an expected one, and the row of the table."""
     code = root / "injected.py"
     code.write_text(USER_CODE)
     trial = "".join(letter if letter.isalnum() else "_" for letter in name)
     run = root / case.experiment / trial
-    model = ensure_base_model(load_supervised(case.base))
-    settings = [*COMMON, *(each.format(code=code) for each in case.settings)]
-    own = {each.partition("=")[0] for each in case.settings}
-    settings = [each for each in settings if each not in COMMON or each.partition("=")[0] not in own]
-    command = [sys.executable, "-m", "asyncrl.launch", case.experiment, *settings]
-    command += [f"model.path={model}", f"fileroot={root}", f"trial_name={trial}", f"total_train_steps={case.steps}"]
+    own = [each.format(code=code) for each in case.settings]
+    named = {each.partition("=")[0] for each in own}
+    settings = [*own, *(each for each in COMMON if each.partition("=")[0] not in named)]
+    settings += [f"model.path={ensure_base_model(load_supervised(case.base))}", f"fileroot={root}"]
+    settings += [f"trial_name={trial}", f"total_train_steps={case.steps}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     if case.first:
         (before := root / f"{trial}_first").mkdir()
         (before / "sitecustomize.py").write_text(case.first)
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(before), os.environ.get("PYTHONPATH"))))
-    began = time.monotonic()
+    command = [sys.executable, "-m", "asyncrl.launch"]
     with (root / f"{trial}.log").open("wb") as log, case.disturbed(run) if case.disturbed else contextlib.nullcontext():
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        process = subprocess.Popen([*command, case.experiment, *settings], stdout=log, stderr=log, env=environment)
         try:
-            process.wait(limit_s)
+            process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)
             process.wait(60)
-    judged = subprocess.run(
-        [sys.executable, "-m", "asyncrl.launch", "doctor", str(run), "--json"], capture_output=True, check=False
-    )
+    judged = subprocess.run([*command, "doctor", str(run), "--json"], capture_output=True, check=False)
     told: dict[str, Any] = json.loads(judged.stdout) if judged.stdout else {"findings": [], "step": 0}
     findings = [each for each in told["findings"] if each["level"] != "remark" or each["kind"] == "balanced"]
-    first = findings[0] if findings else {"kind": "nothing", "sentence": "", "title": ""}
-    return {
-        "case": name,
-        "steps": told["step"],
-        "seconds": time.monotonic() - began,
-        "expected": case.expected,
-        "named": first["kind"],
-        "right": first["kind"] in case.expected,
-        "also": [each["kind"] for each in findings[1:]],
-        "sentence": first["sentence"],
-    }
+    first, *others = findings or [{"kind": "nothing", "sentence": ""}]
+    right, also = first["kind"] in case.expected, ", ".join(each["kind"] for each in others)
+    return right, (told["step"], first["kind"], "yes" if right else "NO", also, first["sentence"])
 
 
 def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=list(CASES), metavar="NAME")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds after which a run is interrupted")
-    args = parser.parse_args()
-    found = []
+    """Print the table."""
+    command = parser(__doc__)
+    command.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES), metavar="NAME")
+    args = command.parse_args()
+    table, found = Table("injected", "steps", "doctor says", "right", "also", "figures"), []
     with tempfile.TemporaryDirectory(prefix="asyncrl-doctor-") as folder:
-        print("| injected | steps | doctor says | right | also | figures |\n|---|--:|---|---|---|---|", flush=True)
-        for name, case in CASES.items():
-            if args.only and name not in args.only:
-                continue
-            one = examined(name, case, Path(folder), args.limit)
-            found.append(one)
-            also = ", ".join(one["also"])  # type: ignore[arg-type]
-            right = "yes" if one["right"] else "NO"
-            print(f"| {name} | {one['steps']} | {one['named']} | {right} | {also} | {one['sentence']} |", flush=True)
-    print(f"\n{sum(bool(one['right']) for one in found)} of {len(found)} named")
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        for name in args.only:
+            right, row = examined(name, CASES[name], Path(folder))
+            found.append(right)
+            table.row(name, *row)
+    print(f"{sum(found)} of {len(found)} named")
 
 
 if __name__ == "__main__":

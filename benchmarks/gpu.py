@@ -7,14 +7,9 @@
 
 Each row is a process of its own, so that one that fails, even of the GPU's memory, says why and the next begins. Each
 figure is printed and saved in the record as it is measured; a row that takes longer than its limit is ended and keeps
-what it has. Tracebacks, and the output of tests and servers, are in the log beside the record. The limits add up to
-half an hour:
-
-    machine 1 min, model 1, tests 2.5, attention 3.5, scoring 1, training 6, weights 2, embedded 2, agreement 1,
-    sglang 5, runs 3.5, failures 1.5
-
-Rows for SGLang need an interpreter that has it (`--sglang-python`, or ASYNCRL_SGLANG_PYTHON); without one they are left
-out, and the whole runs use the embedded engine. At the end the targets are compared.
+what it has. Tracebacks and servers' output are in the log beside the record. The row for SGLang needs an interpreter
+that has it (`--sglang-python`, or ASYNCRL_SGLANG_PYTHON); without one it is left out. At the end the targets are
+compared. `pytest tests/gpu` shows that what is measured is also right, and plays whole runs.
 """
 
 from __future__ import annotations
@@ -41,42 +36,33 @@ os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as in a run: GPUs ar
 
 import torch
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401 - like the engines below
-from gpu_rows import attention, generation, machine, runs, sglang_server, training, weights
+from common import parser
+from gpu_rows import generation, machine, sglang_server, training, weights
 from gpu_rows.bench import MODEL, Bench, Figure, LeftOut, said
 from transformers.utils.logging import disable_progress_bar
 
-import asyncrl.trainer.engines.flat.loader
+import asyncrl.trainer.engines.flat
 import asyncrl.trainer.engines.sharded.loader  # noqa: F401 - imported once, before the rows' processes are forked
-from asyncrl.models.weights.transports import TRANSPORTS
-from asyncrl.runtime.planning.process_kinds import GPU_ALLOCATOR
+from asyncrl.runtime.plan import GPU_ALLOCATOR
+from asyncrl.weights.transports import TRANSPORTS
 
 
 class Row(NamedTuple):
-    """A part of the table that is measured in a process of its own, within `limit_s`.
-
-    `computes`: its process computes as a ModelWorker does. The other rows start processes that have settings of their
-    own.
-    """
+    """A part of the table that is measured in a process of its own, within `limit_s`."""
 
     name: str
     limit_s: float
     measure: Callable[[Bench], Iterator[Figure]]
-    computes: bool = True
 
 
 ROWS = (
     Row("machine", 60, machine.machine),
     Row("model", 60, machine.model),
-    Row("tests", 150, machine.tests, computes=False),
-    Row("attention", 210, attention.attention),
-    Row("scoring", 60, attention.scoring),
     Row("training", 360, training.training),
     Row("weights", 120, weights.weights),
     Row("embedded", 120, generation.embedded),
     Row("agreement", 60, generation.agreement),
     Row("sglang", 300, sglang_server.sglang),
-    Row("runs", 210, runs.runs, computes=False),
-    Row("failures", 90, runs.failures, computes=False),
 )
 BUDGET_S = 30 * 60
 PATIENCE = 10
@@ -157,8 +143,7 @@ def _be_row(row: Row, bench: Bench, sender: Connection) -> None:
     """Measure `row` and send its figures, in a process that is the first of a session of its own."""
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if row.computes:
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", GPU_ALLOCATOR)
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", GPU_ALLOCATOR)  # it computes as a ModelWorker does
     try:
         for figure in row.measure(bench):
             sender.send(asdict(figure))
@@ -249,17 +234,17 @@ def _clear(*folders: Path) -> None:
 
 def main() -> int:
     """Measure the rows; returns 1 if one of them failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="small sizes: shows that every row works")
-    parser.add_argument("--rows", nargs="+", choices=[row.name for row in ROWS], metavar="ROW", help="some of them")
-    parser.add_argument("--json", type=Path, default=Path("gpu.json"), help="the record")
-    parser.add_argument(
+    command = parser(__doc__)
+    command.add_argument("--device", default="cuda")
+    command.add_argument("--tiny", action="store_true", help="small sizes: shows that every row works")
+    command.add_argument("--rows", nargs="+", choices=[row.name for row in ROWS], metavar="ROW", help="some of them")
+    command.add_argument("--json", type=Path, default=Path("gpu.json"), help="the record")
+    command.add_argument(
         "--add", action="store_true", help="keep the record's rows of earlier commands that are not asked"
     )
-    parser.add_argument("--folder", type=Path, help="a folder on the disk to measure; default: the temporary one")
-    parser.add_argument("--sglang-python", default=os.environ.get("ASYNCRL_SGLANG_PYTHON"))
-    options = parser.parse_args()
+    command.add_argument("--folder", type=Path, help="a folder on the disk to measure; default: the temporary one")
+    command.add_argument("--sglang-python", default=os.environ.get("ASYNCRL_SGLANG_PYTHON"))
+    options = command.parse_args()
     disable_progress_bar()  # type: ignore[no-untyped-call]
     wanted = options.rows or [row.name for row in ROWS]
     log = options.json.with_suffix(".log")
@@ -271,7 +256,7 @@ def main() -> int:
         bench = Bench(torch.device(options.device), options.tiny, folder, options.sglang_python, memory, log.absolute())
         bench.figures |= {name: _values([Figure(**each) for each in row["figures"]]) for name, row in rows.items()}
         for row in ROWS:
-            if row.name not in wanted and not (row.name == NEEDED and set(wanted) - {"machine", "tests"}):
+            if row.name not in wanted and not (row.name == NEEDED and set(wanted) - {"machine"}):
                 continue
             begun = time.monotonic()
             print(f"{row.name}: {(row.measure.__doc__ or '').splitlines()[0]}", flush=True)

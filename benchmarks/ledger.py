@@ -1,6 +1,6 @@
 """Cost of the ledger in a train step: writing and syncing its lines, beside the step of the demo with η = 4.
 
-    python benchmarks/ledger.py [--steps 200] [--step-s S] [--folder DIR] [--json PATH]
+    python benchmarks/ledger.py [--steps 200] [--step-s S] [--folder DIR]
 
 The lines are those of the demo (32 rollouts a step: admitted, finished, trained; the step's counters; a seal), written
 by the ledger as the GserverManager does before it answers the step's report, one step after the other; a thread syncs
@@ -10,24 +10,19 @@ them to the disk of `--folder` meanwhile. The step beside which that stands is t
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import statistics
-import sys
 import tempfile
 import time
 import uuid
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-import overlap
+from common import demo_model, parser, verdict
+from overlap import Demo
 
 from asyncrl.comm.ended_rollouts import Admitted, Finished, RolloutCounts, RolloutLine, RunSettings
-from asyncrl.config.load import load_supervised
 from asyncrl.manager.messages import GateCheckpoint, TrainedRollout
 from asyncrl.manager.rollouts.ledger import Ledger
-from asyncrl.trainer.supervised.base_model import ensure_base_model
 
 ROLLOUTS, SAMPLES = 32, 8
 TARGET = 0.02
@@ -67,26 +62,20 @@ def _step(version: int) -> tuple[list[RolloutLine], list[TrainedRollout]]:
 
 
 def main() -> None:
-    """Measure and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--step-s", type=float, help="the demo's step, where it is known")
-    parser.add_argument("--folder", type=Path, help="on the disk that runs are written to; default: a temporary one")
-    parser.add_argument("--json", type=Path, help="also write the figures there")
-    args = parser.parse_args()
+    """Measure and print."""
+    command = parser(__doc__)
+    command.add_argument("--steps", type=int, default=200)
+    command.add_argument("--step-s", type=float, help="the demo's step, where it is known")
+    command.add_argument("--folder", type=Path, help="on the disk that runs are written to; default: a temporary one")
+    args = command.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as root:
         costs = asyncio.run(step_costs(Path(root), args.steps))
-        step_s = args.step_s
-        if step_s is None:
-            model = ensure_base_model(load_supervised("arithmetic_base"))
-            step_s = overlap.run(4, "interrupt", 30, Path(root), [f"model.path={model}"]).step
-    cost = statistics.median(costs)
-    p95 = statistics.quantiles(costs, n=20)[-1]
-    print(f"{'ledger, ms per step':24} {'p95':>8} {'step, s':>8} {'share':>8} {'target':>8}")
-    print(f"{1e3 * cost:24.2f} {1e3 * p95:8.2f} {step_s:8.2f} {cost / step_s:8.2%} {TARGET:8.0%}")
-    if args.json:
-        figures = {"ledger_s": cost, "ledger_p95_s": p95, "step_s": step_s, "share": cost / step_s, "target": TARGET}
-        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+        step_s = args.step_s or Demo(Path(root), 30, [f"model.path={demo_model()}"]).run(4, "interrupt").step
+    cost, p95 = statistics.median(costs), statistics.quantiles(costs, n=20)[-1]
+    print(
+        f"the ledger takes {1e3 * cost:.2f} ms of a step of {step_s:.2f} s (95 % of steps: at most {1e3 * p95:.2f} ms)"
+    )
+    print(f"{cost / step_s:.2%} of the step, target below {TARGET:.0%}: {verdict(cost / step_s, TARGET)}")
 
 
 if __name__ == "__main__":

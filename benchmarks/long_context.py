@@ -13,25 +13,22 @@ what `asyncrl.trainer.sizing` computes.
 
 from __future__ import annotations
 
-import argparse
 import json
-import multiprocessing
 import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
-from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
 
+from common import on_ranks, parser
+
 from asyncrl.config.setting import Dtype
-from asyncrl.trainer.parallel.layout import Layout
-from asyncrl.trainer.parallel.worker_grid import WorkerGrid
+from asyncrl.trainer.parallel.placement import Layout, WorkerGrid
 from asyncrl.trainer.settings import AttentionImplementation, KeptOn
-from asyncrl.trainer.sizing.memory_estimate import MemoryNeed, Workload, need
-from asyncrl.trainer.sizing.sized_model import count
+from asyncrl.trainer.sizing import MemoryNeed, Workload, count, need
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "sizing.md"
 MEASURED = PAGE.with_name("long_context.json")
@@ -92,42 +89,22 @@ WAYS = (
 def measure(way: Way, tokens: int) -> tuple[int, int]:
     """The largest peak of any rank and its activations on the host, in bytes."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    context = multiprocessing.get_context("spawn")
-    results: Queue[tuple[int, int]] = context.Queue()
+    from tiny_models import save_described
+
     with tempfile.TemporaryDirectory() as folder:
-        _save(Path(folder, "model"))
-        ranks = [
-            context.Process(target=_be_rank, args=(way, tokens, rank, folder, results), daemon=True)
-            for rank in range(Layout.parse(way.layout).ranks)
-        ]
-        for rank in ranks:
-            rank.start()
-        peaks = [results.get(timeout=LIMIT_S) for _ in ranks]
-        for rank in ranks:
-            rank.join(LIMIT_S)
-    return max(peaks)
+        save_described(dict(MODEL), Path(folder, "model"))
+        found: list[tuple[int, int]] = on_ranks(_be_rank, Layout.parse(way.layout).ranks, way, tokens, folder)
+        return max(found)
 
 
-def _save(folder: Path) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    settings = dict(MODEL)
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    AutoModelForCausalLM.from_config(config).save_pretrained(str(folder))
-
-
-def _be_rank(way: Way, tokens: int, rank: int, folder: str, results: Queue[tuple[int, int]]) -> None:
+def _be_rank(rank: int, way: Way, tokens: int, folder: str) -> tuple[int, int]:
     import numpy as np
     import torch
     import torch.distributed as dist
+    from tiny_models import rank_world
 
-    from asyncrl.comm.name_resolve import NameBackend, make_resolver
     from asyncrl.config.experiment import ExperimentConfig
-    from asyncrl.master.graph.builtin import load_graph
-    from asyncrl.trainer.model import gradient_checkpointing
-    from asyncrl.trainer.parallel.placement import placement
-    from asyncrl.trainer.parallel.world import training_world
-    from asyncrl.trainer.rank.training_rank import build_rank
+    from asyncrl.trainer.model import layers as gradient_checkpointing
 
     torch.set_num_threads(1)
     on_host: list[int] = []
@@ -156,10 +133,8 @@ def _be_rank(way: Way, tokens: int, rank: int, folder: str, results: Queue[tuple
     config.trainer.parallel, config.trainer.tokens_per_micro_batch = way.layout, tokens
     config.trainer.gradient_checkpointing = way.checkpointing
     config.trainer.activations_on = KeptOn.host if way.on_host else KeptOn.device
-    graph, device = load_graph(config), torch.device("cpu")
-    resolver = make_resolver(NameBackend.file, f"{folder}/names")
-    with training_world(config, rank, placement(config, graph), device, Path(folder), resolver) as world:
-        engine = build_rank(config, graph, world, device).policy("actor")
+    with rank_world(config, rank, Path(folder)) as (_, build):
+        engine = build().policy("actor")
 
         def step(tokens: int) -> None:
             batch = _batch(tokens)
@@ -176,21 +151,16 @@ def _be_rank(way: Way, tokens: int, rank: int, folder: str, results: Queue[tuple
             if event.name() == "[memory]":
                 held += event.nbytes()
                 peak = max(peak, held)
-        results.put((peak, sum(on_host)))
+        return peak, sum(on_host)
 
 
 def _batch(tokens: int) -> Any:
     """One sequence, of which `tokens` go into the model."""
     import numpy as np
+    from tiny_models import batch_of, sample_of
 
-    from asyncrl.api.trajectory import Sample, Trajectory
-    from asyncrl.trainer.batches.step_batch import build_step_batch
-
-    ids = np.random.default_rng(0).integers(0, MODEL["vocab_size"], tokens + 1).astype(np.int32)
-    mask = (np.arange(len(ids)) > 0).astype(np.uint8)
-    versions = np.where(mask, 0, -1).astype(np.int32)
-    sample = Sample(ids, mask, np.zeros(len(ids), np.float32), versions, 0.0)
-    return build_step_batch([Trajectory("r", "p", 0, (sample,))], [0], version=0, num_minibatches=1)
+    ids = np.random.default_rng(0).integers(0, MODEL["vocab_size"], tokens + 1)
+    return batch_of([[sample_of(ids, 1)]])
 
 
 def page(text: str, measured: Sequence[Mapping[str, Any]]) -> str:
@@ -215,21 +185,18 @@ def _cells(way: Way, tokens: int, row: Mapping[str, Any] | None) -> tuple[str, s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Rewrite a table of docs/sizing.md; see the module's docstring.")
-    parser.add_argument("--measure", action="store_true", help="measure anew")
-    parser.add_argument("--missing", action="store_true", help="measure what the JSON lacks")
-    parser.add_argument("--longest", type=int, default=LENGTHS[-1], help="measure lengths up to this one")
-    arguments = parser.parse_args()
-    measured = [] if arguments.measure else json.loads(MEASURED.read_text(encoding="utf-8"))
-    there = {(Way(**row["way"]), row["tokens"]) for row in measured}
-    lengths = [length for length in LENGTHS if length <= arguments.longest]
-    for tokens, way in product(lengths, WAYS) if arguments.measure or arguments.missing else ():
-        if (way, tokens) not in there:
+    """Rewrite the page."""
+    command = parser(__doc__)
+    command.add_argument("--measure", action="store_true", help="measure anew")
+    if command.parse_args().measure:
+        measured: list[dict[str, Any]] = []
+        for tokens, way in product(LENGTHS, WAYS):
             peak, on_host = measure(way, tokens)
             measured.append({"way": asdict(way), "tokens": tokens, "peak": peak, "on_host": on_host})
             print(way, tokens, *_cells(way, tokens, measured[-1]), flush=True)
-            MEASURED.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), measured), encoding="utf-8")
+        MEASURED.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
+    rows = json.loads(MEASURED.read_text(encoding="utf-8"))
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

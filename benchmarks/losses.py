@@ -6,22 +6,23 @@ of both. It is measured at two vocabularies: 17, that of the demo's character to
 512. Those of real models are 60 to 500 times larger again, so both columns are upper bounds for them. Memory is the
 peak of the bytes of tensors alive at once that the call itself creates.
 
-    python benchmarks/losses.py [--quick] [--json PATH]
+    python benchmarks/losses.py [--quick]
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from common import Table, parser, verdict
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -33,6 +34,7 @@ from asyncrl.config.plugin_code.catalog import known, resolve
 LIMIT = 3.0
 """No row may take more than this many times the yardstick."""
 MEAN_LENGTH = 512
+VOCABULARIES = (17, 512)
 
 
 @dataclass(frozen=True)
@@ -199,10 +201,10 @@ def peak_mib(call: Callable[[], None]) -> float:
     return float(tracker.peak) / 2**20
 
 
-def measure(num_tokens: int, vocabularies: list[int], repeats: int) -> list[Row]:
+def measure(num_tokens: int, repeats: int) -> list[Row]:
     """All rows, the yardsticks first."""
     rows, base = [], {}
-    for vocab in vocabularies:
+    for vocab in VOCABULARIES:
         for backward in (False, True):
             call = yardstick(num_tokens, vocab, backward=backward)
             base[vocab, backward] = timed(call, repeats)
@@ -210,35 +212,28 @@ def measure(num_tokens: int, vocabularies: list[int], repeats: int) -> list[Row]
             rows.append(Row(name, base[vocab, backward], peak_mib(call), {}))
     for name, backward, call in cases(make_data(num_tokens)):
         seconds = timed(call, repeats)
-        ratios = {vocab: seconds / base[vocab, backward] for vocab in vocabularies}
+        ratios = {vocab: seconds / base[vocab, backward] for vocab in VOCABULARIES}
         rows.append(Row(name, seconds, peak_mib(call), ratios))
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=65536)
-    parser.add_argument("--vocab", type=int, nargs="+", default=[17, 512])
-    parser.add_argument("--repeats", type=int, default=11)
-    parser.add_argument("--quick", action="store_true", help="8192 tokens, 3 repeats")
-    parser.add_argument("--json", metavar="PATH")
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.tokens, arguments.repeats = 8192, 3
+    """Print the table; `--json` is read by the test that every algorithm has a row."""
+    command = parser(__doc__)
+    command.add_argument("--quick", action="store_true", help="8192 tokens, 3 repeats")
+    command.add_argument("--json", type=Path, help="write the rows there")
+    args = command.parse_args()
     torch.set_num_threads(1)
-    rows = measure(arguments.tokens, arguments.vocab, arguments.repeats)
-    print(f"{arguments.tokens} tokens, 1 thread, fp32; ratio to log_softmax+gather of the same kind at each V")
-    print(f"{'':34} {'ms':>9} {'peak MiB':>9}" + "".join(f"  V={vocab:<6}" for vocab in arguments.vocab))
+    rows = measure(*((8192, 3) if args.quick else (65536, 11)))
+    table = Table("", "ms", "peak MiB", *(f"of log_softmax+gather, V={vocab}" for vocab in VOCABULARIES))
     for row in rows:
-        ratios = "".join(f"{row.ratios[vocab]:10.3f}" for vocab in row.ratios)
-        print(f"{row.name:34} {row.seconds * 1e3:9.2f} {row.peak_mib:9.1f}{ratios}")
-    worst = max((ratio, row.name, vocab) for row in rows for vocab, ratio in row.ratios.items())
-    verdict = "" if arguments.quick else f"; limit {LIMIT}"  # small runs measure the cost of a call, not of tokens
-    print(f"highest ratio: {worst[0]:.2f} ({worst[1]} at V={worst[2]}){verdict}")
-    if arguments.json:
-        record = {"tokens": arguments.tokens, "limit": LIMIT, "worst": worst[0], "rows": [vars(row) for row in rows]}
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump(record, file, indent=2)
+        ratios = [f"{ratio:.3f}" for ratio in row.ratios.values()] or [""] * len(VOCABULARIES)
+        table.row(row.name, f"{row.seconds * 1e3:.2f}", f"{row.peak_mib:.1f}", *ratios)
+    worst, name = max((ratio, row.name) for row in rows for ratio in row.ratios.values())
+    # small runs measure the cost of a call, not of tokens
+    print(f"highest ratio: {worst:.2f} ({name})" + ("" if args.quick else f"; limit {LIMIT}: {verdict(worst, LIMIT)}"))
+    if args.json:
+        args.json.write_text(json.dumps({"rows": [vars(row) for row in rows]}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

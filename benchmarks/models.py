@@ -53,11 +53,11 @@ from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.engine_io import GenerationInput, Job, SamplingSpec
 from asyncrl.models.parity import UnsupportedModelError
 from asyncrl.models.transformers_internals import set_attention
-from asyncrl.models.weights.model_files.folder_tensors import FolderFormatError
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
-from asyncrl.trainer.engines.flat.loader import FlatLoader
-from asyncrl.trainer.parallel.rank_position import RankPosition
+from asyncrl.trainer.engines.flat import FlatLoader
+from asyncrl.trainer.parallel.world import RankPosition
 from asyncrl.trainer.settings import OptimizerConfig, VisionMode
+from asyncrl.weights.folder_tensors import FolderFormatError
 
 PAGE = Path(__file__).parents[1] / "docs" / "tables" / "models.md"
 BEGIN, END = "<!-- every model: made by benchmarks/models.py -->", "<!-- end of every model -->"

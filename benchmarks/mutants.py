@@ -56,11 +56,11 @@ PATIENCE_S, PATIENCE = 20.0, 5.0
 """A mutant's test has so many seconds, and so many times what it took without a change; then it does not end."""
 ROOMS: dict[str, tuple[str, ...]] = {
     "gate": ("manager/rollouts/staleness_gate.py", "manager/rollouts/rollout_state.py"),
-    "admission": ("manager/rollouts/admission.py", "manager/rollouts/pacing.py"),
-    "queue": ("plugins/datasets/queue/*.py",),
+    "admission": ("manager/rollouts/admission.py",),
+    "queue": ("data/prompt_queue.py", "data/curriculum.py"),
     "buffer": ("master/data/sample_buffer.py", "master/data/collector.py"),
-    "batch order": ("master/data/buffer_order.py", "master/data/batches.py"),
-    "step plan": ("master/data/step_plan.py",),
+    "batch order": ("master/data/batches.py",),
+    "step plan": ("master/step.py",),
     "router": ("manager/router.py",),
     "fleet": ("manager/fleet/decisions.py", "staging/fan_out.py", "manager/fleet/servers.py"),
     "rebuild": ("manager/rollouts/workers.py",),
@@ -69,7 +69,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "advantages": ("algorithms/advantages.py", "algorithms/gae.py"),
     "corrections": ("algorithms/corrections.py",),
     "packing": ("trainer/batches/*.py",),
-    "chat": ("plugins/chat/conversation.py", "plugins/chat/parsers/*.py"),
+    "chat": ("chat/conversation.py", "chat/parsers.py", "chat/call_formats.py"),
     "rewards": ("plugins/rewards/math_answer.py", "plugins/rewards/text.py", "plugins/rewards/code_tests.py"),
 }
 PRELOADED = (

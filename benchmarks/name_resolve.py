@@ -1,42 +1,33 @@
-"""Load of idle processes on name resolution: requests per second at etcd, and files opened in a folder.
+"""Load of idle processes on etcd: requests per second, by etcd's own count (`grpc_server_msg_received_total`).
 
-    python benchmarks/name_resolve.py [--processes 4 16 64] [--seconds S] [--json PATH]
+    python benchmarks/name_resolve.py [--processes 4 16 64] [--seconds 20]
 
-Each of N RolloutWorkers has its three entries, with leases of 10 s, and knows the N presences and the training ranks.
-`polled`: each reads both subtrees once a second. `followed`: as the processes do it. Both renew leases as today, once a
-third of the lease for all entries of a process. Targets: followed, a process costs etcd less than one request a second
-and no entry is sent again and again; a folder that does not change is not read.
-
-Needs an etcd binary. Requests are etcd's own count (`grpc_server_msg_received_total`). With a lease per entry, each
-renewed and read by itself, and polled, as it was before, N = 4, 16, 64 made 15, 60, 243 requests and 16, 256, 4,096
-entries a second.
+Each of N RolloutWorkers has its three entries, with leases of 10 s, and follows the N presences and the training ranks,
+as the processes of a run do. Target: a process costs etcd less than one request a second. Needs an etcd binary.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
-import os
 import socket
 import subprocess
 import tempfile
-import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+
+from common import Table, parser, verdict
 
 from asyncrl.comm import names
-from asyncrl.comm.name_resolve import EtcdAccess, FileResolver, NameBackend, NameResolver, make_resolver
+from asyncrl.comm.name_resolve import EtcdAccess, NameBackend, make_resolver
 
 LEASE_S = 10.0
 START_LIMIT_S = 30.0
-ETCD, FOLDER = "requests at etcd", "files opened and listings"
+SETTLE_S = 3.0
 
 
 def free_port() -> int:
+    """Return a port that nobody listens at."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -61,97 +52,45 @@ def etcd() -> Iterator[str]:
             server.wait()
 
 
-def requests(address: str) -> int:
+def requests(address: str) -> float:
     """Messages of clients so far."""
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=START_LIMIT_S) as reply:
         lines = reply.read().decode().splitlines()
-    return int(
-        sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("grpc_server_msg_received_total"))
-    )
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("grpc_server_msg_received_total"))
 
 
-class Opened:
-    """Counts what is opened and listed by this process in folders of names."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        Path.open = self._counted(Path.open)  # type: ignore[method-assign]
-        os.listdir = self._counted(os.listdir)
-
-    def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.count += 1
-            return call(*args, **kwargs)
-
-        return counted
-
-
-def measure(
-    make: Callable[[], NameResolver], count: Callable[[], int], processes: int, follow: bool, s: float
-) -> float:
-    """Return the rate of `count` per second with this many idle processes."""
-    stop = threading.Event()
-    resolvers = [make() for _ in range(processes)]
-    threads = []
+def measure(address: str, processes: int, seconds: float) -> float:
+    """Return the requests per second of this many idle processes."""
+    root = f"/asyncrl/{processes}"
+    resolvers = [make_resolver(NameBackend.etcd3, root, etcd=EtcdAccess.at(address)) for _ in range(processes)]
     try:
         for index, resolver in enumerate(resolvers):
             entries = (names.status_key(names.ROLLOUT_WORKER, index), names.worker_key(names.ROLLOUT_WORKER, index))
             for key in (*entries, names.pusher_key(index)):
                 resolver.add(key, "x" * 60, lease_s=LEASE_S, replace=True)
         for resolver in resolvers:
-            if follow:
-                resolver.follow(names.PULLERS)
-                resolver.follow(names.PUSHERS)
-            else:
-                threads.append(threading.Thread(target=poll, args=(resolver, stop)))
-                threads[-1].start()
-        time.sleep(3.0)
-        before, began = count(), time.monotonic()
-        time.sleep(s)
-        return (count() - before) / (time.monotonic() - began)
+            resolver.follow(names.PULLERS)
+            resolver.follow(names.PUSHERS)
+        time.sleep(SETTLE_S)
+        before, began = requests(address), time.monotonic()
+        time.sleep(seconds)
+        return (requests(address) - before) / (time.monotonic() - began)
     finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
         for resolver in resolvers:
             resolver.close()
 
 
-def poll(resolver: NameResolver, stop: threading.Event) -> None:
-    while not stop.wait(1.0):
-        resolver.get_subtree(names.PULLERS)
-        resolver.get_subtree(names.PUSHERS)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, nargs="+", default=[4, 16, 64])
-    parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    opened, rows = Opened(), []
-    with etcd() as address, tempfile.TemporaryDirectory() as folder:
+    """Print the table."""
+    command = parser(__doc__)
+    command.add_argument("--processes", type=int, nargs="+", default=[4, 16, 64])
+    command.add_argument("--seconds", type=float, default=20.0)
+    args = command.parse_args()
+    table = Table("processes", "requests a second", "below one a process")
+    with etcd() as address:
         for processes in args.processes:
-            for follow in (False, True):
-                how = "followed" if follow else "polled"
-                root = f"/asyncrl/{how}{processes}"
-
-                def at_etcd(root: str = root) -> NameResolver:
-                    return make_resolver(NameBackend.etcd3, root, etcd=EtcdAccess.at(address))
-
-                def in_folder(name: str = f"{folder}/{how}{processes}") -> NameResolver:
-                    return FileResolver(name)
-
-                asked = measure(at_etcd, lambda: requests(address), processes, follow, args.seconds)
-                read = measure(in_folder, lambda: opened.count, processes, follow, args.seconds)
-                rows.append({"processes": processes, "how": how, ETCD: asked, FOLDER: read})
-                print(f"{processes:4} {how:9} {asked:8.1f} {ETCD}   {read:8.1f} {FOLDER}   a second", flush=True)
-    for row in rows:
-        if row["how"] == "followed":
-            verdict = "met" if row[ETCD] < row["processes"] else "missed"
-            print(f"{row['processes']} processes followed, below {row['processes']} requests a second: {verdict}")
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1))
+            found = measure(address, processes, args.seconds)
+            table.row(processes, f"{found:.1f}", verdict(found, processes))
 
 
 if __name__ == "__main__":

@@ -1,21 +1,19 @@
 """Does generation overlap training? The demo with η = 0 and η = 4: same seed, steps and processes, in turns.
 
-    python benchmarks/overlap.py [--modes interrupt retract in_place] [--steps 40] [--rounds 3] [--quick]
-                                 [--cost | --observing | --reference] [--json PATH] [setting=value ...]
+    python benchmarks/overlap.py [--modes interrupt retract in_place] [--steps 40] [--rounds 3]
+                                 [--cost | --observing | --reference] [setting=value ...]
 
 With η = 0 nothing overlaps: a step waits for its rollouts (generation alone), then trains and publishes (training
 alone). So that run gives both times; those with η = 4, one for each `manager.update_mode` asked for, give the step.
-Figures of a run are medians over the steps after a warm-up. Every round is these runs one right after the other and
-gives its own ratios, so that a machine whose speed changes from minute to minute disturbs them little; the figures at
-the end are medians over the rounds.
+Figures of a run are medians over the steps after a warm-up, the last lines medians over the rounds' ratios.
 
-    overlap efficiency = max(generation alone, training alone) / step with η = 4
+    efficiency = max(generation alone, training alone) / step with η = 4
 
 The CPU share of GserverManager and MasterWorker is their CPU time over wall-clock time while steps are trained. Below,
 every process's CPU-seconds for a step: where the time goes that two cores have, whatever else overlaps.
 
 With `--cost`: what it costs a step that any process may die. The demo with η = 4 as it is, in turns with a run that has
-no ledger, keeps no last step in memory and whose manager writes no log (`peers/bare`), another first in each round:
+no ledger, keeps no last step in memory and whose manager writes no log (`peers/bare`):
 
     cost = step as it is / step without them - 1
 
@@ -25,338 +23,215 @@ counts the processor seconds of its observing (`peers/watched`):
     cost = seconds of observing / seconds of all that the processes do
 
 With `--reference`: what it brings that a frozen reference scores rollouts while the trainer waits for the rest. The
-demo with a KL term and η = 0, 1 and 4, each in turns with `trainer.score_ahead=false`, another first in each round.
+demo with a KL term and η = 0, 1 and 4, each in turns with `trainer.score_ahead=false`.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import re
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
-import psutil
+from common import MEASURED_RUN, Table, cpu_seconds, demo_model, in_turns, parser, start_run, verdict, wait_for_step
 from peers.after_import import python_path
 
-from asyncrl.config.load import load_supervised
 from asyncrl.config.run_dir import LEDGER_DIR
-from asyncrl.observe.history.tail import read_rows
-from asyncrl.trainer.supervised.base_model import ensure_base_model
+from asyncrl.observe.tail import read_rows
 
 WARM_UP_STEPS = 8
-SETTINGS = ["eval.interval=0", "checkpoint.interval=0", "logging.tensorboard=false", "resume=restart"]
 CONTROL = ("gserver_manager", "master_worker")
-TITLE = re.compile(r"^asyncrl (\w+)/")
 TARGETS = {"speed-up": 1.5, "efficiency": 0.9, "control": 0.10}
-COST_TARGET = 0.02
-OBSERVING_TARGET = 0.01
+COST_TARGET, OBSERVING_TARGET = 0.02, 0.01
 REFERENCE_ETAS = (0, 1, 4)
+BARE = Path(__file__).parent / "peers" / "bare"
+"""On PYTHONPATH it leaves out what lets a run continue after deaths, as far as no setting does."""
+WATCHED = BARE.with_name("watched")
 
 
 @dataclass(frozen=True)
 class Measured:
     """Medians of one run, in seconds per step; `control` is the share of one core, `cpu` CPU-seconds a step by kind of
-    process."""
+    process, `scored_ahead` the share of rollouts that the reference scored while training waited."""
 
-    eta: int
-    mode: str
     step: float
     wait_data: float
     train: float
     publish: float
-    tokens_per_s: float
     control: float
     cpu: dict[str, float]
-    scored_ahead: float = 0.0
+    scored_ahead: float
 
-
-BARE = Path(__file__).parent / "peers" / "bare"
-"""On PYTHONPATH it leaves out what lets a run go on after deaths, as far as no setting does."""
-
-WATCHED = BARE.with_name("watched")
-
-
-def run(
-    eta: int,
-    mode: str,
-    steps: int,
-    root: Path,
-    overrides: list[str],
-    *,
-    bare: bool = False,
-    name: str = "",
-    environment: Mapping[str, str] = os.environ,
-) -> Measured:
-    """One run of the demo, in a trial of its `name`; `bare`: without what lets it go on after deaths."""
-    trial = f"eta{eta}-{mode}{'-bare' * bare}{name}"
-    run_dir = root / "overlap" / trial
-    settings = [f"max_head_offpolicyness={eta}", f"manager.update_mode={mode}", f"total_train_steps={steps}"]
-    settings += ["experiment_name=overlap", f"trial_name={trial}", f"fileroot={root}", *SETTINGS, *overrides]
-    if bare:
-        settings.append("checkpoint.in_memory=false")
-        environment = {**environment, "PYTHONPATH": python_path(BARE)}
-    command = [sys.executable, "-m", "asyncrl.launch", "async_ppo", *settings]
-    process = subprocess.Popen(command, stdout=sys.stderr, env=environment)
-    metrics = run_dir / "metrics.jsonl"
-    begun, before = _cpu_seconds(process, metrics, WARM_UP_STEPS)
-    ended, after = _cpu_seconds(process, metrics, steps - 2)
-    if process.wait() != 0:
-        raise SystemExit(f"the run with η = {eta} failed; logs in {run_dir / 'logs'}")
-    if bare == (run_dir / LEDGER_DIR).is_dir():
-        raise SystemExit(
-            f"the run in {run_dir} {'has a' if bare else 'has no'} ledger: it is not what was to be measured"
-        )
-    rows = read_rows(metrics)[WARM_UP_STEPS:]
-    median = {key: statistics.median(row[key] for row in rows) for key in rows[0] if key.startswith("time/")}
-    tokens = sum(row["tokens/batch"] for row in rows)
-    return Measured(
-        eta=eta,
-        mode=mode,
-        step=median["time/step_s"],
-        wait_data=median["time/wait_for_batch_s"],
-        train=median["time/train_s"],
-        publish=median["time/publish_s"],
-        tokens_per_s=tokens / sum(row["time/step_s"] for row in rows),
-        control=sum(after[kind] - before[kind] for kind in CONTROL) / (ended - begun),
-        cpu={kind: (after[kind] - before[kind]) / (steps - 2 - WARM_UP_STEPS) for kind in sorted(after)},
-        scored_ahead=statistics.mean(row.get("rollout/scored_ahead", 0.0) for row in rows),
-    )
-
-
-def _cpu_seconds(process: subprocess.Popen[bytes], metrics: Path, step: int) -> tuple[float, Counter[str]]:
-    """(clock, CPU seconds by kind of process) once `step` steps are trained."""
-    while process.poll() is None and (not metrics.exists() or metrics.read_bytes().count(b"\n") < step):
-        time.sleep(0.05)  # a benchmark looks; it synchronises nothing
-    seconds: Counter[str] = Counter()
-    for child in psutil.Process(process.pid).children(recursive=True):  # each is a child of its supervisor
-        with suppress(psutil.NoSuchProcess):  # a process that ended meanwhile is none of these
-            if named := TITLE.search(" ".join(child.cmdline())):
-                times = child.cpu_times()
-                seconds[named[1]] += times.user + times.system  # type: ignore[assignment]
-    if process.poll() is None and (missing := set(CONTROL) - set(seconds)):
-        raise SystemExit(f"{', '.join(sorted(missing))} cannot be seen among the run's processes")
-    return time.monotonic(), seconds
+    @property
+    def used(self) -> float:
+        """CPU-seconds a step of all processes."""
+        return sum(self.cpu.values())
 
 
 @dataclass(frozen=True)
-class Round:
-    """One run without overlap, and one with it for every mode."""
+class Demo:
+    """Runs of the demo, all with `settings`."""
 
-    sync: Measured
-    overlapped: tuple[Measured, ...]
+    root: Path
+    steps: int
+    settings: Sequence[str]
 
+    def run(
+        self, eta: int, mode: str, name: str = "", *more: str, bare: bool = False, path: Mapping[str, str] | None = None
+    ) -> Measured:
+        """One run in a trial of its `name`, with `more` settings; `bare`: without what lets it continue after deaths.
 
-def table(rounds: list[Round]) -> str:
-    """The figures for a person: every round, then the medians of every mode."""
-    eta = rounds[0].overlapped[0].eta
-    lines = [
-        f"{'round':>5}{'update mode':>13}{'generation':>12}{'training':>10}{'step, η = 0':>13}{f'step, η = {eta}':>13}"
-        f"{'tokens/s':>18}{'speed-up':>10}{'efficiency':>12}{'control':>9}"
-    ]
-    for number, each in enumerate(rounds, 1):
-        sync = each.sync
-        for overlapped in each.overlapped:
-            found = figures(sync, overlapped)
-            lines.append(
-                f"{number:>5}{overlapped.mode:>13}{sync.wait_data:>10.3f} s{sync.train + sync.publish:>8.3f} s"
-                f"{sync.step:>11.3f} s{overlapped.step:>11.3f} s"
-                f"{f'{sync.tokens_per_s:,.0f} / {overlapped.tokens_per_s:,.0f}':>18}"
-                f"{found['speed-up']:>10.2f}{found['efficiency']:>12.2f}{found['control']:>9.3f}"
+        Raises:
+            SystemExit: the run failed, or is not the one that was to be measured.
+        """
+        trial = f"eta{eta}-{mode}{name}"
+        run_dir = self.root / "overlap" / trial
+        settings = [f"max_head_offpolicyness={eta}", f"manager.update_mode={mode}", f"total_train_steps={self.steps}"]
+        settings += ["experiment_name=overlap", f"trial_name={trial}", f"fileroot={self.root}", *MEASURED_RUN]
+        if bare:
+            settings.append("checkpoint.in_memory=false")
+            path = {"PYTHONPATH": python_path(BARE)}
+        process = start_run("async_ppo", [*settings, *self.settings, *more], {**os.environ, **(path or {})})
+        metrics = run_dir / "metrics.jsonl"
+        marks: list[tuple[float, Counter[str]]] = []
+        for step in (WARM_UP_STEPS, self.steps - 2):
+            wait_for_step(process, metrics, step)
+            marks.append((time.monotonic(), cpu_seconds(process)))
+        if process.wait() != 0:
+            raise SystemExit(f"the run with η = {eta} failed; logs in {run_dir / 'logs'}")
+        if bare == (run_dir / LEDGER_DIR).is_dir():
+            raise SystemExit(
+                f"the run in {run_dir} {'has a' if bare else 'has no'} ledger: not what was to be measured"
             )
-    for mode, found in medians(rounds).items():
-        lines += ["", mode]
-        for name, value in found.items():
-            ok = value <= TARGETS[name] if name == "control" else value >= TARGETS[name]
-            bound = "at most" if name == "control" else "at least"
-            lines.append(f"  {name:12}{value:>7.3f}   target {bound} {TARGETS[name]:.2f}   {'met' if ok else 'MISSED'}")
-    runs = {"η = 0": [each.sync for each in rounds]}
-    for each in rounds:
-        for overlapped in each.overlapped:
-            runs.setdefault(f"η = {eta}, {overlapped.mode}", []).append(overlapped)
-    kinds = list(rounds[0].sync.cpu)
-    lines += ["", "CPU-seconds a step", " " * 20 + "".join(f"{kind:>20}" for kind in kinds) + f"{'together':>12}"]
+        (begun, before), (ended, after) = marks
+        rows = read_rows(metrics)[WARM_UP_STEPS:]
+        step, wait, train, publish = (
+            statistics.median(row[f"time/{name}_s"] for row in rows)
+            for name in ("step", "wait_for_batch", "train", "publish")
+        )
+        counted = self.steps - 2 - WARM_UP_STEPS
+        return Measured(
+            step=step,
+            wait_data=wait,
+            train=train,
+            publish=publish,
+            control=sum(after[kind] - before[kind] for kind in CONTROL) / (ended - begun),
+            cpu={kind: (after[kind] - before[kind]) / counted for kind in sorted(after)},
+            scored_ahead=statistics.mean(row.get("rollout/scored_ahead", 0.0) for row in rows),
+        )
+
+
+def overlap(demo: Demo, modes: Sequence[str], rounds: int, eta: int) -> None:
+    """Print every round, the medians of every mode, and CPU-seconds by process."""
+    table = Table("update mode", "generation", "training", "step, η = 0", f"step, η = {eta}", *TARGETS)
+    runs: dict[str, list[Measured]] = {}
+    found: dict[str, list[tuple[float, ...]]] = {mode: [] for mode in modes}
+    for number in range(rounds):
+        alone = demo.run(0, modes[0], f"-{number}")
+        runs.setdefault("η = 0", []).append(alone)
+        first = number % len(modes)  # another one is first in each round
+        for mode in [*modes[first:], *modes[:first]]:
+            own = demo.run(eta, mode, f"-{number}")
+            runs.setdefault(f"η = {eta}, {mode}", []).append(own)
+            training = alone.train + alone.publish
+            ratios = (alone.step / own.step, max(alone.wait_data, training) / own.step, own.control)
+            found[mode].append(ratios)
+            times = (alone.wait_data, training, alone.step, own.step)
+            table.row(mode, *(f"{each:.3f} s" for each in times), *(f"{each:.3f}" for each in ratios))
+    for mode, of_mode in found.items():
+        for (name, target), values in zip(TARGETS.items(), zip(*of_mode, strict=True), strict=True):
+            value = statistics.median(values)
+            met = verdict(value, target, at_least=name != "control")
+            print(f"{mode}: {name} {value:.3f}, target {target:.2f}: {met}")
+    kinds = list(runs["η = 0"][0].cpu)
+    table = Table("CPU-seconds a step", *kinds, "together")
     for name, measured in runs.items():
         used = [statistics.median(run.cpu[kind] for run in measured) for kind in kinds]
-        lines.append(f"{name:20}" + "".join(f"{seconds:>20.3f}" for seconds in used) + f"{sum(used):>12.3f}")
-    return "\n".join(lines)
+        table.row(name, *(f"{each:.3f}" for each in used), f"{sum(used):.3f}")
 
 
-def figures(sync: Measured, overlapped: Measured) -> dict[str, float]:
-    """Return the figures of the targets, of one run with overlap against the one without."""
-    return {
-        "speed-up": sync.step / overlapped.step,
-        "efficiency": max(sync.wait_data, sync.train + sync.publish) / overlapped.step,
-        "control": overlapped.control,
-    }
+def cost(demo: Demo, mode: str, rounds: int, eta: int) -> None:
+    """Print every round, and the medians of the ratios of steps and of CPU-seconds, which other work disturbs less."""
+    table = Table("round", "step", "without", "CPU-seconds", "without")
+    pairs: dict[int, dict[bool, Measured]] = {}
+    for number, bare in in_turns((False, True), rounds):
+        pairs.setdefault(number, {})[bare] = demo.run(eta, mode, f"-{number}{'-bare' * bare}", bare=bare)
+        if len(pairs[number]) == 2:
+            whole, without = pairs[number][False], pairs[number][True]
+            figures = (whole.step, without.step, whole.used, without.used)
+            table.row(number + 1, *(f"{each:.3f} s" for each in figures))
+    steps, cpus = (
+        statistics.median(getattr(each[False], what) / getattr(each[True], what) - 1 for each in pairs.values())
+        for what in ("step", "used")
+    )
+    print(f"cost {steps:+.2%}, target {COST_TARGET:.0%}: {verdict(steps, COST_TARGET)}; of CPU time {cpus:+.2%}")
 
 
-def medians(rounds: list[Round]) -> dict[str, dict[str, float]]:
-    """By update mode, each figure's median over the rounds."""
-    found: dict[str, list[dict[str, float]]] = {}
-    for each in rounds:
-        for overlapped in each.overlapped:
-            found.setdefault(overlapped.mode, []).append(figures(each.sync, overlapped))
-    return {
-        mode: {name: statistics.median(each[name] for each in runs) for name in TARGETS} for mode, runs in found.items()
-    }
-
-
-def costs(steps: int, count: int, eta: int, mode: str, overrides: list[str]) -> list[tuple[Measured, Measured]]:
-    """Rounds of a run as it is and a bare one."""
-    rounds = []
-    with tempfile.TemporaryDirectory() as folder:
-        for number in range(1, count + 1):
-            root = Path(folder) / f"round{number}"
-            order = (False, True) if number % 2 else (True, False)
-            runs = {bare: run(eta, mode, steps, root, overrides, bare=bare) for bare in order}
-            rounds.append((runs[False], runs[True]))
-            print(f"round {number} of {count}: {runs[False].step / runs[True].step:.4f}", file=sys.stderr)
-    return rounds
-
-
-def observing(steps: int, eta: int, mode: str, overrides: list[str]) -> str:
-    """Processor seconds of a run's processes, and those of their observing."""
-    with tempfile.TemporaryDirectory() as folder:
-        root, told = Path(folder), Path(folder) / "told"
-        told.mkdir()
-        watched = {**os.environ, "PYTHONPATH": python_path(WATCHED), "OBSERVING_FOLDER": str(told)}
-        run(eta, mode, steps, root, overrides, environment=watched)
-        observed = next(root.glob("overlap/*/observed"))
-        counts = {each["process"]: each for each in (json.loads(file.read_text()) for file in told.iterdir())}
-        used = {}
-        for file in observed.glob("*.jsonl"):
-            used[file.stem] = max(line.get("cpu_s", 0.0) for line in read_rows(file))
+def observing(demo: Demo, mode: str, eta: int) -> None:
+    """Print the processor seconds of a run's processes, and those of their observing."""
+    told = demo.root / "told"
+    told.mkdir()
+    demo.run(eta, mode, path={"PYTHONPATH": python_path(WATCHED), "OBSERVING_FOLDER": str(told)})
+    counts = {each["process"]: each for each in (json.loads(file.read_text()) for file in told.iterdir())}
+    files = next(demo.root.glob("overlap/*/observed")).glob("*.jsonl")
+    used = {file.stem: max(line.get("cpu_s", 0.0) for line in read_rows(file)) for file in files}
     if used.keys() != counts.keys():
         raise SystemExit(f"observed/ has {sorted(used)}, and {sorted(counts)} counted their observing")
-    lines = [f"{'process':24}{'CPU-seconds':>14}{'observing':>12}{'of it inline':>14}{'cost':>9}"]
+    table, together = Table("process", "CPU-seconds", "observing", "of it inline", "cost"), 0.0
     for name, total in sorted(used.items()):
         thread, inline = (counts[name].get(kind, 0.0) for kind in ("thread", "inline"))
-        cost = (thread + inline) / total
-        lines.append(f"{name:24}{total:>14.2f}{thread + inline:>12.3f}{inline:>14.3f}{cost:>9.2%}")
-    together = sum(each.get(kind, 0.0) for each in counts.values() for kind in ("thread", "inline"))
-    cost = together / sum(used.values())
-    met = "met" if cost < OBSERVING_TARGET else "MISSED"
-    lines.append(f"together {cost:.2%} of {sum(used.values()):.1f} s, target below {OBSERVING_TARGET:.0%}   {met}")
-    return "\n".join(lines)
+        together += thread + inline
+        own = thread + inline
+        table.row(name, f"{total:.2f}", f"{own:.3f}", f"{inline:.3f}", f"{own / total:.2%}")
+    share = together / sum(used.values())
+    print(f"together {share:.2%}, target below {OBSERVING_TARGET:.0%}: {verdict(share, OBSERVING_TARGET)}")
 
 
-def cost_table(rounds: list[tuple[Measured, Measured]]) -> str:
-    """Every round, and the medians of their ratios: of a step's time, and of all processes' CPU-seconds for it, which
-    other work on the machine changes less."""
-    lines = [f"{'round':>5}{'step':>12}{'without':>12}{'cost':>9}{'CPU-seconds':>14}{'without':>10}{'cost':>9}"]
-    steps, cpus = [], []
-    for number, (whole, bare) in enumerate(rounds, 1):
-        used, used_bare = sum(whole.cpu.values()), sum(bare.cpu.values())
-        steps.append(whole.step / bare.step - 1.0)
-        cpus.append(used / used_bare - 1.0)
-        lines.append(
-            f"{number:>5}{whole.step:>10.3f} s{bare.step:>10.3f} s{steps[-1]:>+9.2%}"
-            f"{used:>14.3f}{used_bare:>10.3f}{cpus[-1]:>+9.2%}"
-        )
-    cost = statistics.median(steps)
-    lines.append(
-        f"median {cost:+.2%}, target below {COST_TARGET:.0%}   {'met' if cost < COST_TARGET else 'MISSED'}; "
-        f"of CPU time {statistics.median(cpus):+.2%}"
-    )
-    return "\n".join(lines)
-
-
-def references(steps: int, count: int, mode: str, overrides: list[str]) -> list[tuple[Measured, Measured]]:
-    """By round and η, a run whose reference scores ahead and one whose does not."""
-    pairs = []
-    with tempfile.TemporaryDirectory() as folder:
-        for number in range(1, count + 1):
-            root = Path(folder) / f"round{number}"
-            for eta in REFERENCE_ETAS:
-                runs = {}
-                for ahead in (False, True) if number % 2 else (True, False):
-                    settings = ["algorithm.kl_coef=0.01", f"trainer.score_ahead={str(ahead).lower()}", *overrides]
-                    runs[ahead] = run(eta, mode, steps, root, settings, name="-ahead" * ahead)
-                pairs.append((runs[True], runs[False]))
-                print(f"round {number} of {count}, η = {eta}: {_gain(pairs[-1]):+.2%}", file=sys.stderr)
-    return pairs
-
-
-def _gain(pair: tuple[Measured, Measured]) -> float:
-    return pair[0].step / pair[1].step - 1.0
-
-
-def reference_table(pairs: list[tuple[Measured, Measured]]) -> str:
-    """Every pair, and the medians by η."""
-    lines = [
-        f"{'η':>3}{'scored ahead':>14}{'training':>12}{'in the step':>13}{'step':>10}{'in the step':>13}{'step by':>10}"
-        f"{'CPU time by':>13}"
-    ]
-    for ahead, within in sorted(pairs, key=lambda pair: pair[0].eta):
-        cpu = sum(ahead.cpu.values()) / sum(within.cpu.values()) - 1.0
-        lines.append(
-            f"{ahead.eta:>3}{ahead.scored_ahead:>14.0%}{ahead.train:>10.3f} s{within.train:>11.3f} s"
-            f"{ahead.step:>8.3f} s{within.step:>11.3f} s{_gain((ahead, within)):>+10.2%}{cpu:>+13.2%}"
-        )
-    for eta in REFERENCE_ETAS:
-        gains = [_gain(pair) for pair in pairs if pair[0].eta == eta]
-        lines.append(f"median at η = {eta}: {statistics.median(gains):+.2%}")
-    return "\n".join(lines)
+def reference(demo: Demo, mode: str, rounds: int) -> None:
+    """Print by η the steps and the training in them with and without scoring ahead, and the medians of the gain."""
+    table = Table("η, round", "scored ahead", "training", "in the step", "step", "in the step", "CPU time by")
+    gains: dict[int, list[float]] = {eta: [] for eta in REFERENCE_ETAS}
+    for number, eta in product(range(rounds), REFERENCE_ETAS):
+        runs = {}
+        for ahead in (False, True) if number % 2 else (True, False):
+            settings = ("algorithm.kl_coef=0.01", f"trainer.score_ahead={str(ahead).lower()}")
+            runs[ahead] = demo.run(eta, mode, f"-{number}{'-ahead' * ahead}", *settings)
+        early, within = runs[True], runs[False]
+        gains[eta].append(early.step / within.step - 1)
+        times = (early.train, within.train, early.step, within.step)
+        cells = [f"{early.scored_ahead:.0%}", *(f"{each:.3f} s" for each in times)]
+        table.row(f"{eta}, {number + 1}", *cells, f"{early.used / within.used - 1:+.2%}")
+    for eta, of_eta in gains.items():
+        print(f"step at η = {eta}: {statistics.median(of_eta):+.2%}")
 
 
 def main() -> None:
-    """Run the rounds, print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--modes", nargs="+", default=["interrupt", "retract", "in_place"], help="values of manager.update_mode"
-    )
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="one round of 20 steps")
-    parser.add_argument("--eta", type=int, default=4)
-    parser.add_argument("--cost", action="store_true", help="measure what it costs that any process may die")
-    parser.add_argument("--observing", action="store_true", help="measure what observing costs")
-    parser.add_argument("--reference", action="store_true", help="measure what a reference brings that scores ahead")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("overrides", nargs="*")
-    args = parser.parse_intermixed_args()
-    steps, count = (20, 1) if args.quick else (args.steps, args.rounds)
-    overrides = [f"model.path={ensure_base_model(load_supervised('arithmetic_base'))}", *args.overrides]
-    if args.observing:
-        print(observing(steps, args.eta, args.modes[0], overrides))
-        return
-    if args.cost:
-        pairs = costs(steps, count, args.eta, args.modes[0], overrides)
-        print(cost_table(pairs))
-        if args.json:
-            args.json.write_text(json.dumps([{"whole": asdict(each[0]), "bare": asdict(each[1])} for each in pairs]))
-        return
-    if args.reference:
-        pairs = references(steps, count, args.modes[0], overrides)
-        print(reference_table(pairs))
-        if args.json:
-            args.json.write_text(json.dumps([{"ahead": asdict(each[0]), "within": asdict(each[1])} for each in pairs]))
-        return
-    rounds: list[Round] = []
+    """Run the rounds, print the tables."""
+    command = parser(__doc__)
+    command.add_argument("--modes", nargs="+", default=["interrupt", "retract", "in_place"])
+    command.add_argument("--steps", type=int, default=40)
+    command.add_argument("--rounds", type=int, default=3)
+    command.add_argument("--eta", type=int, default=4)
+    for what in ("cost", "observing", "reference"):
+        command.add_argument(f"--{what}", action="store_true", help="see above")
+    command.add_argument("overrides", nargs="*", metavar="setting=value")
+    args = command.parse_intermixed_args()
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(1, count + 1):
-            root = Path(folder) / f"round{number}"
-            sync = run(0, args.modes[0], steps, root, overrides)
-            first = number % len(args.modes)
-            modes = args.modes[first:] + args.modes[:first]  # another one is first in each round
-            rounds.append(Round(sync, tuple(run(args.eta, mode, steps, root, overrides) for mode in modes)))
-            for overlapped in rounds[-1].overlapped:
-                shown = {name: round(value, 3) for name, value in figures(sync, overlapped).items()}
-                print(f"round {number} of {count}, {overlapped.mode}: {shown}", file=sys.stderr)
-    print(table(rounds))
-    if args.json:
-        content = {"rounds": [asdict(each) for each in rounds], "medians": medians(rounds)}
-        args.json.write_text(json.dumps(content, indent=1))
+        demo = Demo(Path(folder), args.steps, [f"model.path={demo_model()}", *args.overrides])
+        if args.observing:
+            observing(demo, args.modes[0], args.eta)
+        elif args.cost:
+            cost(demo, args.modes[0], args.rounds, args.eta)
+        elif args.reference:
+            reference(demo, args.modes[0], args.rounds)
+        else:
+            overlap(demo, args.modes, args.rounds, args.eta)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Verdicts of the maths reward per second and core, straight and through a process of the pool.
 
-    python benchmarks/reward_throughput.py [--seconds S] [--json PATH]
+    python benchmarks/reward_throughput.py [--seconds 5]
 
 Answers are of three kinds: plain numbers, notations (units, fractions, percentages, LaTeX), and expressions that go
 through math-verify; right and wrong ones by turns. The target, 500 a second and core, is for a mix as GSM8K's: 90 %
@@ -9,14 +9,12 @@ numbers, 8 % notations, 2 % expressions. Through the pool one process is asked, 
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 import uvloop
+from common import Table, parser, verdict
 
 from asyncrl.plugins.rewards.math_answer import math_answer_reward
 from asyncrl.rollout.user_code_pool.child import CodeTarget
@@ -29,10 +27,10 @@ KINDS = {
     "expressions": [("x+1", "1+x"), (r"2\sqrt{2}", r"\sqrt{8}"), ("(1,2]", "(1,2)"), (r"\{1,2\}", r"\{2,1\}")],
 }
 MIX = ["numbers"] * 45 + ["notations"] * 4 + ["expressions"]
-TARGET_PATH = "asyncrl.plugins.rewards.math_answer:math_answer_reward"
+REWARD = CodeTarget("asyncrl.plugins.rewards.math_answer:math_answer_reward", {})
 
 
-def problems(kinds: list[str]) -> Iterator[tuple[dict[str, str], str]]:
+def problems(kinds: Sequence[str]) -> Iterator[tuple[dict[str, str], str]]:
     """Rows and completions without end, of `kinds` by turns."""
     turns = {kind: itertools.cycle(pairs) for kind, pairs in KINDS.items()}
     for kind in itertools.cycle(kinds):
@@ -40,10 +38,10 @@ def problems(kinds: list[str]) -> Iterator[tuple[dict[str, str], str]]:
         yield {"answer": f"Some steps that lead there.\n#### {expected}"}, f"First this, then that. \\boxed{{{given}}}"
 
 
-def straight(kinds: list[str], seconds: float) -> float:
+def straight(kinds: Sequence[str], seconds: float) -> float:
     """Verdicts per second of this process's CPU time."""
     asked = problems(kinds)
-    for _ in range(len(kinds)):  # imports math-verify
+    for _ in kinds:  # imports math-verify
         math_answer_reward(*next(asked))
     begun, count = time.process_time(), 0
     while time.process_time() - begun < seconds:
@@ -54,35 +52,28 @@ def straight(kinds: list[str], seconds: float) -> float:
 
 async def pooled(seconds: float) -> float:
     """Verdicts per second of the mix through one process."""
-    pool, asked, target = (
-        ProcessPool(1, ProcessLimits(4 << 30, 33, 1 << 30)),
-        problems(MIX),
-        CodeTarget(TARGET_PATH, {}),
-    )
-    for _ in range(len(MIX)):
-        await pool.call("reward", target, "answer", list(next(asked)), 60.0)
+    pool, asked = ProcessPool(1, ProcessLimits(4 << 30, 33, 1 << 30)), problems(MIX)
+    for _ in MIX:
+        await pool.call("reward", REWARD, "answer", list(next(asked)), 60.0)
     begun, count = time.monotonic(), 0
     while time.monotonic() - begun < seconds:
-        await pool.call("reward", target, "answer", list(next(asked)), 60.0)
+        await pool.call("reward", REWARD, "answer", list(next(asked)), 60.0)
         count += 1
     await pool.close()
     return count / (time.monotonic() - begun)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
-    parser.add_argument("--json", type=Path, help="write the figures to this file too")
-    args = parser.parse_args()
-    rates = {kind: straight([kind], args.seconds) for kind in KINDS}
-    rates["mix"] = straight(MIX, args.seconds)
-    rates["mix through the pool"] = uvloop.run(pooled(args.seconds))
-    print(f"{'answers':24}{'verdicts/s':>12}   target")
-    for name, rate in rates.items():
-        target = f"{TARGET}  {'met' if rate >= TARGET else 'MISSED'}" if name == "mix" else ""
-        print(f"{name:24}{rate:12.0f}   {target}")
-    if args.json:
-        args.json.write_text(json.dumps(rates, indent=1))
+    """Print the table."""
+    command = parser(__doc__)
+    command.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
+    args = command.parse_args()
+    table = Table("answers", "verdicts/s", f">= {TARGET}")
+    for kind in KINDS:
+        table.row(kind, f"{straight([kind], args.seconds):.0f}", "")
+    mix = straight(MIX, args.seconds)
+    table.row("mix", f"{mix:.0f}", verdict(mix, TARGET, at_least=True))
+    table.row("mix through the pool", f"{uvloop.run(pooled(args.seconds)):.0f}", "")
 
 
 if __name__ == "__main__":

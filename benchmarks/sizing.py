@@ -11,28 +11,24 @@ allocation would have used.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
-import multiprocessing
 import os
 import tempfile
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
 
+from common import memory_of_process, on_ranks, parser
+
 from asyncrl.config.setting import Dtype
-from asyncrl.trainer.parallel.layout import Layout
-from asyncrl.trainer.parallel.worker_grid import WorkerGrid
+from asyncrl.trainer.parallel.placement import Layout, WorkerGrid
 from asyncrl.trainer.settings import AttentionImplementation
-from asyncrl.trainer.sizing.memory_estimate import MemoryNeed, Workload, need
-from asyncrl.trainer.sizing.sized_model import SizedModel, count
+from asyncrl.trainer.sizing import MemoryNeed, SizedModel, Workload, count, need
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "sizing.md"
 MEASURED = PAGE.with_suffix(".json")
-LIMIT_S = 600.0
 GIB, MIB = 1 << 30, 1 << 20
 
 QWEN2 = {"model_type": "qwen2", "vocab_size": 152064, "tie_word_embeddings": False}
@@ -146,112 +142,56 @@ def needs(model: SizedModel, layout: Layout, work: Workload) -> list[MemoryNeed]
 def measure(case: Case) -> float:
     """The largest peak of any rank, in MiB above its libraries."""
     os.environ |= {"MALLOC_MMAP_THRESHOLD_": str(1 << 16), "OMP_NUM_THREADS": "1"}
-    context = multiprocessing.get_context("spawn")
-    results: Queue[float] = context.Queue()
-    world = Layout.parse(case.layout).ranks
+    from tiny_models import save_described
+
     with tempfile.TemporaryDirectory() as folder:
-        _save(SMALL, Path(folder, "small"))
-        _save({**SMALL, **TINY}, Path(folder, "tiny"))
-        ranks = [
-            context.Process(target=_be_rank, args=(case, rank, folder, results), daemon=True) for rank in range(world)
-        ]
-        for rank in ranks:
-            rank.start()
-        peaks = [results.get(timeout=LIMIT_S) for _ in ranks]
-        for rank in ranks:
-            rank.join(LIMIT_S)
-    return max(peaks)
+        save_described(dict(SMALL), Path(folder, "small"))
+        save_described({**SMALL, **TINY}, Path(folder, "tiny"))
+        found: list[float] = on_ranks(_be_rank, Layout.parse(case.layout).ranks, case, folder)
+        return max(found)
 
 
-def _be_rank(case: Case, rank: int, folder: str, results: Queue[float]) -> None:
+def _be_rank(rank: int, case: Case, folder: str) -> float:
+    """Trains a step of a tiny model, by which every library is loaded, then two of the case's."""
     import torch
+    from tiny_models import rank_world
+
+    from asyncrl.config.experiment import ExperimentConfig
 
     torch.set_num_threads(1)
-    steps = _steps(case, rank, folder)
-    before = next(steps)
-    for _ in range(2):
-        next(steps)
-    results.put((_status("VmHWM") - before) / MIB)
-    steps.close()
-
-
-def _status(name: str) -> int:
-    """Bytes by /proc: VmRSS, resident now, VmHWM, at most since the program began; rusage counts the parent's too."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
-    return int(line.split()[1]) << 10
-
-
-def _save(described: Mapping[str, Any], folder: Path) -> None:
-    """A model with random weights."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    settings = dict(described)
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(str(folder))
-
-
-def _steps(case: Case, rank: int, folder: str) -> Generator[int]:
-    """Yields the memory before the model, then trains a step at a time, as a ModelWorker does."""
-    import torch
-
-    from asyncrl.comm.name_resolve import NameBackend, make_resolver
-    from asyncrl.config.experiment import ExperimentConfig
-    from asyncrl.master.graph.builtin import load_graph
-    from asyncrl.trainer.parallel.placement import placement
-    from asyncrl.trainer.parallel.world import training_world
-    from asyncrl.trainer.rank.training_rank import build_rank
-
     config = ExperimentConfig()
     config.model.dtype, config.trainer.engine = Dtype(case.dtype), case.engine
     config.trainer.parallel, config.trainer.gradient_checkpointing = case.layout, case.checkpointing
     config.trainer.tokens_per_micro_batch = case.tokens
-    graph, device = load_graph(config), torch.device("cpu")
-    resolver = make_resolver(NameBackend.file, f"{folder}/names")
+    with rank_world(config, rank, Path(folder)) as (_, build):
 
-    def step(name: str, tokens: int) -> Iterator[None]:
-        config.model.path = f"{folder}/{name}"
-        engine = build_rank(config, graph, world, device).policy("actor")
-        batch = _batch(tokens, engine.model_config.vocab_size)
-        wanted = torch.ones(batch.num_tokens, dtype=torch.bool)
-        wanted[torch.from_numpy(batch.starts_S)] = False
-        while True:
-            engine.compute_gradients(
-                batch, wanted, range(batch.num_seqs), lambda micro, outputs: (-outputs.logprobs_N.sum() / tokens, {})
-            )
-            engine.step(1e-4)
-            yield
+        def train(name: str, tokens: int, steps: int) -> None:
+            config.model.path = f"{folder}/{name}"
+            engine = build().policy("actor")
+            batch = _batch(tokens, engine.model_config.vocab_size)
+            wanted = torch.ones(batch.num_tokens, dtype=torch.bool)
+            wanted[torch.from_numpy(batch.starts_S)] = False
+            for _ in range(steps):
+                engine.compute_gradients(
+                    batch, wanted, range(batch.num_seqs), lambda _, out: (-out.logprobs_N.sum() / tokens, {})
+                )
+                engine.step(1e-4)
 
-    with training_world(config, rank, placement(config, graph), device, Path(folder), resolver) as world:
-        next(step("tiny", 64))  # every library is loaded once
+        train("tiny", 64, 1)
         gc.collect()
-        yield _status("VmRSS")
-        for _ in step("small", case.tokens):
-            yield 0
+        before = memory_of_process("VmRSS")
+        train("small", case.tokens, 2)
+        return (memory_of_process("VmHWM") - before) / MIB
 
 
 def _batch(tokens: int, vocabulary: int) -> Any:
-    """Two micro-batches of `tokens` input tokens, in sequences of 128."""
+    """Two micro-batches of `tokens` input tokens, in sequences of 129 tokens, of which 128 go into the model."""
     import numpy as np
-
-    from asyncrl.api.trajectory import Sample, Trajectory
-    from asyncrl.trainer.batches.step_batch import build_step_batch
+    from tiny_models import batch_of, sample_of
 
     rng = np.random.default_rng(0)
-    length = 129  # of which 128 go into the model
-    mask = np.ones(length, np.uint8)
-    mask[0] = 0
-    samples = tuple(
-        Sample(
-            tokens=rng.integers(0, vocabulary, length).astype(np.int32),
-            loss_mask=mask,
-            behave_logprobs=np.zeros(length, np.float32),
-            versions=np.where(mask, 0, -1).astype(np.int32),
-            reward=0.0,
-        )
-        for _ in range(2 * max(1, tokens // 128))
-    )
-    return build_step_batch([Trajectory("r", "p", 0, samples)], [0], version=0, num_minibatches=1)
+    count = 2 * max(1, tokens // 128)
+    return batch_of([[sample_of(rng.integers(0, vocabulary, 129), 1) for _ in range(count)]])
 
 
 # The page.
@@ -342,9 +282,10 @@ def _measured_table(measured: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Rewrite docs/sizing.md; see the module's docstring.")
-    parser.add_argument("--measure", action="store_true", help="measure anew")
-    if parser.parse_args().measure:
+    """Rewrite the page."""
+    command = parser(__doc__)
+    command.add_argument("--measure", action="store_true", help="measure anew")
+    if command.parse_args().measure:
         rows = []
         for case in CASES:
             rows.append({**asdict(case), "measured_mib": round(measure(case))})

@@ -1,6 +1,6 @@
 """Trajectories from pusher to puller, acknowledged, against plain ZMQ PUSH-PULL of the same bytes.
 
-    python benchmarks/transport.py [--quick] [--asyncio] [--parts] [--json PATH]
+    python benchmarks/transport.py [--asyncio] [--rounds 7] [--share 1]
 
 What moves: trajectories of 1k and of 16k tokens, as one sample and as a group of 8 samples, encryption off and on.
 
@@ -23,20 +23,14 @@ sent and not acknowledged; plain: the high-water mark of each of the two sockets
 from the first arrival to the last. The two take turns, the first changing from round to round; the ratio is the median
 of the rounds' ratios, so that other load on the machine touches both. CPU is that of all threads of both processes.
 
-With `--parts` each row also says where asyncrl's CPU time goes, in microseconds a trajectory: encoding and decoding
-(with the checks of every value) are timed alone, and what is left of the whole are the event loop, what is held until
-acknowledged, acknowledgements, sockets and the kernel.
-
-The target holds for encryption off; a row below it says MISSED.
+The target holds for encryption off; a row below it says MISSED. `--share 0.1` sends a tenth: too little to judge by.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import dataclasses
 import gc
-import json
 import multiprocessing
 import os
 import statistics
@@ -46,40 +40,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import uvloop
 import zmq
 import zmq.asyncio
+from common import Table, in_turns, parser, verdict
 
 from asyncrl.api import Sample, Trajectory
 from asyncrl.comm import push_pull, sockets
-from asyncrl.comm.push_pull import BATCH_BYTES, BATCH_TRAJECTORIES, TrajectoryPuller, TrajectoryPusher
+from asyncrl.comm.push_pull import TrajectoryPuller, TrajectoryPusher
 from asyncrl.comm.security import PeerGate, RunSecret, SocketSecurity
 from asyncrl.comm.sockets import Context, Frame
-from asyncrl.comm.trajectory_codec import decode_each, encode_prepared, encode_trajectories, prepare
-from asyncrl.runtime.planning.plan_workers import MALLOC
+from asyncrl.comm.trajectory_codec import encode_trajectories
+from asyncrl.runtime.plan import MALLOC
 
 HOST = "127.0.0.1"
 TARGET_RATIO = 0.7
 IN_FLIGHT = 256  # the pusher's default high-water mark
 LIMIT_S = 60.0
-ROUNDS = 7
 CASES = ((1024, 1, 20_000), (1024, 8, 20_000), (16_384, 1, 4_000), (16_384, 8, 4_000))  # tokens, samples, trajectories
-HEADER = (
-    f"{'tokens':>7} {'samples':>7} {'curve':>5} | {'asyncrl/s':>9} {'plain/s':>9} {'ratio':>6} | "
-    + "CPU us: ours  plain |"
-)
-LINE = (
-    "{tokens:>7} {samples:>7} {curve:>5} | {asyncrl_per_s:>9.0f} {plain_per_s:>9.0f} {ratio:>6.2f} | "
-    "{asyncrl_cpu_us:>12.1f} {plain_cpu_us:>6.1f} |"
-)
-PARTS = "encode {encode_us:.1f}, decode {decode_us:.1f}, rest {rest_us:.1f}"
-TIMED = 4_096
-"""Trajectories by which the parts are timed."""
-ASYNCIO = "zmq.asyncio to asyncrl: rate {asyncio_to_asyncrl_rate:.2f}, CPU {asyncio_to_asyncrl_cpu:.2f}"
 
 
 @dataclass(frozen=True)
@@ -300,96 +281,45 @@ WAYS: dict[str, tuple[Receiver, Sender]] = {
 }
 
 
-def compare(case: Case, rounds: int, *, with_asyncio: bool) -> dict[str, Any]:
-    """Medians over the rounds."""
+def compare(case: Case, rounds: int, *, with_asyncio: bool) -> dict[str, list[Reading]]:
+    """The readings of each way, round by round."""
     readings: dict[str, list[Reading]] = {way: [] for way in WAYS if way != "asyncio" or with_asyncio}
-    for turn in range(rounds):
-        for way in [*readings] if turn % 2 else reversed([*readings]):
-            readings[way].append(measure(case, *WAYS[way]))
-    ours, plain, third = readings["asyncrl"], readings["plain"], readings.get("asyncio", [])
-    return {
-        "tokens": case.tokens,
-        "samples": case.samples,
-        "curve": "on" if case.encrypted else "off",
-        "asyncrl_per_s": statistics.median(reading.rate for reading in ours),
-        "plain_per_s": statistics.median(reading.rate for reading in plain),
-        "ratio": statistics.median(a.rate / b.rate for a, b in zip(ours, plain, strict=True)),
-        "asyncrl_cpu_us": statistics.median(reading.cpu_us for reading in ours),
-        "plain_cpu_us": statistics.median(reading.cpu_us for reading in plain),
-        **_ratios("asyncio_to_asyncrl", third, ours),
-    }
+    for _, way in in_turns(readings, rounds):
+        readings[way].append(measure(case, *WAYS[way]))
+    return readings
 
 
-def _ratios(name: str, ways: list[Reading], others: list[Reading]) -> dict[str, float]:
-    """The medians of the rounds' ratios, of rate and of CPU time; nothing where there were no rounds."""
-    if not ways:
-        return {}
-    pairs = [*zip(ways, others, strict=True)]
-    return {
-        f"{name}_rate": statistics.median(a.rate / b.rate for a, b in pairs),
-        f"{name}_cpu": statistics.median(a.cpu_us / b.cpu_us for a, b in pairs),
-    }
-
-
-def parts_of(case: Case) -> dict[str, float]:
-    """CPU microseconds a trajectory of encoding and decoding, by a process of the same settings."""
-    spawn = multiprocessing.get_context("spawn")
-    here, there = spawn.Pipe()
-    process = spawn.Process(target=_run, args=(time_parts, case, there), daemon=True)
-    process.start()
-    parts: dict[str, float] = _receive(here)
-    process.join(LIMIT_S)
-    return parts
-
-
-def time_parts(case: Case, results: Connection) -> None:
-    """Encode and decode, in messages as the pusher makes them."""
-    base, encode_s, decode_s = case.trajectory(), 0.0, 0.0
-    ready = [dataclasses.replace(base, rollout_id=f"rollout-{i:08d}") for i in range(IN_FLIGHT)]
-    together = max(1, min(BATCH_TRAJECTORIES, BATCH_BYTES // prepare(base).nbytes))
-    for _ in range(TIMED // IN_FLIGHT):
-        started = time.process_time()
-        prepared = [prepare(trajectory) for trajectory in ready]
-        sent = [encode_prepared(prepared[begin : begin + together]) for begin in range(0, IN_FLIGHT, together)]
-        encoded = time.process_time()
-        for frames in sent:
-            decode_each(frames)
-        encode_s, decode_s = encode_s + encoded - started, decode_s + time.process_time() - encoded
-    scale = 1e6 / (TIMED // IN_FLIGHT * IN_FLIGHT)
-    results.send({"encode_us": scale * encode_s, "decode_us": scale * decode_s})
-
-
-def verdict(row: dict[str, Any]) -> str:
-    """Return the verdict on the row's target, if it has one."""
-    if row["curve"] == "on":
-        return ""
-    return "met" if row["ratio"] >= TARGET_RATIO else "MISSED"
+def ratio(of: str, ways: list[Reading], others: list[Reading]) -> float:
+    """The median of the rounds' ratios of `rate` or `cpu_us`."""
+    return statistics.median(float(getattr(a, of)) / float(getattr(b, of)) for a, b in zip(ways, others, strict=True))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one short round of each; too short to judge the ratio by")
-    parser.add_argument("--asyncio", action="store_true", help="also compare with sockets of zmq.asyncio")
-    parser.add_argument("--parts", action="store_true", help="also say where the CPU time goes")
-    parser.add_argument("--rounds", type=int, help="rounds in place of the usual number")
-    parser.add_argument("--json", type=Path, help="write the rows here")
-    arguments = parser.parse_args()
-    rounds, share = (1, 10) if arguments.quick else (ROUNDS, 1)
-    rounds = arguments.rounds or rounds
+    """Print the table."""
+    command = parser(__doc__)
+    command.add_argument("--asyncio", action="store_true", help="also compare with sockets of zmq.asyncio")
+    command.add_argument("--rounds", type=int, default=7)
+    command.add_argument("--share", type=float, default=1.0, help="of the trajectories")
+    args = command.parse_args()
     os.environ.update(MALLOC | {"OMP_NUM_THREADS": "1"})  # for the processes started from here
-    print(f"{HEADER} >= {TARGET_RATIO}")
-    rows = []
+    heads = ["asyncrl/s", "plain/s", "ratio", "CPU us, asyncrl", "plain", f">= {TARGET_RATIO}"]
+    heads += ["zmq.asyncio to asyncrl: rate", "CPU"] if args.asyncio else []
+    table = Table("tokens, samples", *heads)
     for encrypted in (False, True):
         for tokens, samples, count in CASES:
-            row = compare(Case(tokens, samples, encrypted, count // share), rounds, with_asyncio=arguments.asyncio)
-            if arguments.parts:
-                row |= parts_of(Case(tokens, samples, encrypted, count))
-                row["rest_us"] = row["asyncrl_cpu_us"] - row["encode_us"] - row["decode_us"]
-            rows.append(row)
-            more = (ASYNCIO, arguments.asyncio), (PARTS, arguments.parts)
-            print(LINE.format(**row), verdict(row), *(line.format(**row) for line, on in more if on), flush=True)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"rows": rows, "target_ratio": TARGET_RATIO}, indent=2))
+            case = Case(tokens, samples, encrypted, round(args.share * count))
+            found = compare(case, args.rounds, with_asyncio=args.asyncio)
+            plain, own = found["plain"], found["asyncrl"]
+            rates, cpus = (
+                [statistics.median(getattr(each, of) for each in way) for way in (own, plain)]
+                for of in ("rate", "cpu_us")
+            )
+            share = ratio("rate", own, plain)
+            cells = [*(f"{each:.0f}" for each in rates), f"{share:.2f}", *(f"{each:.1f}" for each in cpus)]
+            cells.append("" if encrypted else verdict(share, TARGET_RATIO, at_least=True))
+            if args.asyncio:
+                cells += [f"{ratio(of, found['asyncio'], own):.2f}" for of in ("rate", "cpu_us")]
+            table.row(f"{tokens}, {samples}{', encrypted' * encrypted}", *cells)
 
 
 if __name__ == "__main__":

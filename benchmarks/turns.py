@@ -1,11 +1,8 @@
 """Agents of several turns and long prompts in the embedded engine, with and without what it keeps and cuts.
 
-    python benchmarks/turns.py              both sizes of model
-    python benchmarks/turns.py --only long  one of the two tables (turns, long)
+    python benchmarks/turns.py              both tables; --only turns, or --only long
     python benchmarks/turns.py --sglang SGLANG_PYTHON --only turns
                                             and what SGLang's radix cache makes of the agents
-    python benchmarks/turns.py --quick      one size, one round: shows that it runs
-    python benchmarks/turns.py --json PATH
 
 16 agents at a time, 32 in all, play 8 turns each: they begin with a system prompt of 200 tokens that all share and a
 question of 20 tokens of their own, answer with 24 tokens, and get 40 tokens from a tool, which takes as long as 4
@@ -24,9 +21,7 @@ arrival to that token, in parts against whole.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import os
 import random
 import statistics
@@ -40,37 +35,30 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
-from sglang_prefix import LIMIT_S, serving
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from common import Table, in_turns, parser, serving
+from tiny_models import qwen2
+from transformers import PreTrainedModel
 
-from asyncrl.comm.http.calls import JsonHttp
+from asyncrl.comm.http_client import JsonHttp
 from asyncrl.comm.security import HttpSecurity
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import Device
 from asyncrl.inference.embedded.engine import CHUNKED_PREFILL_SIZE, GenerationEngine
 from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, Job, SamplingSpec
+from asyncrl.inference.settings import GenerationBackend
 
 AGENTS, AT_A_TIME, TURNS, TOOL_STEPS = 32, 16, 8, 4
 SYSTEM, QUESTION, ANSWER, OBSERVATION = 200, 20, 24, 40
 ROOM, CONTEXT, VOCABULARY = 65536, 1024, 512
 SIZES = ((96, 2), (256, 4))
-LENGTHS, LONG_CONTEXT = (4096, 8192), 8448
+LENGTHS, LONG_CONTEXT, OTHERS = (4096, 8192), 8448, 8
+LIMIT_S = 300.0
 
 
-def model_of(hidden: int, layers: int) -> PreTrainedModel:
-    """A randomly initialised model, the same at every call."""
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=LONG_CONTEXT,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return Qwen2ForCausalLM(config).eval()
+def model_of(hidden: int, layers: int, **more: Any) -> PreTrainedModel:
+    """A model with random weights, the same at every call."""
+    fields: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    return qwen2(hidden, layers, VOCABULARY, **fields | {"max_position_embeddings": LONG_CONTEXT} | more)
 
 
 @dataclass
@@ -99,7 +87,7 @@ class Agent:
             self.pending, self.ready_at = None, steps + TOOL_STEPS
 
     def observe(self, answer: list[int]) -> None:
-        """Go on with an answer and what the tool says to it."""
+        """Continue with an answer and what the tool says to it."""
         observed = (self.draw.randrange(1, VOCABULARY) for _ in range(OBSERVATION))
         self.history = (*self.history, *answer, *observed)
 
@@ -118,9 +106,9 @@ def agents() -> list[Agent]:
 
 @dataclass(frozen=True)
 class Played:
-    """Answers by agent and turn, CPU seconds, tokens that were prefilled, tokens of all prompts."""
+    """Answers of all agents and turns, CPU seconds, tokens that were prefilled, tokens of all prompts."""
 
-    outputs: list[list[GenerationOutput]]
+    outputs: list[GenerationOutput]
     seconds: float
     prefilled: int
     tokens: int
@@ -133,7 +121,7 @@ def play(model: PreTrainedModel, keeps: bool) -> Played:
         engine._batch.prefills.kept = None
     everyone = agents()
     waiting, steps = list(everyone), 0
-    playing: list[Any] = []
+    playing: list[Agent] = []
     begun = time.process_time()
     while waiting or playing:
         while waiting and len(playing) < AT_A_TIME:
@@ -146,39 +134,47 @@ def play(model: PreTrainedModel, keeps: bool) -> Played:
         for agent in playing:
             agent.take(steps)
         playing = [agent for agent in playing if len(agent.outputs) < TURNS]
-    seconds = time.process_time() - begun
-    stats = engine.stats()
-    return Played([agent.outputs for agent in everyone], seconds, stats.prefilled_tokens, stats.prompt_tokens)
+    seconds, stats = time.process_time() - begun, engine.stats()
+    outputs = [output for agent in everyone for output in agent.outputs]
+    return Played(outputs, seconds, stats.prefilled_tokens, stats.prompt_tokens)
 
 
-def compare(hidden: int, layers: int, rounds: int) -> dict[str, Any]:
-    """One row of the table."""
-    model = model_of(hidden, layers)
-    ratios, found = [], {}
-    for number in range(rounds):
-        for keeps in (True, False) if number % 2 else (False, True):
-            found[keeps] = play(model, keeps)
-        ratios.append(found[False].seconds / found[True].seconds)
-    kept, anew = found[True], found[False]
-    pairs = [
-        (one, other)
-        for mine, its in zip(kept.outputs, anew.outputs, strict=True)
-        for one, other in zip(mine, its, strict=True)
-    ]
-    same = [(one, other) for one, other in pairs if one.output_ids == other.output_ids]
-    return {
-        "model": f"{layers} layers, width {hidden}",
-        "tokens": anew.tokens,
-        "anew": anew.prefilled,
-        "kept": kept.prefilled,
-        "speed_up": statistics.median(ratios),
-        "equal": len(same) / len(pairs),
-        "logprobs": max(abs(x - y) for one, other in same for x, y in zip(one.logprobs, other.logprobs, strict=True)),
-    }
+def turns(rounds: int, sglang: str | None) -> None:
+    """Print the first table."""
+    table = Table("model", "tokens", "prefilled anew", "prefilled, kept", "speed-up", "equal", "log-probs")
+    for hidden, layers in SIZES:
+        model = model_of(hidden, layers)
+        found: dict[bool, list[Played]] = {True: [], False: []}
+        for _, keeps in in_turns(found, rounds):
+            found[keeps].append(play(model, keeps))
+        speed_up = statistics.median(b.seconds / a.seconds for a, b in zip(*found.values(), strict=True))
+        kept, anew = (runs[-1] for runs in found.values())
+        pairs = [*zip(kept.outputs, anew.outputs, strict=True)]
+        same = [(one, other) for one, other in pairs if one.output_ids == other.output_ids]
+        worst = max(abs(x - y) for one, other in same for x, y in zip(one.logprobs, other.logprobs, strict=True))
+        tokens = (f"{each:,}" for each in (anew.tokens, anew.prefilled, kept.prefilled))
+        figures = (f"{speed_up:.2f} x", f"{len(same) / len(pairs):.3f}", f"{worst:.1e}")
+        table.row(f"{layers} layers, width {hidden}", *tokens, *figures)
+    if sglang:
+        computed, asked = play_on_sglang(sglang)
+        table.row("SGLang", f"{asked:,}", "", f"{computed:,}", "", "", "")
 
 
-async def play_on_sglang(url: str, security: HttpSecurity) -> tuple[int, int]:
-    """Have all agents play on the server at `url`; tokens that were prefilled, tokens of all prompts."""
+def play_on_sglang(python: str) -> tuple[int, int]:
+    """Have all agents play on a real server; tokens that were prefilled, tokens of all prompts."""
+    config = ExperimentConfig()
+    config.generation.backend, config.generation.device = GenerationBackend.sglang, Device.cpu
+    config.generation.context_length, config.generation.max_running_requests = 4096, 32
+    config.generation.max_total_tokens, config.generation.sglang.python = ROOM, python
+    with tempfile.TemporaryDirectory() as folder:
+        config.model.path = f"{folder}/model"
+        model_of(256, 4, eos_token_id=2, max_position_embeddings=4096).save_pretrained(config.model.path)
+        with serving(config, Path(folder)) as (url, security):
+            return asyncio.run(ask_sglang(url, security))
+
+
+async def ask_sglang(url: str, security: HttpSecurity) -> tuple[int, int]:
+    """Have all agents ask the server at `url`; tokens that were prefilled, tokens of all prompts."""
     http, places = JsonHttp(security), asyncio.Semaphore(AT_A_TIME)
 
     async def one(agent: Agent) -> tuple[int, int]:
@@ -205,12 +201,11 @@ async def play_on_sglang(url: str, security: HttpSecurity) -> tuple[int, int]:
 
 def pauses(model: PreTrainedModel, length: int, part: int) -> tuple[float, float]:
     """The longest pause in decode steps, and the CPU seconds to the first token of a prompt of `length` tokens."""
-    others = 8
     engine = GenerationEngine(
         model,
-        max_running_requests=others + 1,
+        max_running_requests=OTHERS + 1,
         max_model_len=LONG_CONTEXT,
-        max_total_tokens=(others + 1) * LONG_CONTEXT,
+        max_total_tokens=(OTHERS + 1) * LONG_CONTEXT,
         chunked_prefill_size=part,
     )
     draw = random.Random(1)
@@ -224,90 +219,43 @@ def pauses(model: PreTrainedModel, length: int, part: int) -> tuple[float, float
         engine.step()
         return time.process_time() - begun
 
-    for number in range(others):
+    for number in range(OTHERS):
         ask(f"o{number}", 20 + number, 900)
     before = [step() for _ in range(60)][20:]
     ask("long", length, 4)
     during = []
-    while engine._batch.samples.live <= others:
+    while engine._batch.samples.live <= OTHERS:
         during.append(step())
     return max(during) / statistics.median(before), sum(during)
 
 
-def compare_long(hidden: int, layers: int, length: int, rounds: int) -> dict[str, Any]:
-    """One row of the second table."""
-    model = model_of(hidden, layers)
-    found: dict[bool, list[Any]] = {True: [], False: []}
-    for number in range(rounds):
-        for cut in (True, False) if number % 2 else (False, True):
-            found[cut].append(pauses(model, length, CHUNKED_PREFILL_SIZE if cut else LONG_CONTEXT))
-    (parts, in_parts), (whole, at_once) = (zip(*found[cut], strict=True) for cut in (True, False))
-    return {
-        "model": f"{layers} layers, width {hidden}",
-        "length": length,
-        "whole": statistics.median(whole),
-        "parts": statistics.median(parts),
-        "first": statistics.median(a / b for a, b in zip(in_parts, at_once, strict=True)),
-    }
-
-
-def tell_turns(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure and print the first table."""
-    print("| model | tokens | prefilled anew | prefilled, kept | speed-up | equal | log-probs |", flush=True)
-    print("|---|--:|--:|--:|--:|--:|--:|", flush=True)
-    rows = []
-    for hidden, layers in SIZES[:1] if options.quick else SIZES:
-        row = compare(hidden, layers, options.rounds)
-        rows.append(row)
-        print(
-            f"| {row['model']} | {row['tokens']:,} | {row['anew']:,} | {row['kept']:,} | {row['speed_up']:.2f} x "
-            f"| {row['equal']:.3f} | {row['logprobs']:.1e} |",
-            flush=True,
-        )
-    if options.sglang:
-        with tempfile.TemporaryDirectory() as folder, serving(options.sglang, Path(folder)) as (url, security):
-            prefilled, tokens = asyncio.run(play_on_sglang(url, security))
-        rows.append({"model": "SGLang", "tokens": tokens, "kept": prefilled})
-        print(f"| SGLang | {tokens:,} | | {prefilled:,} | | | |", flush=True)
-    return rows
-
-
-def tell_long(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure and print the second table."""
-    print("| model | prompt | longest pause, whole | longest pause, in parts | first token |", flush=True)
-    print("|---|--:|--:|--:|--:|", flush=True)
-    rows = []
-    for hidden, layers in SIZES[:1] if options.quick else SIZES:
-        for length in LENGTHS[:1] if options.quick else LENGTHS:
-            row = compare_long(hidden, layers, length, options.rounds)
-            rows.append(row)
-            print(
-                f"| {row['model']} | {row['length']:,} | {row['whole']:.0f} steps | {row['parts']:.0f} steps "
-                f"| {row['first']:.2f} x |",
-                flush=True,
-            )
-    return rows
+def long(rounds: int) -> None:
+    """Print the second table."""
+    table = Table("model", "prompt", "longest pause, whole", "longest pause, in parts", "first token")
+    for hidden, layers in SIZES:
+        model = model_of(hidden, layers)
+        for length in LENGTHS:
+            found: dict[int, list[tuple[float, float]]] = {LONG_CONTEXT: [], CHUNKED_PREFILL_SIZE: []}
+            for _, part in in_turns(found, rounds):
+                found[part].append(pauses(model, length, part))
+            (whole, at_once), (parts, in_parts) = (zip(*runs, strict=True) for runs in found.values())
+            first = statistics.median(a / b for a, b in zip(in_parts, at_once, strict=True))
+            steps = (f"{statistics.median(each):.0f} steps" for each in (whole, parts))
+            table.row(f"{layers} layers, width {hidden}", f"{length:,}", *steps, f"{first:.2f} x")
 
 
 def main() -> None:
-    """Measure, print the tables, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one size, one round")
-    parser.add_argument("--rounds", type=int, default=5)
-    tables = {"turns": tell_turns, "long": tell_long}
-    parser.add_argument("--only", choices=tables, help="one table")
-    parser.add_argument("--sglang", help="interpreter that has SGLang")
-    parser.add_argument("--json", type=Path, help="where to write the rows")
-    options = parser.parse_args()
-    options.rounds = 1 if options.quick else options.rounds
+    """Measure, print the tables."""
+    command = parser(__doc__)
+    command.add_argument("--rounds", type=int, default=5)
+    command.add_argument("--only", choices=("turns", "long"), help="one table")
+    command.add_argument("--sglang", help="interpreter that has SGLang")
+    args = command.parse_args()
     torch.set_num_threads(1)
-    made = {}
-    for name, tell in tables.items():
-        if options.only in (None, name):
-            made[name] = tell(options)
-            print(flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(made, indent=1) + "\n")
+    if args.only != "long":
+        turns(args.rounds, args.sglang)
+    if args.only != "turns":
+        long(args.rounds)
 
 
 if __name__ == "__main__":

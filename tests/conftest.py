@@ -24,9 +24,9 @@ import pytest
 
 from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.config.run_dir import CHECKPOINTS_DIR, OBSERVED_DIR, versions_in
-from asyncrl.observe.history.process_history import ProcessHistory
-from asyncrl.observe.history.tail import read_rows
+from asyncrl.observe.history import ProcessHistory
 from asyncrl.observe.metrics.glossary import NO_FIGURES, find, find_figure
+from asyncrl.observe.tail import read_rows
 from asyncrl.runtime.trials.memory_checkpoint import prefix_of
 
 from .examples import examples
@@ -320,7 +320,7 @@ def make_tiny_model(folder: Path) -> Path:
     import torch
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    from asyncrl.plugins.datasets.tokenizers import CharTokenizer
+    from asyncrl.data.tokenizers import CharTokenizer
 
     tokenizer = CharTokenizer()
     torch.manual_seed(0)
@@ -351,7 +351,7 @@ def make_tiny_moe(folder: Path) -> Path:
     import torch
     from transformers import AutoModelForCausalLM, MixtralConfig
 
-    from asyncrl.plugins.datasets.tokenizers import CharTokenizer
+    from asyncrl.data.tokenizers import CharTokenizer
 
     tokenizer = CharTokenizer()
     torch.manual_seed(0)

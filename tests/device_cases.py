@@ -27,17 +27,15 @@ from asyncrl.config.setting import ChoiceConfig, Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, Job, SamplingSpec
 from asyncrl.manager.settings import PolicyConfig
-from asyncrl.master.graph.builtin import POLICY_READS, load_graph, reference
-from asyncrl.master.graph.call_graph import Call, Graph
-from asyncrl.models.pictures.picture_rows import Pictures
-from asyncrl.trainer.batches.step_batch import build_step_batch
+from asyncrl.master.graph import POLICY_READS, Call, Graph, load_graph, reference
+from asyncrl.models.pictures import Pictures
+from asyncrl.trainer.batches.step_batch import attach, build_step_batch, detach, scores_of
 from asyncrl.trainer.functions.model_functions import StatValues
 from asyncrl.trainer.messages import RunCall
 from asyncrl.trainer.rank.current_step import parts_of_policies
 from asyncrl.trainer.rank.requests import ModelCalls
 from asyncrl.trainer.rank.training_rank import TrainingRank
 from asyncrl.trainer.settings import AttentionImplementation, KeptOn, ReferenceMode, TeacherConfig, VisionMode
-from asyncrl.trainer.trajectories.scored import attach, detach, scores_of
 from tests.tiny_vlm import KINDS, make_folder, picture, render
 from tests.unit.models.test_every_architecture import ARCHITECTURES, COMMON
 from tests.vlm_batches import vlm_trajectories
@@ -255,7 +253,7 @@ def step(
 def _scored_ahead(
     given: Sequence[Trajectory], calls: ModelCalls, frozen: Sequence[Call], device: torch.device
 ) -> list[Trajectory]:
-    """As `RolloutScorer` has it."""
+    """As `QueuedRequests.score_ahead` has it."""
     batch = build_step_batch(given, [0] * len(given), version=0, num_minibatches=1, device=device)
     for call in frozen:
         calls.run(RunCall.of(call), batch)

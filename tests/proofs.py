@@ -92,8 +92,8 @@ def proven_once(folder: Path) -> Iterator[None]:
 def keep_proofs(patch: pytest.MonkeyPatch, folder: Path) -> None:
     """Have `patch` make this process keep results of proofs in `folder`, and use those that are there."""
     import asyncrl.inference.embedded.engine as embedded
-    import asyncrl.trainer.engines.flat.loader as flat
-    import asyncrl.trainer.engines.sharded.select_layout as sharded
+    import asyncrl.trainer.engines.flat as flat
+    import asyncrl.trainer.engines.sharded.loader as sharded
     from asyncrl.models.transformers_internals import set_attention
     from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
     from asyncrl.trainer.model import layout_parity

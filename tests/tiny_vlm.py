@@ -18,8 +18,8 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch import nn
 
 from asyncrl.api.picture import Picture, PlacedPicture
-from asyncrl.models.pictures.picture_processor import PictureProcessor
-from asyncrl.models.pictures.picture_rows import Pictures
+from asyncrl.models.picture_rules import PictureProcessor
+from asyncrl.models.pictures import Pictures
 
 WORDS = [*"0123456789", *"abcdefghijklmnopqrstuvwxyz", " ", "?", ".", "\n", "red", "green", "blue", "how", "many"]
 TEMPLATE = (

@@ -13,7 +13,7 @@ from transformers import AutoModel, AutoModelForImageTextToText
 
 from asyncrl.api.picture import PlacedPicture
 from asyncrl.api.trajectory import Sample, Trajectory
-from asyncrl.models.pictures.picture_rows import Pictures
+from asyncrl.models.pictures import Pictures
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.model.lora import is_adapter
 from asyncrl.trainer.settings import LoraConfig

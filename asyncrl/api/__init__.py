@@ -4,24 +4,30 @@ exchange.
 Nothing here imports the rest of asyncrl, and nothing here imports torch.
 """
 
-from asyncrl.api.agent import Agent, EpisodeError, EpisodeTimeout, GroupClient, Outcome
-from asyncrl.api.batch_agent import BatchAgent, BatchGroup
-from asyncrl.api.buffer import BufferOrder, ReadyRollout
+from asyncrl.api.agent import (
+    Agent,
+    BatchAgent,
+    BatchGroup,
+    Environment,
+    EpisodeError,
+    EpisodeTimeout,
+    GroupClient,
+    Outcome,
+    StepResult,
+)
 from asyncrl.api.chat import ChatClient, ChatFinish, ChatReply, Message, ToolCall, ToolSchema, messages_of
-from asyncrl.api.curriculum import Curriculum
-from asyncrl.api.environment import Environment, StepResult
 from asyncrl.api.generation import (
     Completion,
     FinishReason,
     GenerationClient,
     GenerationRequest,
     GenerationResult,
+    Prompt,
     SamplingParams,
 )
-from asyncrl.api.prompt import Prompt
 from asyncrl.api.reward import Episode, EpisodeReward, GroupReward, RewardFunction, RunIn, run_in, scored, verdict
-from asyncrl.api.thoughts import answer_text, without_thoughts
-from asyncrl.api.tokenizer import Tokenizer
+from asyncrl.api.selection import BufferOrder, Curriculum, ReadyRollout
+from asyncrl.api.text import Tokenizer, answer_text, without_thoughts
 from asyncrl.api.tool import Tool, ToolResult, as_tool
 from asyncrl.api.trajectory import Sample, SampleColumns, Trajectory, with_turn_rewards
 

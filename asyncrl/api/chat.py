@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum, auto
 from typing import Any, Protocol, Self
 
-from asyncrl.api.generation import Completion, GenerationClient, SamplingParams
-from asyncrl.api.prompt import Prompt
+from asyncrl.api.generation import Completion, GenerationClient, Prompt, SamplingParams
 from asyncrl.api.trajectory import Sample
 
 Message = Mapping[str, Any]

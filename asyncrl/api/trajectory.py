@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from asyncrl.api.picture import Picture, PlacedPicture, check_spans
 
 MAX_EPISODE = (1 << 31) - 1
+NOT_GENERATED = -1
+"""Version of a token that no policy generated."""
 GREEDY_REWARD = "agent/greedy_reward"
 """Reward of a greedy answer to a trajectory's prompt, which is ReMax's baseline."""
 FINISHED_AT = "rollout/finished_at"
@@ -479,7 +481,7 @@ class SharedPrompt(Sequence[Sample]):
             repeat(self.prompt, rest.tokens),
             repeat(np.zeros(size, np.uint8), rest.loss_mask),
             repeat(np.zeros(size, np.float32), rest.behave_logprobs),
-            repeat(np.full(size, -1, np.int32), rest.versions),
+            repeat(np.full(size, NOT_GENERATED, np.int32), rest.versions),
             rest.lengths + size,
             rest.rewards,
             rest.truncated,

@@ -31,6 +31,5 @@ back if an evaluation begins.
 The bound on staleness holds. The gate counts by the least version among serving servers. A resting server does not
 serve. It comes back at the newest announced version, so the least version never falls because of a rest.
 
-`master` has the MasterWorker's part, `manager` the GserverManager's; `asyncrl.runtime.planning.process_kinds` names
-both.
+`master` has the MasterWorker's part, `manager` the GserverManager's; `asyncrl.runtime.plan` names both.
 """

@@ -15,9 +15,9 @@ from asyncrl.comm.waits import HOLD_S
 from asyncrl.manager.client import ManagerClient
 from asyncrl.master.data.batches import DeviceTurns
 from asyncrl.master.data.stall import StallWatch
-from asyncrl.master.metrics.evaluations import Row
-from asyncrl.master.peers.connections import NameBoard
-from asyncrl.master.peers.policy_versions import VersionAnnouncer
+from asyncrl.master.evaluations import Row
+from asyncrl.master.peers import NameBoard
+from asyncrl.master.policy_versions import VersionAnnouncer
 from asyncrl.observe import observer
 from asyncrl.observe.observer import Activity
 from asyncrl.runtime.process.waiting import or_stop

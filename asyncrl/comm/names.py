@@ -50,7 +50,7 @@ MASTER_WORKER = "master_worker"
 RECORDER = "recorder"
 EVALUATION_WORKER = "evaluation_worker"
 EVALUATION_MASTER = "evaluation_master"
-"""The kinds of processes; `asyncrl.runtime.planning.process_kinds` describes each."""
+"""The kinds of processes; `asyncrl.runtime.plan` describes each."""
 ACTOR = "actor"
 """The role whose weights the generation servers load."""
 

@@ -11,15 +11,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.config.setting import MOST_SEED, setting
+from asyncrl.data.settings import DatasetConfig
 from asyncrl.inference.settings import GenerationConfig
 from asyncrl.manager.settings import ManagerConfig, PolicyConfig, VersionPoolConfig
 from asyncrl.master.settings import BufferConfig, OnStale
 from asyncrl.observe.settings import LoggingConfig, ProfileConfig, SamplesConfig
-from asyncrl.plugins.agents.settings import AgentConfig
-from asyncrl.plugins.datasets.settings import DatasetConfig
-from asyncrl.plugins.envs.settings import EnvConfig
-from asyncrl.plugins.rewards.settings import NamedRewardConfig, RewardConfig
-from asyncrl.plugins.tools.settings import McpServerConfig, ToolConfig
+from asyncrl.plugins.settings import (
+    AgentConfig,
+    EnvConfig,
+    McpServerConfig,
+    NamedRewardConfig,
+    RewardConfig,
+    ToolConfig,
+)
 from asyncrl.rollout.settings import EvalConfig, RolloutConfig
 from asyncrl.runtime.settings import Resume, SystemConfig
 from asyncrl.trainer.settings import (

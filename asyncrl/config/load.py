@@ -3,6 +3,9 @@
 An experiment is a YAML file. Its `defaults:` list names the experiments that it is based on, the first of them
 `experiment_schema` or `sft_schema`; later files win over earlier ones, the command line over all files. Hydra composes
 them; types and bounds are msgspec's.
+
+The group `my` holds settings of the user's code, checked by the dataclass that `my_class` names. Other settings use
+them: `reward.args={scale: "${my.scale}"}`.
 """
 
 from __future__ import annotations
@@ -25,20 +28,17 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from asyncrl.comm.typed import convert
-from asyncrl.config.aliases import answer, elsewhere, table
+from asyncrl.config.aliases import answer, elsewhere, nearest_setting, table
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.plugin_code.own_settings import own_class, own_settings
+from asyncrl.config.plugin_code.import_paths import PluginError, load_plugin
 from asyncrl.config.secrets import hide, shown
-from asyncrl.config.setting import ConfigError, SettingInfo, setting_info
-from asyncrl.config.suggestions import did_you_mean, nearest_setting
+from asyncrl.config.setting import ConfigError, SettingInfo, did_you_mean, setting_info
 from asyncrl.config.values import Plain, fit, members_of, place, read_file, read_typed, text_of
 from asyncrl.trainer.supervised.settings import SFTConfig
 
 Config = ExperimentConfig | SFTConfig
-
 SCHEMAS: dict[str, type[Config]] = {"experiment_schema": ExperimentConfig, "sft_schema": SFTConfig}
 """First entry of an experiment's `defaults:` list, and its dataclass."""
-
 _Given = tuple[str, Any]
 """A setting, and its value as it was given."""
 _REMOVED = object()
@@ -53,17 +53,24 @@ def experiments_dir() -> Path:
     return installed if installed.is_dir() else Path(__file__).resolve().parents[2] / "experiments"
 
 
+def recipes_dir() -> Path:
+    """Return the folder of the built-in recipes, which lie apart from the experiments that a user would begin with."""
+    return experiments_dir() / "recipes"
+
+
 def experiment_folders(own: Path | None) -> list[Path]:
-    """Return the folders of experiments: the user's `own` folder, if there is one, then that of the built-in ones.
+    """Return the folders in which a name is searched: the user's `own` folder, if there is one, that of the built-in
+    experiments, that of the built-in recipes.
 
     Raises:
         ConfigError: there is no such folder.
     """
+    built_in = [experiments_dir(), recipes_dir()]
     if own is None:
-        return [experiments_dir()]
+        return built_in
     if not own.expanduser().is_dir():
         raise ConfigError(f"--config-dir {str(own)!r}: no such folder; give the one that holds your experiments' files")
-    return [own.expanduser().resolve(), experiments_dir()]
+    return [own.expanduser().resolve(), *built_in]
 
 
 def known_experiments(folder: Path) -> dict[str, str]:
@@ -286,7 +293,7 @@ def _made(schema: type[Config], given: Sequence[_Given], wrong: list[str]) -> Co
     own = next((value for name, value in reversed(given) if name == "my_class"), None)
     path, mine = fit("my_class", own, str | None, []), None
     try:
-        kinds["my"] = mine = own_class(path) if path else None
+        kinds["my"] = mine = _own_class(path) if path else None
     except ConfigError as error:
         wrong.append(str(error))
     kinds["my"] = kinds["my"] or dict[str, Any]
@@ -303,7 +310,7 @@ def _made(schema: type[Config], given: Sequence[_Given], wrong: list[str]) -> Co
         else:
             place(tree, name.split("."), fit(name, value, kind, wrong))
     if not wrong and mine is not None:
-        tree["my"], kinds["my"] = own_settings(str(path), mine, tree["my"]), dict[str, Any]
+        tree["my"], kinds["my"] = _own_settings(str(path), mine, tree["my"]), dict[str, Any]
     elif not wrong and tree.get("my"):
         raise ConfigError(f"my={tree['my']}: its fields are not defined; name your dataclass: my_class=FILE.py:NAME")
     if not wrong:
@@ -323,6 +330,39 @@ def _remove(tree: Any, name: str, wrong: list[str]) -> None:
         tree[last] = {}
     else:
         del tree[last]
+
+
+def _own_class(path: str) -> type:
+    """Return the dataclass that `my_class=path` names.
+
+    Raises:
+        ConfigError: there is none, or it is not a dataclass.
+    """
+    try:
+        schema = load_plugin(path)
+    except PluginError as error:
+        raise ConfigError(f"my_class={error}") from error
+    if not is_dataclass(schema) or not isinstance(schema, type):
+        raise ConfigError(f"my_class={path!r}: {schema!r:.80} is not a dataclass; add @dataclass")
+    return schema
+
+
+def _own_settings(path: str, schema: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings `given` for the dataclass `schema`, completed with its defaults.
+
+    Raises:
+        ConfigError: a value is missing or of another type.
+    """
+    try:
+        checked = OmegaConf.merge(OmegaConf.structured(schema), given)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"my.{error.full_key}: {str(error).splitlines()[0]} (my_class={path!r})") from error
+    assert isinstance(checked, DictConfig)
+    if missing := sorted(OmegaConf.missing_keys(checked)):
+        raise ConfigError("\n".join(f"my.{name}: it has no default in {path!r}; set it" for name in missing))
+    made = OmegaConf.to_container(checked, resolve=False, enum_to_str=True)
+    assert isinstance(made, dict)
+    return {str(key): value for key, value in made.items()}
 
 
 def _resolved(tree: dict[str, Any], kinds: Mapping[str, Any], wrong: list[str]) -> dict[str, Any]:

@@ -6,14 +6,15 @@ choices are the names in the registry or folder (`choices=`). Code compares with
 
 from __future__ import annotations
 
+import difflib
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
 from asyncrl.config.secrets import hide
-from asyncrl.config.suggestions import did_you_mean
 
 _KEY = "asyncrl.setting"
 MOST_SEED = 2**31 - 1
@@ -95,6 +96,16 @@ def group_problems(group: str, config: Any) -> Iterator[str]:
         yield from value_problems(f"{group}.{item.name}", getattr(config, item.name), setting_info(item))
 
 
+_SIMILAR = 0.6
+"""Least similarity, by `difflib.SequenceMatcher.ratio`, of a suggestion among a few names."""
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return `, did you mean 'x'?` with the most similar of `names`; an empty string if none is similar."""
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=_SIMILAR)
+    return f", did you mean {close[0]!r}?" if close else ""
+
+
 def not_a_choice(name: str, value: object, choices: Iterable[str]) -> str:
     """Return the message for a setting `name` whose `value` is not one of its `choices`."""
     choices = list(choices)
@@ -142,3 +153,29 @@ class PluginConfig:
     args: dict[str, Any] = setting(
         help="keyword arguments of the constructor (of the call, for a function)", factory=dict
     )
+
+
+_RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
+MOST_IDS = 1 << 20
+"""Longest range; larger than any vocabulary."""
+
+
+def token_ids(text: str) -> tuple[int, ...]:
+    """Parse a setting of token ids, `31744-31999,2`: ids and inclusive ranges, separated by commas. Return the ids in
+    ascending order; none for empty text.
+
+    Raises:
+        ValueError: the text has another form, a range is empty or longer than `MOST_IDS`, or an id occurs twice.
+    """
+    found: list[int] = []
+    for part in (part.strip() for part in text.split(",")) if text.strip() else ():
+        match = _RANGE.fullmatch(part)
+        if match is None:
+            raise ValueError(f"{part!r} is neither an id nor a range; write ids and ranges as in 31744-31999,2")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if not first <= last < first + MOST_IDS:
+            raise ValueError(f"the range {part!r} is empty or too long; write the lower id first")
+        found += range(first, last + 1)
+    if len(set(found)) < len(found):
+        raise ValueError("an id occurs twice; write each id once")
+    return tuple(sorted(found))

@@ -22,8 +22,7 @@ import yaml  # type: ignore[import-untyped]
 
 from asyncrl.comm.typed import convert
 from asyncrl.config.secrets import shown
-from asyncrl.config.setting import ConfigError, not_a_choice
-from asyncrl.config.suggestions import did_you_mean
+from asyncrl.config.setting import ConfigError, did_you_mean, not_a_choice
 
 T = TypeVar("T")
 HERE = "${here:}"

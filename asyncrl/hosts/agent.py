@@ -38,7 +38,7 @@ from typing import NoReturn
 import aiohttp
 import msgspec
 
-from asyncrl.comm.http.calls import HttpError, HttpRefused, JsonHttp
+from asyncrl.comm.http_client import HttpError, HttpRefused, JsonHttp
 from asyncrl.comm.security import HttpSecurity, RunSecret, SecretError
 from asyncrl.comm.typed import json_decoder
 from asyncrl.comm.waits import ANSWER_S, CALL_S, HOLD_S, LOOK_S, PAUSE_S, STOP_S

@@ -36,7 +36,7 @@ import msgspec
 from aiohttp import web
 
 import asyncrl
-from asyncrl.comm.http.server import Body, HttpRoute, HttpServer, Refused, json_response
+from asyncrl.comm.http_server import Body, HttpRoute, HttpServer, Refused, json_response
 from asyncrl.comm.security import RunSecret
 from asyncrl.comm.typed import decode_json
 from asyncrl.comm.waits import CALL_S
@@ -63,7 +63,7 @@ from asyncrl.hosts.link import (
 )
 from asyncrl.runtime.backends import LauncherBackend, WorkerHandle, last_lines, open_backend
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_LOST
-from asyncrl.runtime.planning.plan_workers import HOST_VARIABLE, WorkerPlan, plan_workers
+from asyncrl.runtime.plan import HOST_VARIABLE, WorkerPlan, plan_workers
 from asyncrl.runtime.settings import HostConfig
 from asyncrl.runtime.trials.claim import TrialError
 

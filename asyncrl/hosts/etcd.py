@@ -41,6 +41,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+from asyncrl.comm.name_resolve import ADDRESS, SETTINGS, EtcdAccess
 from asyncrl.comm.name_resolve.base import (
     HURRY_S,
     OUTAGE_S,
@@ -51,7 +52,6 @@ from asyncrl.comm.name_resolve.base import (
     OwnerFenced,
     is_below,
 )
-from asyncrl.comm.name_resolve.etcd_access import ADDRESS, SETTINGS, EtcdAccess
 from asyncrl.comm.waits import ANSWER_S, CLOSE_S
 
 __all__ = ["EtcdLink", "EtcdResolver"]

@@ -25,7 +25,7 @@ from asyncrl.config.secrets import hide
 from asyncrl.config.setting import ConfigError
 from asyncrl.hosts.agent_backend import AgentBackend
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED
-from asyncrl.runtime.planning.plan_workers import HOST_VARIABLE, WorkerPlan
+from asyncrl.runtime.plan import HOST_VARIABLE, WorkerPlan
 from asyncrl.runtime.settings import HostConfig
 from asyncrl.runtime.trials.claim import SAVE_LIMIT_S
 

@@ -38,7 +38,7 @@ from asyncrl.comm.typed import decode_json
 from asyncrl.hosts.agent import read_line
 from asyncrl.hosts.agent_backend import CANNOT_START
 from asyncrl.hosts.ray import AgentRequest, HostRequest, Task, ambiguous_gpus, cluster_error
-from asyncrl.runtime.planning.plan_workers import HOST_VARIABLE
+from asyncrl.runtime.plan import HOST_VARIABLE
 
 _LONGEST_REQUEST = 1 << 20
 _SHOWN = 2000

@@ -9,14 +9,14 @@ from types import ModuleType
 from urllib.parse import urlsplit
 
 from asyncrl.comm.names import GENERATION_SERVER, MODEL_WORKER
-from asyncrl.config.context import context_length, needed_context, single_answer
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.memory import context_length, needed_context, single_answer
 from asyncrl.config.setting import Device
 from asyncrl.inference.settings import ALL_GUESTS, BACKENDS, GenerationConfig, guests_of
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.models.model_config import read_model_config
-from asyncrl.models.pictures.picture_rules import placeholder_in
-from asyncrl.runtime.planning.plan_workers import WorkerPlan, plan_workers
+from asyncrl.models.picture_rules import placeholder_in
+from asyncrl.runtime.plan import WorkerPlan, plan_workers
 from asyncrl.runtime.process.hardware import LOOPBACK, count_gpus
 from asyncrl.runtime.settings import SystemConfig
 from asyncrl.trainer.settings import VisionMode

@@ -29,7 +29,7 @@ import msgspec
 
 from asyncrl.api.generation import Completion, SamplingParams
 from asyncrl.api.picture import Picture, PlacedPicture
-from asyncrl.comm.http.calls import HttpError, HttpRefused, JsonHttp
+from asyncrl.comm.http_client import HttpError, HttpRefused, JsonHttp
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.comm.typed import convert
 from asyncrl.inference.messages import (
@@ -42,21 +42,19 @@ from asyncrl.inference.messages import (
     PictureRequest,
     ServerLoads,
     UpdateWeightsRequest,
-    inline_picture,
-)
-from asyncrl.inference.messages import MemoryTag as MemoryTag  # for the users of this client
-from asyncrl.inference.messages import PauseMode as PauseMode
-from asyncrl.inference.random_streams import derive_seed as derive_seed
-from asyncrl.inference.replies import MalformedReply as MalformedReply
-from asyncrl.inference.replies import RoutingWanted as RoutingWanted
-from asyncrl.inference.replies import (
     check_prompt_tokens,
     engine_figures,
+    inline_picture,
     missing_pictures,
     names_damage,
     parse_completion,
     parse_version,
 )
+from asyncrl.inference.messages import MalformedReply as MalformedReply
+from asyncrl.inference.messages import MemoryTag as MemoryTag  # for the users of this client
+from asyncrl.inference.messages import PauseMode as PauseMode
+from asyncrl.inference.messages import RoutingWanted as RoutingWanted
+from asyncrl.inference.random_streams import derive_seed as derive_seed
 
 RID_DELIMITER = ";"
 CONTROL_TIMEOUT_S = 10.0

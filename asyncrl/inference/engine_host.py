@@ -9,7 +9,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Final, Protocol
 
-from asyncrl.comm.http.calls import HttpError, HttpRefused
+from asyncrl.comm.http_client import HttpError, HttpRefused
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.inference.client import connect
 from asyncrl.runtime.process.starting import LONGEST_STARTS

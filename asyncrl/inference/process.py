@@ -21,19 +21,21 @@ from pathlib import Path
 from typing import ClassVar, Never
 
 from asyncrl.comm import names
+from asyncrl.comm.http_client import HttpError
 from asyncrl.comm.name_resolve import NameEntryNotFound, NameResolver, NameResolveTimeout
 from asyncrl.comm.waits import LOOK_S
-from asyncrl.inference.client import connect
+from asyncrl.inference.client import GenerationServerClient, connect
 from asyncrl.inference.engine_host import BASE_VERSION, AdoptedHost, EngineHost, ServedEngine
-from asyncrl.inference.figures import EngineFigures
 from asyncrl.inference.settings import guests_of
 from asyncrl.observe import observer
-from asyncrl.observe.observer import Activity
-from asyncrl.runtime.planning.process_kinds import MODEL
-from asyncrl.runtime.process.remarks import remark
+from asyncrl.observe.observer import EVERY_S, Activity
+from asyncrl.runtime.plan import MODEL
 from asyncrl.runtime.process.waiting import StopRequested, cancel, or_stop
 from asyncrl.runtime.process.worker import AsyncWorker, CannotContinue, WorkerSpec, lasting_imports
-from asyncrl.runtime.trials.restarts import RestartBudget
+from asyncrl.runtime.run_log import RestartBudget, remark
+
+TIMEOUT_S = 5.0
+"""Limit of a question for the engine's figures."""
 
 
 class EngineFailed(CannotContinue):
@@ -243,3 +245,28 @@ class PolicyServer(GenerationServer):
         """Check a trained policy only: no answer of the others spans a weight update. All of them read text."""
         if self._trained:
             await super()._check(url)
+
+
+class EngineFigures:
+    """The newest figures of one engine; `follow` keeps them up to date."""
+
+    def __init__(self) -> None:
+        self.newest: dict[str, float] = {}
+
+    def __call__(self) -> dict[str, float]:
+        """Return the newest figures; none while the engine does not answer."""
+        return self.newest
+
+    async def follow(self, client: GenerationServerClient) -> Never:
+        """Ask the engine at intervals until cancelled."""
+        limits: dict[str, float] = {}
+        try:
+            while True:
+                try:
+                    limits = limits or await client.limits(timeout_s=TIMEOUT_S)
+                    self.newest = limits | await client.figures(timeout_s=TIMEOUT_S)
+                except (HttpError, ValueError):
+                    self.newest = {"silent": 1.0}
+                await asyncio.sleep(EVERY_S)
+        finally:
+            self.newest = {}

@@ -174,7 +174,7 @@ class Backend:
     Attributes:
         label: name in messages.
         host: import path of a function (worker, *, scratch, guest) that returns the `EngineHost` of a GenerationServer
-            that starts its engine; `child.host.ChildHost` is all of it for a program but its command.
+            that starts its engine; `child_host.ChildHost` is all of it for a program but its command.
         checks: module of `check(config)` and `warnings(config)` for settings that concern this engine alone.
         server_check: import path of a function (url, config, security) that checks a server before it gets requests;
             empty: the engine itself refuses what it cannot do.
@@ -292,7 +292,7 @@ class SGLang(Backend):
     label = "SGLang"
     host = "asyncrl.inference.sglang.host:SGLangHost.of_worker"
     checks = "asyncrl.inference.sglang.checks"
-    server_check = "asyncrl.inference.sglang.server_checks:check_server"
+    server_check = "asyncrl.inference.sglang.host:check_server"
     package = "sglang"
     memory_flag = "mem_fraction_static"
     loads_quantised = True

@@ -19,8 +19,10 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.launch.commands import COMMANDS, help_page
-from asyncrl.launch.refusal import refuse
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.load import load_experiment
+from asyncrl.config.setting import ConfigError
+from asyncrl.launch.commands import COMMANDS, experiment_help, fitted, help_page, program, refuse, resolved_yaml
 from asyncrl.runtime.exit_codes import EXIT_CONFIG
 
 
@@ -64,9 +66,6 @@ def _open_standard_streams() -> None:
 def _main(argv: list[str]) -> int:
     if os.getcwd() not in sys.path:  # `python -m` adds the current folder; import paths must work alike in `asyncrl`
         sys.path.insert(0, os.getcwd())
-    from asyncrl.config.describe import experiment_help, fitted, program, resolved_yaml
-    from asyncrl.config.setting import ConfigError
-
     if argv and argv[0] in COMMANDS:
         command = importlib.import_module(f"asyncrl.launch.commands.{argv[0]}")
         return int(command.main(argv[1:], program()))
@@ -76,8 +75,6 @@ def _main(argv: list[str]) -> int:
         if args.experiment is None:
             _print(fitted(help_page(folder)))
             return 0 if args.help else EXIT_CONFIG
-        from asyncrl.config.experiment import ExperimentConfig
-        from asyncrl.config.load import load_experiment
         from asyncrl.launch.before_start.data import check_data
         from asyncrl.launch.before_start.setting_checks import complete, warnings
 
@@ -94,7 +91,7 @@ def _main(argv: list[str]) -> int:
             _print(resolved_yaml(config).rstrip("\n"))
             return 0
         if args.show_graph is not None:
-            from asyncrl.launch.previews.show_graph import show_graph
+            from asyncrl.launch.previews import show_graph
 
             return show_graph(config, args.show_graph)
         check_data(config, folder)
@@ -103,11 +100,11 @@ def _main(argv: list[str]) -> int:
     except ConfigError as error:
         return refuse(error)
     if args.show_allocation:
-        from asyncrl.launch.previews.show_allocation import show_allocation
+        from asyncrl.launch.show_allocation import show_allocation
 
         return show_allocation(config, folder)
     if args.dry_run:
-        from asyncrl.launch.previews.dry_run import dry_run
+        from asyncrl.launch.previews import dry_run
 
         return dry_run(config, [item for item in argv if item != "--dry-run"])
     from asyncrl.launch.train import train

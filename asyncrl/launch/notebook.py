@@ -30,11 +30,11 @@ from asyncrl.config.run_dir import METRICS_FILE, SAMPLES_DIR, run_dir_of
 from asyncrl.config.setting import ConfigError
 from asyncrl.config.values import plain
 from asyncrl.launch.before_start.setting_checks import validate
-from asyncrl.launch.refusal import ERROR
+from asyncrl.launch.commands import ERROR
 from asyncrl.observe.doctor import Diagnosis, examine
 from asyncrl.observe.history import History
-from asyncrl.observe.history.tail import JsonlTail
 from asyncrl.observe.samples import read_samples, sample_files
+from asyncrl.observe.tail import JsonlTail
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.trials.claim import SAVE_LIMIT_S
 

@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator
 
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.data.tokenizers import vocabulary_difference
 from asyncrl.inference.settings import backends_that
 from asyncrl.manager.settings import PolicyConfig, VersionPoolConfig
 from asyncrl.models.folder_checks import hugging_face_folder
-from asyncrl.models.weights.transports.base import weight_transport
-from asyncrl.plugins.datasets.tokenizers import vocabulary_difference
+from asyncrl.weights.transports.base import weight_transport
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 

@@ -21,7 +21,7 @@ from typing import Any
 from msgspec import structs
 
 from asyncrl.comm.ended_rollouts import RolloutCounts
-from asyncrl.comm.http.calls import HttpError, HttpRefused, JsonHttp
+from asyncrl.comm.http_client import HttpError, HttpRefused, JsonHttp
 from asyncrl.comm.name_resolve import NameResolveError
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.comm.waits import BURST_S, CALL_S, CLOSE_S, GATHER_S, PAUSE_S, Backoff

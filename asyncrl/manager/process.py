@@ -25,33 +25,33 @@ from prometheus_client.core import GaugeMetricFamily as Gauge
 from prometheus_client.registry import Collector
 
 from asyncrl.comm import names
-from asyncrl.comm.http.calls import JsonHttp
+from asyncrl.comm.http_client import JsonHttp
 from asyncrl.comm.name_resolve import NameResolver, NameResolveTimeout, Subtree
 from asyncrl.comm.waits import LOOK_S, RunningClock
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import DATA_RECORD_FILE
+from asyncrl.data.curriculum import make_curriculum
+from asyncrl.data.datasets import DataRecord
+from asyncrl.data.prompt_queue import DataOrder
 from asyncrl.manager.fleet.decisions import FleetDecisions
-from asyncrl.manager.fleet.logprob_check import LogprobCheck
+from asyncrl.manager.fleet.fleet_runner import LogprobCheck
 from asyncrl.manager.fleet.policy_fleets import PolicyFleets
 from asyncrl.manager.fleet.servers import Target
 from asyncrl.manager.messages import RequestSize, ServerState, StatusReply, StatusRequest, WaitRestingRequest
+from asyncrl.manager.rollouts.admission import DeadlinePacing
 from asyncrl.manager.rollouts.ledger import Ledger
-from asyncrl.manager.rollouts.pacing import DeadlinePacing
 from asyncrl.manager.service import ManagerHttp, ManagerService
 from asyncrl.manager.settings import UpdateMode
-from asyncrl.models.weights.transports.base import weight_transport
-from asyncrl.models.weights.versions.manifest import Manifest, ManifestError, verify
 from asyncrl.observe import observer
-from asyncrl.plugins.datasets.queue.curriculum import make_curriculum
-from asyncrl.plugins.datasets.queue.order import DataOrder
-from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
 from asyncrl.rollout.settings import Pacing
-from asyncrl.runtime.planning.process_kinds import COLOCATED_SERVERS, MANAGER_PART, PROCESS_KINDS
+from asyncrl.runtime.plan import COLOCATED_SERVERS, MANAGER_PART, PROCESS_KINDS
 from asyncrl.runtime.process.open_files import allow_connections
-from asyncrl.runtime.process.remarks import remark
 from asyncrl.runtime.process.worker import AsyncWorker, WorkerSpec
+from asyncrl.runtime.run_log import remark
 from asyncrl.trainer.client import PublisherClient
 from asyncrl.trainer.parallel.placement import worker_grid
+from asyncrl.weights.manifest import Manifest, ManifestError, verify
+from asyncrl.weights.transports.base import weight_transport
 
 Values = float | Mapping[str, float]
 """A metric's value, or its values by label."""

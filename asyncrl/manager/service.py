@@ -33,20 +33,19 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import CollectorRegistry
 
 from asyncrl.comm.ended_rollouts import RecentIds, RolloutCounts, ids_remembered
-from asyncrl.comm.http.server import Handler, HttpRoute, HttpServer, Refused, json_response
+from asyncrl.comm.http_server import Handler, HttpRoute, HttpServer, Refused, json_response
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.comm.typed import json_decoder
 from asyncrl.comm.waits import HOLD_S, Notifier
+from asyncrl.data.curriculum import Curriculum
+from asyncrl.data.prompt_queue import DataOrder
 from asyncrl.manager import messages as m
-from asyncrl.manager.rollouts.admission import Admission
+from asyncrl.manager.rollouts.admission import Admission, DeadlinePacing
 from asyncrl.manager.rollouts.ledger import Ledger
-from asyncrl.manager.rollouts.pacing import DeadlinePacing
 from asyncrl.manager.rollouts.rollout_state import RolloutState
 from asyncrl.manager.rollouts.staleness_gate import StalenessGate
 from asyncrl.manager.rollouts.workers import EndedProcess, RollCall, Workers, still_there
 from asyncrl.manager.router import Caller, Router, Routes, ServerView
-from asyncrl.plugins.datasets.queue.curriculum import Curriculum
-from asyncrl.plugins.datasets.queue.order import DataOrder
 
 MAX_BODY_BYTES = 16 * 2**20
 """Limit of all calls but the following. A call for ten thousand requests takes less than two megabytes."""

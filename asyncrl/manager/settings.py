@@ -10,8 +10,8 @@ from typing import Any, Optional
 
 from asyncrl.config.setting import setting
 from asyncrl.manager.router import POLICIES, Policy
-from asyncrl.models.weights.transports import TRANSPORTS
 from asyncrl.trainer.settings import RoleRanks
+from asyncrl.weights.transports import TRANSPORTS
 
 # OmegaConf resolves annotations at run time and knows Optional[X], not X | None.
 # ruff: noqa: UP045

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from math import lcm
 from operator import attrgetter
 
-from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.import_paths import path_problems
-from asyncrl.config.setting import ConfigError
-from asyncrl.config.suggestions import did_you_mean
-from asyncrl.master.graph.call_graph import GraphError
-from asyncrl.master.metrics.evaluations import evaluation_metrics
+from asyncrl.config.setting import ConfigError, did_you_mean
+from asyncrl.config.variants import evaluation_sets
+from asyncrl.master.evaluations import evaluation_metrics
+from asyncrl.master.graph import GraphError
 from asyncrl.master.settings import OnStale
 from asyncrl.trainer.parallel.placement import placement, worker_grid
 

@@ -8,11 +8,9 @@ from functools import partial
 
 from asyncrl.comm import names
 from asyncrl.manager.client import ManagerClient
-from asyncrl.master.graph.builtin import load_graph
-from asyncrl.master.parts import Parts, Peers
-from asyncrl.master.peers.connections import NameBoard, ReplaceableWorker, connect, router_of_peers
-from asyncrl.master.peers.rank_clients import await_while_responsive
-from asyncrl.master.train_loop import TrainLoop
+from asyncrl.master.graph import load_graph
+from asyncrl.master.peers import NameBoard, ReplaceableWorker, await_while_responsive, connect, router_of_peers
+from asyncrl.master.train_loop import Peers, TrainLoop
 from asyncrl.runtime.process.waiting import StopRequested
 from asyncrl.runtime.process.worker import AsyncWorker
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint, uses_memory_checkpoint
@@ -35,10 +33,16 @@ class MasterWorker(AsyncWorker):
             except StopRequested:
                 return
             memory_checkpoint = MemoryCheckpoint(self.run_dir) if uses_memory_checkpoint(self.config) else None
-            parts = Parts(self.config, self.run_dir, self._graph, peers, self.stop, memory_checkpoint=memory_checkpoint)
-            await await_while_responsive(
-                TrainLoop(parts, self.ready).run(), peers.workers, self.stop, self.config.system.stop_timeout_s
+            loop = TrainLoop(
+                self.config,
+                self.run_dir,
+                self._graph,
+                peers,
+                self.stop,
+                self.ready,
+                memory_checkpoint=memory_checkpoint,
             )
+            await await_while_responsive(loop.run(), peers.workers, self.stop, self.config.system.stop_timeout_s)
 
     async def _connect(self, closing: AsyncExitStack) -> Peers:
         workers = range(0 if self.config.samples.replay else self.config.rollout.workers)  # of evaluations

@@ -22,7 +22,7 @@ checkpoint becomes visible at once. Only when that in the hosts' memory is compl
 
 `asyncrl.runtime.trials.memory_checkpoint` describes the folder in the host's memory, which the launcher makes and
 removes. `asyncrl.trainer.rank.host_folders` decides which state ranks on several hosts load, and
-`asyncrl.trainer.trajectories.inbox_store` keeps trajectories.
+`asyncrl.trainer.rank.inbox` keeps trajectories.
 """
 
 from __future__ import annotations
@@ -53,19 +53,15 @@ from asyncrl.config.run_dir import (
     versions_in,
 )
 from asyncrl.manager.messages import GateCheckpoint
-from asyncrl.master.data.buffer_order import ConfiguredOrder
 from asyncrl.master.data.collector import Collector, Reports
-from asyncrl.master.data.sample_buffer import SampleBuffer, TrainBatch
-from asyncrl.master.metrics.evaluations import Evaluations, Row
-from asyncrl.master.metrics.metrics_log import MetricsLog
-from asyncrl.master.metrics.win_rates import WinRates
-from asyncrl.master.peers.rank_clients import RankClients
-from asyncrl.models.weights.checkpoints.checkpoint_folder import which_to_keep
-from asyncrl.models.weights.versions.manifest import FileEntry
+from asyncrl.master.data.sample_buffer import ConfiguredOrder, SampleBuffer, TrainBatch
+from asyncrl.master.evaluations import Evaluations, Row, WinRates
+from asyncrl.master.metrics_log import MetricsLog
+from asyncrl.master.peers import RankClients
 from asyncrl.observe import observer
 from asyncrl.runtime.process.worker import StateLost
+from asyncrl.runtime.run_log import count_restarts
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
-from asyncrl.runtime.trials.restarts import count_restarts
 from asyncrl.trainer.messages import (
     MEMORY_CHECKPOINT_LOST,
     CommitCheckpoint,
@@ -75,6 +71,8 @@ from asyncrl.trainer.messages import (
     WrittenShare,
 )
 from asyncrl.trainer.settings import BestDirection, CheckpointConfig
+from asyncrl.weights.checkpoint_folder import which_to_keep
+from asyncrl.weights.manifest import FileEntry
 
 _log = logging.getLogger(__name__)
 

@@ -19,41 +19,140 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import pkgutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from asyncrl.master.data.collector import check_books
-from asyncrl.master.data.sample_buffer import TrainBatch
-from asyncrl.master.data.stall import PromptsUsedUp
-from asyncrl.master.data.step_plan import Dealing, plan_batch
-from asyncrl.master.metrics.evaluations import Row
-from asyncrl.master.metrics.metrics_log import buffered_s, of_ranks
-from asyncrl.master.parts import Parts
-from asyncrl.master.run_state import checkpoint_root, write_books, write_summary
-from asyncrl.models.weights.transports.base import weight_transport
+from asyncrl.comm.names import ACTOR
+from asyncrl.comm.request_reply import RequestClient
+from asyncrl.comm.waits import RunningClock
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.run_dir import DATA_RECORD_FILE
+from asyncrl.data.datasets import DataRecord
+from asyncrl.inference.settings import guests_of
+from asyncrl.manager.client import ManagerClient
+from asyncrl.master.data.batches import AheadScorer, Batches, DeviceTurns, frozen_calls
+from asyncrl.master.data.collector import Collector, Reports, check_books
+from asyncrl.master.data.sample_buffer import ConfiguredOrder, SampleBuffer, TrainBatch
+from asyncrl.master.data.stall import PromptsUsedUp, StallWatch
+from asyncrl.master.evaluations import Row, WinRates
+from asyncrl.master.graph import Graph
+from asyncrl.master.metrics_log import MetricsLog, buffered_s, of_ranks
+from asyncrl.master.peers import NameBoard, RankClients, ReplaceableWorker
+from asyncrl.master.policy_versions import Publishing, VersionAnnouncer
+from asyncrl.master.run_state import (
+    Checkpoints,
+    MemoryCheckpointer,
+    RunState,
+    checkpoint_root,
+    write_books,
+    write_summary,
+)
+from asyncrl.master.step import Dealing, Executor, column_moves, plan_batch
 from asyncrl.observe import observer
 from asyncrl.observe.observer import Activity
-from asyncrl.runtime.process.remarks import remark
+from asyncrl.runtime.plan import SHARED_DEVICES
 from asyncrl.runtime.process.stacks import profiled
 from asyncrl.runtime.process.waiting import StopRequested, cancel, or_stop
 from asyncrl.runtime.process.worker import StateLost
+from asyncrl.runtime.run_log import remark
+from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import EndStep, LoadCheckpoint
+from asyncrl.trainer.parallel.placement import Placement, worker_grid
+from asyncrl.weights.transports.base import weight_transport
 
 _log = logging.getLogger(__name__)
 
 
-class TrainLoop:
-    """Trains a run to its end. `run` is the whole life cycle; set `parts.stop` to end it early with a checkpoint.
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """The other processes.
 
-    Args:
-        ready: called once it is clear from which state the run continues, before its next step.
+    Attributes:
+        workers: ModelWorkers by index.
+        placement: roles of the ModelWorkers, and those that receive trajectories.
+        rollouts: RolloutWorkers by index.
     """
 
-    def __init__(self, parts: Parts, ready: Callable[[], None] = lambda: None) -> None:
-        self.parts, self._ready = parts, ready
+    workers: Sequence[RequestClient]
+    placement: Placement
+    manager: ManagerClient
+    rollouts: Sequence[ReplaceableWorker]
+    board: NameBoard
+
+
+class TrainLoop:
+    """Trains a run to its end. `run` is the whole life cycle; set `stop` to end it early with a checkpoint.
+
+    Args:
+        stop: set when the run is asked to stop.
+        ready: called once it is clear from which state the run continues, before its next step.
+        memory_checkpoint: place where the state of each step is kept, and searched for at the start; None: nowhere.
+    """
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        run_dir: Path,
+        graph: Graph,
+        peers: Peers,
+        stop: asyncio.Event,
+        ready: Callable[[], None] = lambda: None,
+        clock: RunningClock | None = None,
+        memory_checkpoint: MemoryCheckpoint | None = None,
+    ) -> None:
+        self.config, self.run_dir, self.peers, self.stop, self._ready = config, run_dir, peers, stop, ready
+        clock = clock or RunningClock()
+        limit_s = config.system.stall_timeout_s
+        manager, board, placement = peers.manager, peers.board, peers.placement
+        heads = [peers.workers[worker] for worker in placement.actor.data_heads]
+        roles = [ACTOR, *config.trained_policies]  # of the actors
+        actors = {role: [peers.workers[worker] for worker in placement.grid(role).members] for role in roles}
+        self.ranks = RankClients(peers.workers, worker_grid(config).publisher, limit_s)
+
+        # The parts, in the order in which a rollout meets them: it arrives, and the manager is told
+        buffer = SampleBuffer(config.train_batch_size, config.max_head_offpolicyness, config.on_stale)
+        self.collector = Collector(heads, buffer, manager)
+        self.reports = Reports(manager, self.collector, buffer, stop, limit_s=limit_s)
+
+        # it waits until there is a batch
+        self.metrics_log = MetricsLog(config, run_dir, self.collector, buffer)
+        win_rates = WinRates.of_run(config)
+        self.announcer = VersionAnnouncer(board, peers.rollouts, self.metrics_log, win_rates, clock, limit_s)
+        ahead = (config.max_head_offpolicyness + 1) * config.train_batch_size
+        self.stall = StallWatch(
+            limit_s, clock, stop, self.announcer, board, manager, buffer, self.collector, ahead, run_dir
+        )
+        self.turns = DeviceTurns()
+        if colocated := guests_of(config.generation):
+            shared = pkgutil.resolve_name(SHARED_DEVICES)
+            self.turns = shared(board, manager, self.stall, self.announcer, stop, len(colocated), colocated.start)
+        order = ConfiguredOrder(config.buffer.order)
+        scorer = AheadScorer(
+            frozen_calls(config, graph, placement), buffer, self.ranks, actors[ACTOR], heads=len(heads)
+        )
+        self.batches = Batches(
+            config, buffer, self.collector, manager, self.stall, self.reports, self.turns, order, scorer
+        )
+
+        # it is trained
+        moves = column_moves(graph, {role: placement.grid(role) for role in graph.roles()})
+        self.executor = Executor(graph, placement.members, peers.workers, limit_s, moves)
+
+        # its step ends
+        record = run_dir / DATA_RECORD_FILE
+        data_record = DataRecord.read(record).checksum if record.is_file() else None
+        self.run_state = RunState(config, buffer, order, self.reports, self.metrics_log, win_rates, data_record)
+        self.memory_checkpointer = MemoryCheckpointer(memory_checkpoint, self.ranks)
+        self.publishing = Publishing(self.ranks, actors, self.announcer, config.version_pools)
+        self.checkpoints = Checkpoints(
+            config.checkpoint, run_dir, self.ranks, self.run_state, self.metrics_log.evaluations, self.collector
+        )
         self._model_in_step = False
         """True from the beginning of a step's training to its end: the model may be of no version."""
         observer.gauges(lambda: {"training": float(self._model_in_step)})
@@ -69,14 +168,14 @@ class TrainLoop:
             StateLost: the last step is lost, so the whole run begins again.
             Exception: another process failed. Complete steps are saved first, if possible.
         """
-        ticking = asyncio.create_task(self.parts.stall.clock.keep())
+        ticking = asyncio.create_task(self.stall.clock.keep())
         try:
             try:
                 await self.begin()
-                while not self.parts.run.complete:
+                while not self.run_state.complete:
                     await self.step()
             except StopRequested:
-                _log.info("asked to stop: ending at version %d", self.parts.run.version)
+                _log.info("asked to stop: ending at version %d", self.run_state.version)
             except PromptsUsedUp:
                 self._end_early()
             await self.finish()
@@ -107,31 +206,31 @@ class TrainLoop:
         Raises:
             StateLost: the last step is lost.
         """
-        parts, reports = self.parts, self.parts.reports
+        reports = self.reports
         state, from_memory = await self._load_state()  # 1
-        version, announced = parts.run.version, parts.announcer.announced
+        version, announced = self.run_state.version, self.announcer.announced
         try:
             await reports.look()  # 2
         finally:
             dropped, idle_s = reports.counts.dropped, reports.status.idle_s
-            parts.metrics_log.open(version, perf_counter(), dropped, state["metrics_log"], announced, idle_s)
-            write_books(parts.run_dir, version, reports.counts)
+            self.metrics_log.open(version, perf_counter(), dropped, state["metrics_log"], announced, idle_s)
+            write_books(self.run_dir, version, reports.counts)
         if not from_memory:
-            await parts.publishing.forget_others(version)  # 3
+            await self.publishing.forget_others(version)  # 3
         in_use = {*reports.status.versions_in_use, announced}
-        path = await parts.publishing.publish(version, in_use, to_disk=True) if version else ""
-        awaited = parts.metrics_log.awaits_evaluation()
+        path = await self.publishing.publish(version, in_use, to_disk=True) if version else ""
+        awaited = self.metrics_log.awaits_evaluation()
         is_cut_off = awaited is not None and awaited < version
         if version and not is_cut_off:
-            parts.announcer.announce(version, path)  # 4
-        await or_stop(reports.begin(version), parts.stop, parts.config.system.stall_timeout_s)  # 5
-        parts.turns.begin()
-        parts.stall.progressed()
+            self.announcer.announce(version, path)  # 4
+        await or_stop(reports.begin(version), self.stop, self.config.system.stall_timeout_s)  # 5
+        self.turns.begin()
+        self.stall.progressed()
         self._ready()
         if awaited is not None:
-            parts.announcer.evaluate_if_due()  # 6
+            self.announcer.evaluate_if_due()  # 6
         if is_cut_off:
-            await or_stop(parts.announcer.published(version, path), parts.stop, math.inf)
+            await or_stop(self.announcer.published(version, path), self.stop, math.inf)
 
     async def _load_state(self) -> tuple[dict[str, Any], bool]:
         """Have the ranks load the state from which the run continues, and continue from the master's part of it.
@@ -140,26 +239,26 @@ class TrainLoop:
             The master's part; at the run's beginning that of a new loop. True if it is that of the last step, from
             memory: then servers have, or have to load, the version that was announced last.
         """
-        parts, fresh = self.parts, self.parts.run.state()
-        announced = parts.peers.board.announced_version()
-        state = await parts.memory_checkpointer.load(announced)
+        fresh = self.run_state.state()
+        announced = self.peers.board.announced_version()
+        state = await self.memory_checkpointer.load(announced)
         if from_memory := state is not None:
             _log.info("going on after step %d, which was complete", state["version"])
         else:
-            loaded = await parts.ranks.all(LoadCheckpoint(str(checkpoint_root(parts.run_dir))))
+            loaded = await self.ranks.all(LoadCheckpoint(str(checkpoint_root(self.run_dir))))
             state = loaded[0].master_state or fresh
-        await parts.run.restore(state)
-        parts.memory_checkpointer.found(parts.run.version)
-        parts.checkpoints.resume(saved=not from_memory)
-        parts.announcer.announced = announced if from_memory else parts.run.version
-        used = parts.reports.checkpoint.prompts_used
-        _log.info("beginning at version %d with %d prompts used", parts.run.version, used)
+        await self.run_state.restore(state)
+        self.memory_checkpointer.found(self.run_state.version)
+        self.checkpoints.resume(saved=not from_memory)
+        self.announcer.announced = announced if from_memory else self.run_state.version
+        used = self.reports.checkpoint.prompts_used
+        _log.info("beginning at version %d with %d prompts used", self.run_state.version, used)
         return state, from_memory
 
     async def step(self) -> None:
         """Run one step, from version v to v + 1."""
         batch, waited_s = await self._wait_for_batch()
-        switched = await self.parts.turns.take(self.parts.run.version)
+        switched = await self.turns.take(self.run_state.version)
         measured = await self._train(batch)
         await self._end_step(batch, measured | switched | {"time/wait_for_batch_s": waited_s})
 
@@ -170,33 +269,33 @@ class TrainLoop:
             StopRequested: the run was asked to stop.
             Exception: a checkpoint could not be written; no further step is trained.
         """
-        if self.parts.stop.is_set():
+        if self.stop.is_set():
             raise StopRequested
-        began, step = perf_counter(), self.parts.run.version + 1
+        began, step = perf_counter(), self.run_state.version + 1
         with observer.doing(f"waits for the rollouts of step {step}", "wait_for_batch", Activity.waits, step=step):
-            batch = await self.parts.batches.next(self.parts.run.version)
-        await self.parts.checkpoints.look()
+            batch = await self.batches.next(self.run_state.version)
+        await self.checkpoints.look()
         return batch, perf_counter() - began
 
     async def _train(self, batch: TrainBatch) -> Row:
         """Run the graph's calls on the ranks: by default proximal and reference log-probabilities, values, advantages,
-        update (`asyncrl.master.graph.builtin`). Return the step's statistics and times.
+        update (`asyncrl.master.graph`). Return the step's statistics and times.
         """
-        parts, began = self.parts, perf_counter()
+        began = perf_counter()
         buffered = buffered_s(batch, time.time())
         self._model_in_step = True
-        config = parts.config
+        config = self.config
         dealing = Dealing.of(config)
-        training = observer.doing(f"trains step {parts.run.version + 1}", "train", step=parts.run.version + 1)
-        async with profiled(config.profile, parts.run_dir, parts.run.version + 1):
+        training = observer.doing(f"trains step {self.run_state.version + 1}", "train", step=self.run_state.version + 1)
+        async with profiled(config.profile, self.run_dir, self.run_state.version + 1):
             with training:
-                await parts.ranks.each(plan_batch(batch, parts.peers.placement, dealing))
-                stats: Row = await parts.executor.run(config.idle_policies(parts.run.version))
-                ended = await parts.ranks.all(EndStep())
-        parts.run.trained(batch)
+                await self.ranks.each(plan_batch(batch, self.peers.placement, dealing))
+                stats: Row = await self.executor.run(config.idle_policies(self.run_state.version))
+                ended = await self.ranks.all(EndStep())
+        self.run_state.trained(batch)
         self._model_in_step = False
         took = {"time/train_s": perf_counter() - began}
-        return stats | buffered | took | parts.batches.pop_metrics(batch) | of_ranks(ended)
+        return stats | buffered | took | self.batches.pop_metrics(batch) | of_ranks(ended)
 
     async def _end_step(self, batch: TrainBatch, measured: Row) -> None:
         """Report, publish and save the complete step of `batch`; `measured` are its statistics and times.
@@ -217,57 +316,57 @@ class TrainLoop:
         the ledger begins before it. A death after it costs no step: the state has the row of metrics, and a version
         that is announced twice is recognised.
         """
-        parts, version, since = self.parts, self.parts.run.version, perf_counter()
-        reports, memory, is_due = parts.reports, parts.memory_checkpointer, parts.checkpoints.is_due()
-        needs_folders = weight_transport(parts.config.manager.weight_transport).needs_folders
-        to_disk = parts.run.complete or needs_folders or is_due  # checkpoints and the run's end come with weights
+        version, since = self.run_state.version, perf_counter()
+        reports, memory, is_due = self.reports, self.memory_checkpointer, self.checkpoints.is_due()
+        needs_folders = weight_transport(self.config.manager.weight_transport).needs_folders
+        to_disk = self.run_state.complete or needs_folders or is_due  # checkpoints and the run's end come with weights
         await reports.trained(batch)  # 1
         try:
             if memory.on:
-                row = parts.metrics_log.row(version, batch, measured, reports.status, perf_counter())
-                await memory.begin(version, parts.run.state(row))  # 2
+                row = self.metrics_log.row(version, batch, measured, reports.status, perf_counter())
+                await memory.begin(version, self.run_state.state(row))  # 2
             with observer.doing(f"publishes version {version}", "publish", step=version):
-                path = await parts.publishing.publish(version, reports.status.versions_in_use, to_disk=to_disk)  # 3
+                path = await self.publishing.publish(version, reports.status.versions_in_use, to_disk=to_disk)  # 3
             since = lap(measured, "publish", since)
             with observer.doing(f"keeps step {version}", "memory_checkpoint", step=version):
                 await memory.finish()  # 4
             since = lap(measured, "memory_checkpoint", since)
             with observer.doing(f"waits to announce version {version}", "wait_eval", Activity.waits, step=version):
-                await or_stop(parts.announcer.published(version, path), parts.stop, math.inf)  # 5
+                await or_stop(self.announcer.published(version, path), self.stop, math.inf)  # 5
             lap(measured, "wait_eval", since)
         finally:
             # If 2 to 5 fail, the end of the run saves the step, unless its state had to be complete in memory first.
             if memory.has(version):
                 self._record(batch, measured)  # 6
         if is_due:
-            await parts.checkpoints.begin()  # 7
+            await self.checkpoints.begin()  # 7
 
     def _record(self, batch: TrainBatch, measured: Row) -> None:
         """Write the step's row of metrics, and the books."""
-        parts, run, reports = self.parts, self.parts.run, self.parts.reports
-        parts.metrics_log.step(
-            run.version, batch, measured | parts.checkpoints.figures(), reports.status, perf_counter()
+        state, reports = self.run_state, self.reports
+        self.metrics_log.step(
+            state.version, batch, measured | self.checkpoints.figures(), reports.status, perf_counter()
         )
-        write_books(parts.run_dir, run.version, reports.counts)
-        run.recorded = run.version
-        parts.stall.progressed()
+        write_books(self.run_dir, state.version, reports.counts)
+        state.recorded = state.version
+        self.stall.progressed()
 
     def _end_early(self) -> None:
         """End the run with its last complete step: the prompts of its epochs are used up."""
-        parts, run = self.parts, self.parts.run
-        dropped = {reason: n for reason, n in parts.reports.counts.dropped.items() if n}
+        state = self.run_state
+        dropped = {reason: n for reason, n in self.reports.counts.dropped.items() if n}
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items())) or "none"
         remark(
-            parts.run_dir,
-            f"the prompts of total_epochs={parts.config.total_epochs:g} are used up after step {run.version} of "
-            f"{parts.config.total_train_steps} (dropped: {reasons}): {len(run.buffer)} are left, fewer than "
-            f"train_batch_size={parts.config.train_batch_size}, and are not trained",
+            self.run_dir,
+            f"the prompts of total_epochs={self.config.total_epochs:g} are used up after step {state.version} of "
+            f"{self.config.total_train_steps} (dropped: {reasons}): {len(state.buffer)} are left, fewer than "
+            f"train_batch_size={self.config.train_batch_size}, and are not trained",
         )
-        run.used_up = True
-        evaluations = parts.metrics_log.evaluations
-        evaluations.ends_at(run.version)
-        if not parts.announcer.evaluating and run.version not in {each["version"] for each in evaluations.ended}:
-            parts.announcer.evaluate_if_due()
+        state.used_up = True
+        evaluations = self.metrics_log.evaluations
+        evaluations.ends_at(state.version)
+        if not self.announcer.evaluating and state.version not in {each["version"] for each in evaluations.ended}:
+            self.announcer.evaluate_if_due()
 
     async def finish(self) -> None:
         """Publish, save, check the books and write the summary, after the last step or a stop request.
@@ -276,56 +375,55 @@ class TrainLoop:
             BooksError: a rollout is unaccounted for.
             Exception: another process failed.
         """
-        parts, run = self.parts, self.parts.run
-        if run.complete:
+        state = self.run_state
+        if state.complete:
             with suppress(StopRequested):  # all steps are trained: the end is the same, and the books close the gate
-                await or_stop(parts.peers.manager.close_gate(), parts.stop, parts.config.system.stall_timeout_s)
+                await or_stop(self.peers.manager.close_gate(), self.stop, self.config.system.stall_timeout_s)
         else:
-            await parts.announcer.close()
-            await parts.turns.take_to_end(parts.config.system.stop_timeout_s / 2)
-        if parts.publishing.on_disk != run.version:
-            in_use = parts.reports.status.versions_in_use
-            await parts.publishing.publish(run.version, in_use, to_disk=True)  # the run leaves this policy behind
-        await parts.checkpoints.finish()
-        await parts.checkpoints.save_if_unsaved()
-        if run.complete:  # saved before: the last evaluation may take long, and a process die meanwhile
-            parts.turns.give()
+            await self.announcer.close()
+            await self.turns.take_to_end(self.config.system.stop_timeout_s / 2)
+        if self.publishing.on_disk != state.version:
+            in_use = self.reports.status.versions_in_use
+            await self.publishing.publish(state.version, in_use, to_disk=True)  # the run leaves this policy behind
+        await self.checkpoints.finish()
+        await self.checkpoints.save_if_unsaved()
+        if state.complete:  # saved before: the last evaluation may take long, and a process die meanwhile
+            self.turns.give()
             try:
-                await or_stop(parts.announcer.evaluation_ended(), parts.stop, math.inf)
+                await or_stop(self.announcer.evaluation_ended(), self.stop, math.inf)
             except StopRequested:
-                await parts.announcer.close()
-        await parts.reports.end(run.version)
-        books = parts.reports.counts
-        total = run.version if run.used_up else parts.config.total_train_steps
-        write_summary(parts.run_dir, run.version, total, books, parts.metrics_log)
-        check_books(books, run.version * parts.config.train_batch_size)
+                await self.announcer.close()
+        await self.reports.end(state.version)
+        books = self.reports.counts
+        total = state.version if state.used_up else self.config.total_train_steps
+        write_summary(self.run_dir, state.version, total, books, self.metrics_log)
+        check_books(books, state.version * self.config.train_batch_size)
 
     async def _save_what_is_complete(self) -> None:
         """Save the last complete step after a failure, unless a failed step may have changed the model since. A
         checkpoint in progress is always of a complete step.
         """
-        parts, run = self.parts, self.parts.run
-        if parts.memory_checkpointer.on:
-            await parts.announcer.abandon()
+        state = self.run_state
+        if self.memory_checkpointer.on:
+            await self.announcer.abandon()
         try:
-            await parts.checkpoints.finish()
+            await self.checkpoints.finish()
         except Exception as error:
             _log.warning("the checkpoint in progress could not be written: %s", error)
-        if not self._model_in_step and run.recorded == run.version:  # else the successor trains this step again
+        if not self._model_in_step and state.recorded == state.version:  # else the successor trains this step again
             try:
-                if await parts.checkpoints.save_if_unsaved():
-                    _log.info("saved version %d", run.version)
+                if await self.checkpoints.save_if_unsaved():
+                    _log.info("saved version %d", state.version)
             except Exception as error:
-                _log.warning("version %d could not be saved: %s", run.version, error)
-        write_books(parts.run_dir, run.recorded, parts.reports.counts)
+                _log.warning("version %d could not be saved: %s", state.version, error)
+        write_books(self.run_dir, state.recorded, self.reports.counts)
 
     async def close(self) -> None:
         """Stop the tasks that run beside the loop, and close the run's files."""
-        parts = self.parts
-        await parts.collector.close()
-        await parts.announcer.close()
-        parts.checkpoints.close()
-        parts.metrics_log.close()
+        await self.collector.close()
+        await self.announcer.close()
+        self.checkpoints.close()
+        self.metrics_log.close()
 
 
 def lap(measured: Row, name: str, since: float) -> float:

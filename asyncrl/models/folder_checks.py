@@ -2,7 +2,7 @@
 
 What is no model that can be trained is named, with the way to make one of it: an adapter, a checkpoint of another
 trainer, a folder one level above, quantised weights, a download that was cut off. Whether the files hold every tensor
-of the model is known to transformers alone; `asyncrl.models.weights.model_files.whole_folder` asks it.
+of the model is known to transformers alone; `asyncrl.weights.whole_folder` asks it.
 """
 
 from __future__ import annotations

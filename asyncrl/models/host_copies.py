@@ -1,4 +1,5 @@
-"""Copies between a device and host memory, concurrent with the device's computation.
+"""Copies between a device and host memory, concurrent with the device's computation, and storages that are emptied and
+filled again.
 
 On a GPU each copy runs on a separate stream, into pinned memory. The thread that requests it continues at once, and so
 does the device:
@@ -25,21 +26,19 @@ from contextlib import suppress
 from functools import partial
 from threading import Lock
 from time import perf_counter
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.cuda._pin_memory_utils import pin_memory as _register  # as torch's own checkpoints in shared memory
 from torch.cuda._pin_memory_utils import unpin_memory as _unregister
-
-from asyncrl.models.pieces import in_pieces
 
 PIECE_BYTES = 64 << 20
 """1.2 ms at the 54 GB/s that an H100 copies. Smaller pieces would leave the bus idle in between."""
 _MEASURED_BYTES = 32 << 20
-
+T = TypeVar("T")
 Pair: TypeAlias = tuple[Tensor, Tensor]
 """Target and source of a copy."""
 
@@ -234,6 +233,12 @@ def upload(arrays: Mapping[str, NDArray[np.int64]], device: torch.device) -> dic
     return {name: part.view(array.shape) for (name, array), part in zip(arrays.items(), parts, strict=True)}
 
 
+def copy_pairs(pairs: Sequence[Pair]) -> None:
+    """Copy each source into its target, on the current stream."""
+    for target, source in pairs:
+        target.copy_(source, non_blocking=True)
+
+
 def copy_rate(device: torch.device) -> float:
     """Measure the rate of copies from `device` to reused host memory, in bytes per second."""
     source = torch.zeros(_MEASURED_BYTES, dtype=torch.uint8, device=device)
@@ -264,6 +269,39 @@ def unpin(memory: Tensor) -> None:
     _unregister(memory.data_ptr())
 
 
+def own_storage(module: nn.Module) -> None:
+    """Give each tensor whose storage cannot be emptied a new one: on a CPU, weights that are a memory map of their
+    file.
+    """
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not tensor.untyped_storage().resizable():
+            tensor.data = tensor.data.clone()
+
+
+def storages(tensors: Iterable[Tensor]) -> Iterator[tuple[torch.device, torch.UntypedStorage]]:
+    """Yield each storage that can be emptied, once. Storages shared with numpy, on a CPU, cannot and need not be."""
+    seen = set()
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen and storage.nbytes() and storage.resizable():
+            seen.add(storage._cdata)
+            yield tensor.device, storage
+
+
+def in_pieces(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Yield the items in order, in lists whose sizes add up to `limit` at most; a larger item has a separate list."""
+    piece: list[T] = []
+    total = 0
+    for item in items:
+        if piece and total + size(item) > limit:
+            yield piece
+            piece, total = [], 0
+        piece.append(item)
+        total += size(item)
+    if piece:
+        yield piece
+
+
 def _ended(copied: tuple[str, Tensor, HostCopy]) -> tuple[str, Tensor]:
     name, host, copy = copied
     copy.wait()
@@ -281,9 +319,3 @@ def _parts(target: Tensor, source: Tensor, limit: int) -> Iterable[Pair]:
         return [(target, source)]
     count = max(1, limit // source.element_size())
     return zip(torch.split(target.view(-1), count), torch.split(source.view(-1), count), strict=True)
-
-
-def copy_pairs(pairs: Sequence[Pair]) -> None:
-    """Copy each source into its target, on the current stream."""
-    for target, source in pairs:
-        target.copy_(source, non_blocking=True)

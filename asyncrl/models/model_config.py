@@ -1,10 +1,23 @@
-"""Read the `config.json` of a model folder, and write it for other programs, without torch."""
+"""What the `config.json` of a model folder says: the file itself, the sizes that it names, and whether the routers of a
+mixture of experts can report and replay their choices. Torch-free, so that launcher and workers read it.
+
+Architectures have different names for the same size; each name that is read is in this file: one table for layouts,
+memory, FLOPs and routing.
+
+A router's choices are recorded for every token of a sequence, every layer of the model and each of the token's experts:
+an array [T, layers, per_token] of expert numbers (`asyncrl.api.Sample.routing`). Dense layers have an unused place too,
+so that a layer is found by its number in the model, on ranks with any part of the model.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 CONFIG_FILE, TOKENIZER_CONFIG_FILE = "config.json", "tokenizer_config.json"
 _ROPE_NAMES = {
@@ -20,10 +33,24 @@ _LOCAL_NAMES = {
 `rope_local_base_freq`."""
 _LENGTH_BESIDE = ("phi3", "phi4_multimodal")
 """Model types whose original number of positions is beside the scaling in transformers 4, not in it."""
-_EXPERTS = ("qwen3_moe", "qwen3_vl_moe_text")
+_RENAMED_EXPERTS = ("qwen3_moe", "qwen3_vl_moe_text")
 """Model types whose `num_local_experts` is `num_experts` in transformers 4."""
 _TOKENIZER_CLASSES = {"TokenizersBackend": "PreTrainedTokenizerFast", "PythonBackend": "PreTrainedTokenizer"}
 """Names that transformers 4 has for classes of transformers 5, which knows both."""
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
+_HIDDEN = ("hidden_size", "n_embd", "d_model")
+_HEADS = ("num_attention_heads", "n_head", "n_heads")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_top_k")
+ROUTERS: Mapping[str, str] = {
+    "mixtral": "MixtralTopKRouter",
+    "qwen2_moe": "Qwen2MoeTopKRouter",
+    "qwen3_moe": "Qwen3MoeTopKRouter",
+    "olmoe": "OlmoeTopKRouter",
+    "gpt_oss": "GptOssTopKRouter",
+}
+"""The class of the routers for each `model_type`. Each chooses by one `topk`, and a test shows that it can replay."""
+_LARGEST_BYTE = 255
 
 
 def read_model_config(folder: str | Path) -> dict[str, Any]:
@@ -64,7 +91,7 @@ def _both_forms(config: dict[str, Any]) -> dict[str, Any]:
     both = {name: _both_forms(value) if isinstance(value, dict) else value for name, value in config.items()}
     if isinstance(both.get("dtype"), str):
         both["torch_dtype"] = both["dtype"]
-    if both.get("model_type") in _EXPERTS and "num_local_experts" in both:
+    if both.get("model_type") in _RENAMED_EXPERTS and "num_local_experts" in both:
         both["num_experts"] = both["num_local_experts"]
     if isinstance(rope := both.get("rope_parameters"), dict):
         kind = str(both.get("model_type"))
@@ -100,3 +127,115 @@ def _older_names(config: dict[str, Any]) -> dict[str, Any]:
         if tokens:
             older["additional_special_tokens"] = tokens
     return older
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Sizes of a decoder; 0 where the configuration does not give one.
+
+    Attributes:
+        query_heads, key_value_heads: heads of an attention layer; 0 if there is no attention.
+        feed_forward: width of a layer's feed-forward, or of one expert.
+        experts: experts per layer; 0 if the model is not a mixture of experts.
+        shared_feed_forward: width of the feed-forward that every token goes through beside its experts.
+        linked: reason why layers cannot be on different stages; empty if they can.
+        layer_types: kinds of layers that the configuration names.
+        query_key_norm: queries and keys are normalised; no configuration says it, the parameters do.
+    """
+
+    model_type: str
+    layers: int = 0
+    hidden: int = 0
+    vocabulary: int = 0
+    query_heads: int = 0
+    key_value_heads: int = 0
+    head_size: int = 0
+    feed_forward: int = 0
+    experts: int = 0
+    experts_per_token: int = 0
+    shared_feed_forward: int = 0
+    linked: str = ""
+    layer_types: frozenset[str] = frozenset()
+    query_key_norm: bool = False
+
+    @classmethod
+    def of(cls, described: Mapping[str, Any]) -> ModelFacts:
+        """Read the content of a `config.json`; only the text part if there are several parts."""
+        text = described.get("text_config") or described
+
+        def size(*names: str) -> int:
+            values = (text.get(name) for name in names)
+            return next((value for value in values if isinstance(value, int) and value > 0), 0)
+
+        heads, hidden, experts = size(*_HEADS), size(*_HIDDEN), size(*_EXPERTS)
+        feed_forward = size("intermediate_size") or 4 * hidden
+        if experts:
+            feed_forward = size("moe_intermediate_size") or feed_forward
+        shared = size("num_kv_shared_layers")
+        return cls(
+            model_type=str(described.get("model_type") or text.get("model_type", "")),
+            layers=size(*_LAYERS),
+            hidden=hidden,
+            vocabulary=size("vocab_size"),
+            query_heads=heads,
+            key_value_heads=size("num_key_value_heads") or heads,
+            head_size=size("head_dim") or (hidden // heads if heads else 0),
+            feed_forward=feed_forward,
+            experts=experts,
+            experts_per_token=size(*_EXPERTS_PER_TOKEN) if experts else 0,
+            shared_feed_forward=(size("shared_expert_intermediate_size") or size("n_shared_experts") * feed_forward)
+            if experts
+            else 0,
+            linked=f"{shared} layers take their keys and values from layers before them" if shared else "",
+            layer_types=frozenset(map(str, text.get("layer_types") or ())),
+        )
+
+
+def facts_of(path: str | None) -> ModelFacts | None:
+    """Return the facts of the model in the folder `path`; None if it has no readable `config.json`."""
+    if path is None:
+        return None
+    try:
+        return ModelFacts.of(read_model_config(path))
+    except (OSError, ValueError):
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingShape:
+    """Shape of the choices of a model's routers: `per_token` of `experts`, in each of `layers` layers."""
+
+    layers: int
+    per_token: int
+    experts: int
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The smallest type for every expert's number and one more, which marks choices that were not recorded."""
+        return np.dtype(np.uint8 if self.experts <= _LARGEST_BYTE else np.uint16)
+
+
+def routing_shape(described: Mapping[str, Any]) -> RoutingShape | str:
+    """Return the shape of the choices of a model with this `config.json`, or the reason why they cannot be replayed."""
+    facts, text = ModelFacts.of(described), described.get("text_config") or described
+    model_type = str(text.get("model_type") or facts.model_type)
+    if not facts.experts:
+        return f"{model_type or 'it'} is a dense model: it has no experts, so there is nothing to replay"
+    if model_type not in ROUTERS:
+        return f"the routers of {model_type} are not known to choose by one topk, as those of {', '.join(ROUTERS)} do"
+    if not facts.layers or not facts.experts_per_token:
+        return "its config.json does not name num_hidden_layers and num_experts_per_tok"
+    return RoutingShape(facts.layers, facts.experts_per_token, facts.experts)
+
+
+def routing_shape_of(path: str) -> RoutingShape:
+    """Return the shape of the choices of the model in the folder `path`.
+
+    Raises:
+        ValueError: the choices cannot be replayed; the message says why.
+        OSError: there is no such model.
+    """
+    shape = routing_shape(read_model_config(path))
+    if isinstance(shape, str):
+        raise ValueError(f"moe.replay_routing=true: {shape}; set it to false")
+    return shape

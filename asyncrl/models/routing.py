@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from asyncrl.models.model_config import ROUTERS
 from asyncrl.models.parity import UnsupportedModelError
-from asyncrl.models.routers import ROUTERS
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 UNRECORDED = -1

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from asyncrl.config.machine_limits import free_memory, host_memory
-from asyncrl.config.memory_advice import OUT_OF_MEMORY
+from asyncrl.config.machine import free_memory, host_memory
+from asyncrl.config.memory import OUT_OF_MEMORY
 from asyncrl.config.setting import ConfigError, Device
 from asyncrl.runtime.process.hardware import count_gpus, visible_gpus
 

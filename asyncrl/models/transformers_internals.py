@@ -32,7 +32,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 from transformers.modeling_utils import LoadStateDictConfig
 
 from asyncrl.models.model_config import read_model_config
-from asyncrl.models.pictures.picture_rules import placeholder_id
+from asyncrl.models.picture_rules import placeholder_id
 
 CACHE_LAYER_METHODS = frozenset({"lazy_initialization", "update", "get_mask_sizes", "get_seq_length", "get_max_length"})
 """Methods that a cache layer must define. The embedded engine's slots define them; models call no others."""

@@ -40,7 +40,6 @@ RESTS = "rests while the trainer uses the device"
 """Stage of a guest (`generation.guests`) whose memory is released."""
 _REASON_CHARACTERS = 4000
 _log = logging.getLogger(__name__)
-
 Gauges = Callable[[], Mapping[str, float]]
 
 
@@ -55,32 +54,6 @@ class Activity(StrEnum):
     """It waits for the results of processes that are at work."""
     blocked = auto()
     """It waits for another process to start, or for memory of a device that another process holds."""
-
-
-class _LineFile:
-    """Appends lines to a file from several threads.
-
-    Args:
-        file: the file.
-        limit: size in bytes from which on a new file begins.
-    """
-
-    def __init__(self, file: Path, limit: int) -> None:
-        self._file, self._limit = file, limit
-        self._lock = threading.Lock()
-        self._failed = False
-
-    def append(self, line: dict[str, Any]) -> None:
-        """Append a line. If the file takes none, log that once and drop the line."""
-        data = json.dumps(line).encode() + b"\n"
-        with self._lock:
-            try:
-                append_line(self._file, data, self._limit)
-                self._failed = False
-            except OSError as error:
-                if not self._failed:
-                    _log.warning("%s takes no lines: %s", self._file, error)
-                self._failed = True
 
 
 class _LoopDelays:
@@ -127,7 +100,8 @@ class Observer:
     """
 
     def __init__(self, file: Path, *, every_s: float = EVERY_S, file_bytes: int = FILE_BYTES) -> None:
-        self._lines, self._every_s = _LineFile(file, file_bytes), every_s
+        self._file, self._file_bytes, self._every_s = file, file_bytes, every_s
+        self._writing, self._refused = threading.Lock(), False
         self._stage, self._activity, self._since = "starting", Activity.works, time.time()
         self._gauges: list[Gauges] = []
         self._failed: dict[str, str] = {}
@@ -171,7 +145,7 @@ class Observer:
 
     def span(self, name: str, begin: float, end: float, **about: Any) -> None:
         """Write a span `name` from `begin` to `end`, in seconds since 1970."""
-        self._lines.append({"span": name, "begin": round(begin, 3), "end": round(end, 3), **about})
+        self._write({"span": name, "begin": round(begin, 3), "end": round(end, 3), **about})
 
     def line(self) -> dict[str, Any]:
         """Build a line with the current values."""
@@ -216,7 +190,19 @@ class Observer:
             self._unreadable = True
             return
         self._unreadable = False
-        self._lines.append(line | about)
+        self._write(line | about)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        """Append a line to the file, from any thread. If it takes none, log that once and drop the line."""
+        data = json.dumps(line).encode() + b"\n"
+        with self._writing:
+            try:
+                append_line(self._file, data, self._file_bytes)
+                self._refused = False
+            except OSError as error:
+                if not self._refused:
+                    _log.warning("%s takes no lines: %s", self._file, error)
+                self._refused = True
 
 
 def append_line(file: Path, data: bytes, file_bytes: int = FILE_BYTES) -> None:

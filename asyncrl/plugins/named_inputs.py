@@ -10,12 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.evaluation_sets import evaluation_sets, given_code
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.import_paths import PluginError, definition, split_path
-from asyncrl.plugins.datasets.rows.readers import is_data_path
-from asyncrl.plugins.datasets.settings import AUTO, OFF
-from asyncrl.plugins.envs.settings import GYMNASIUM
+from asyncrl.config.variants import evaluation_sets, given_code
+from asyncrl.data.files import is_data_path
+from asyncrl.data.settings import AUTO, OFF
+from asyncrl.plugins.settings import GYMNASIUM
 
 REGISTERED_IN = "algorithm.plugins"
 """Modules that may be meant for other processes. A RolloutWorker loads them only if needed."""

@@ -14,21 +14,27 @@ from pathlib import Path
 
 from asyncrl.api.columns import check_name
 from asyncrl.api.reward import RunIn
-from asyncrl.config.evaluation_sets import CODE, evaluation_sets, with_code_of
+from asyncrl.chat.stop_strings import check_stop_strings
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code import interfaces
 from asyncrl.config.plugin_code.import_paths import PluginError, load_plugin, path_problems
-from asyncrl.config.setting import group_problems
-from asyncrl.config.token_ids import token_ids
-from asyncrl.plugins.chat.stop_strings import check_stop_strings
-from asyncrl.plugins.datasets import checks as datasets
-from asyncrl.plugins.datasets.checks import field_problems, held_out_problems, source_problems
-from asyncrl.plugins.datasets.rows.readers import is_data_path
-from asyncrl.plugins.envs import checks as envs
-from asyncrl.plugins.rewards import checks as rewards
-from asyncrl.plugins.tools import checks as tools
-from asyncrl.rollout.settings import EvalConfig
+from asyncrl.config.setting import group_problems, token_ids
+from asyncrl.config.variants import CODE, evaluation_sets, with_code_of
+from asyncrl.data import checks as datasets
+from asyncrl.data.checks import field_problems, held_out_problems, source_problems
+from asyncrl.data.files import is_data_path
+from asyncrl.plugins.checks import (
+    check_env,
+    check_rewards,
+    env_code_problems,
+    reward_code_problems,
+    tool_code_problems,
+)
+from asyncrl.rollout.settings import EncoderConfig, EvalConfig
 from asyncrl.runtime.process.hardware import bind_error
+
+_FROM_SERVERS = "server"
+"""`encoder` in the arguments of a reward that uses `Episode.embedding`."""
 
 
 def warnings(config: ExperimentConfig) -> Iterator[str]:
@@ -87,8 +93,8 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     elif evaluation.interval:
         yield from held_out_problems(data, evaluation)
     yield from _agent(config)
-    yield from envs.check(config.env)
-    yield from rewards.check(config)
+    yield from check_env(config.env)
+    yield from check_rewards(config)
     yield from _code_of_sets(config)
     endpoint = config.rollout.endpoint.host
     if not config.system.hosts and (why := bind_error(endpoint)):
@@ -96,6 +102,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
             f"rollout.endpoint.host={endpoint!r}: not an address of this machine ({why}); give one that `ip addr` "
             "shows, for example 127.0.0.1 or ::1"
         )
+    yield from _encoder(config)
 
 
 def _agent(config: ExperimentConfig) -> Iterator[str]:
@@ -110,7 +117,7 @@ def _code_of_sets(config: ExperimentConfig) -> Iterator[str]:
     """
     for each in evaluation_sets(config):
         of_set = with_code_of(config, each)
-        checks = {"agent": _agent(of_set), "env": envs.check(of_set.env), "reward": rewards.check(of_set)}
+        checks = {"agent": _agent(of_set), "env": check_env(of_set.env), "reward": check_rewards(of_set)}
         for name, plugin in each.code.items():
             for problem in (*group_problems(name, plugin), *checks[name]):
                 yield f"{each.group}.{problem}"
@@ -147,11 +154,35 @@ def _evaluation(config: ExperimentConfig) -> Iterator[str]:
             )
 
 
+def _encoder(config: ExperimentConfig) -> Iterator[str]:
+    """Yield an error message for each invalid setting of `rollout.encoder`."""
+    encoder = config.rollout.encoder
+    given = enumerate(config.rewards) if config.rewards else [("", config.reward)]
+    for number, reward in given:
+        group = f"rewards[{number}]" if config.rewards else "reward"
+        if reward.args.get("encoder") == _FROM_SERVERS and not encoder.servers:
+            yield (
+                f"rollout.encoder.servers=0: {group}.args has encoder={_FROM_SERVERS!r}; start one, or name the "
+                "reward's own encoder"
+            )
+    if not encoder.servers:
+        return
+    yield from path_problems("rollout.encoder", encoder.path)
+    device = str(encoder.args.get("device", "cpu"))
+    if device != "cpu" and not encoder.gpus:
+        yield f"rollout.encoder.args has device={device!r}, and rollout.encoder.gpus is 0; set it to 1"
+    if encoder.gpus and device == "cpu" and encoder.path == EncoderConfig().path:
+        yield (
+            f"rollout.encoder.gpus={encoder.gpus}: rollout.encoder.args has no device, so it computes on the CPU; add "
+            "device: cuda"
+        )
+
+
 def code_problems(config: ExperimentConfig) -> Iterator[str]:
     """Yield an error message for each problem of the code that RolloutWorkers call; a replay calls none to train."""
     if not config.samples.replay:
         yield from _code_problems(config, CODE)
-        yield from tools.code_problems(config)
+        yield from tool_code_problems(config)
     for each in evaluation_sets(config):
         if each.interval:
             yield from (f"{each.group}.{problem}" for problem in _code_problems(with_code_of(config, each), each.code))
@@ -161,9 +192,9 @@ def _code_problems(config: ExperimentConfig, names: Collection[str]) -> Iterator
     if "agent" in names:
         yield from interfaces.agent_problems("agent", config.agent.path, config.agent.args)
     if "env" in names:
-        yield from envs.code_problems(config.env)
+        yield from env_code_problems(config.env)
     if "reward" in names:
-        yield from rewards.code_problems(config)
+        yield from reward_code_problems(config)
 
 
 def problems_of_others(config: ExperimentConfig) -> Iterator[str]:

@@ -26,11 +26,11 @@ from asyncrl.api import (
 )
 from asyncrl.api.agent import cancelled_within
 from asyncrl.api.columns import numbers_of
-from asyncrl.api.seeds import seed_from
+from asyncrl.api.generation import seed_from
 from asyncrl.api.trajectory import compared_episodes, named_columns, role_of
+from asyncrl.chat.episode_client import EpisodeClient, check_prompt_pictures
 from asyncrl.comm.ended_rollouts import LOST_EPISODES
 from asyncrl.config.plugin_code.catalog import resolve
-from asyncrl.plugins.chat.client import EpisodeClient, check_prompt_pictures
 from asyncrl.rollout.settings import RolloutConfig
 from asyncrl.rollout.user_code_pool.call_records import Meter, current_meter, named_failure
 from asyncrl.trainer.settings import SOURCE_NUMBER

@@ -20,11 +20,11 @@ from pathlib import Path
 
 from asyncrl.api import EpisodeTimeout, GenerationRequest, GenerationResult, Prompt, Sample, Trajectory
 from asyncrl.comm.files import remove_leftover
+from asyncrl.data.prompt_format import InvalidPrompt
 from asyncrl.observe.samples import Row, forget_after, rows_of, sample_files, write_samples
-from asyncrl.plugins.datasets.prompt_format import InvalidPrompt
 from asyncrl.rollout.episode import metrics_of
-from asyncrl.rollout.generation.rollout_client import RolloutClient
 from asyncrl.rollout.messages import EvaluatedAnswer, EvaluationResult
+from asyncrl.rollout.rollout_client import RolloutClient
 from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code_pool.call_records import metered
 

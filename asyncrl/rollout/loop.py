@@ -39,12 +39,12 @@ from asyncrl.api import EpisodeTimeout, Prompt, Sample, Trajectory
 from asyncrl.api.trajectory import FINISHED_AT
 from asyncrl.comm.ended_rollouts import LOST_EPISODES, DropReason, failed_in, filtered
 from asyncrl.comm.waits import BURST_S, HOLD_S
+from asyncrl.data.prompt_format import InvalidPrompt, OverlongPrompt
+from asyncrl.data.prompt_queue import PromptRef
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import FinishedRollout, GrantedRollout
-from asyncrl.plugins.datasets.prompt_format import InvalidPrompt, OverlongPrompt
-from asyncrl.plugins.datasets.queue.order import PromptRef
 from asyncrl.rollout.episode import GroupRules, RetryLimits, metrics_of
-from asyncrl.rollout.generation.rollout_client import RolloutClient, RolloutPolicy
+from asyncrl.rollout.rollout_client import RolloutClient, RolloutPolicy
 from asyncrl.rollout.settings import RolloutConfig
 from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code_pool.call_records import group_failed_in, metered

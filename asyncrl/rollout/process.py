@@ -12,25 +12,24 @@ from typing import Any, ClassVar
 
 from asyncrl.api.picture import Picture, evenly
 from asyncrl.comm import names
-from asyncrl.comm.http.calls import JsonHttp
+from asyncrl.comm.http_client import JsonHttp
 from asyncrl.comm.push_pull import TrajectoryPusher, group
 from asyncrl.comm.request_reply import Done, RequestServer
 from asyncrl.comm.waits import CLOSE_S, LOOK_S
 from asyncrl.config.run_dir import ANSWERS_DIR, DATA_RECORD_FILE
-from asyncrl.inference.encoder.client import EncoderClient, EncoderUnavailable
 from asyncrl.manager.client import ManagerClient
 from asyncrl.observe import observer
 from asyncrl.observe.observer import Activity
 from asyncrl.rollout.evaluation import Evaluator, KeptAnswers
-from asyncrl.rollout.generation.generation_servers import capabilities_of
-from asyncrl.rollout.generation.rollout_client import RolloutClient
+from asyncrl.rollout.generation_servers import capabilities_of
 from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.messages import Evaluate, EvaluationResult, StillThere
+from asyncrl.rollout.rollout_client import RolloutClient
 from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code.prompts import check_same_data
 from asyncrl.rollout.user_code.rewards import Embedder
 from asyncrl.rollout.user_code_pool.call_records import UserCodeError, failed_user_code
-from asyncrl.runtime.planning.process_kinds import REPLAY, WORKER_INPUTS, brings_inputs
+from asyncrl.runtime.plan import REPLAY, WORKER_INPUTS, brings_inputs
 from asyncrl.runtime.process.waiting import StopRequested, cancel
 from asyncrl.runtime.process.worker import AsyncWorker, CannotContinue
 
@@ -104,7 +103,7 @@ class RolloutWorker(AsyncWorker):
                     self._evaluator.cancel()
                     server.close()
         finally:
-            await self._components.conversations.endpoint.close()
+            await self._components.conversations.close()
             await manager.close()
 
     @asynccontextmanager
@@ -114,6 +113,7 @@ class RolloutWorker(AsyncWorker):
         if not config.servers:
             yield None
             return
+        from asyncrl.inference.encoder.client import EncoderClient, EncoderUnavailable  # only with such servers
 
         servers = await asyncio.to_thread(self.resolver.follow, names.ENCODER_SERVERS)
         http = JsonHttp(self.http_security)

@@ -24,7 +24,7 @@ from asyncrl.comm.waits import STOP_S
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import log_file
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_LOST, EXIT_STATE_LOST
-from asyncrl.runtime.planning.plan_workers import WorkerPlan
+from asyncrl.runtime.plan import WorkerPlan
 from asyncrl.runtime.settings import LAUNCHERS, HostConfig
 from asyncrl.runtime.supervisor import (
     STOP_SIGNAL,

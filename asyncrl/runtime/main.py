@@ -16,8 +16,7 @@ from typing import Final
 
 from asyncrl.comm.files import PRIVATE_UMASK
 from asyncrl.comm.waits import REPEAT_S
-from asyncrl.runtime.planning.plan_workers import HOST_VARIABLE
-from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS
+from asyncrl.runtime.plan import HOST_VARIABLE, PROCESS_KINDS
 from asyncrl.runtime.process.worker import WorkerSpec, lasting_imports
 
 MOST_ALIKE: Final = 5

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from asyncrl.comm.waits import Backoff
-from asyncrl.staging.messages import LAUNCHER_HOST
+from asyncrl.staging.client import LAUNCHER_HOST
 
 UPLOADS = 2
 """Number of copies that a host sends at a time. A folder of 100 GB over 100 Gbit/s takes 8 s alone and 16 s together

@@ -23,9 +23,9 @@ from typing import Any, Final, NamedTuple
 
 from asyncrl.comm.files import retry_write_blocking
 from asyncrl.config.run_dir import OBSERVED_DIR
-from asyncrl.observe.history.process_history import OLDER
-from asyncrl.observe.history.tail import Appended, ReadAgain
+from asyncrl.observe.history import OLDER
 from asyncrl.observe.observer import append_line
+from asyncrl.observe.tail import Appended, ReadAgain
 
 _log = logging.getLogger(__name__)
 _FILE = re.compile(r"[a-z_]{1,40}-\d{1,6}\.jsonl")

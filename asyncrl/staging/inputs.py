@@ -35,27 +35,25 @@ from typing import Final
 import msgspec
 
 from asyncrl.comm import names
-from asyncrl.comm.http.calls import HttpError, JsonHttp
+from asyncrl.comm.http_client import HttpError, JsonHttp
 from asyncrl.comm.typed import decode_json
 from asyncrl.comm.waits import Backoff
-from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.config.plugin_code.same_code import how_found, loaded_sources
 from asyncrl.config.run_dir import DATA_RECORD_FILE, INPUTS_DIR
 from asyncrl.config.setting import ConfigError
-from asyncrl.models.weights.versions.manifest import FileEntry, file_entry
-from asyncrl.plugins.datasets import Dataset, Placed
-from asyncrl.plugins.datasets.rows.data_fingerprint import content_sum
-from asyncrl.plugins.datasets.rows.readers import files_of
-from asyncrl.plugins.datasets.templates.picture_parts import PictureSource, pictures_of
-from asyncrl.plugins.datasets.tokenizers import model_files
+from asyncrl.config.variants import evaluation_sets
+from asyncrl.data.datasets import Dataset, Placed, content_sum
+from asyncrl.data.files import files_of
+from asyncrl.data.picture_parts import PictureSource, pictures_of
+from asyncrl.data.tokenizers import model_files
 from asyncrl.plugins.named_inputs import REGISTERED_IN, files_in_args, is_file, named_inputs, texts_in_args
 from asyncrl.rollout.user_code.prompts import Prompts, load_eval_set, load_train_set
 from asyncrl.runtime.process.waiting import StopRequested
 from asyncrl.runtime.process.worker import AsyncWorker
-from asyncrl.staging.client import StagingClient
-from asyncrl.staging.messages import INPUTS, LAUNCHER_HOST
+from asyncrl.staging.client import INPUTS, LAUNCHER_HOST, StagingClient
+from asyncrl.weights.manifest import FileEntry, file_entry
 
 _INDEX, _MODEL = "inputs.json", "model"
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".npz"}

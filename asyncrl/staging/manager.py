@@ -16,18 +16,17 @@ from functools import partial
 from typing import Never
 
 from asyncrl.comm import names
-from asyncrl.comm.http.calls import HttpError, HttpRefused, JsonHttp
+from asyncrl.comm.http_client import HttpError, HttpRefused, JsonHttp
 from asyncrl.comm.waits import ASK_S, LOOK_S, Notifier
 from asyncrl.config.run_dir import INPUTS_DIR
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.fleet_runner import FleetRunner
 from asyncrl.manager.fleet.servers import Target, host_of
-from asyncrl.runtime.planning.process_kinds import MODEL, brings_inputs, staging_hosts
-from asyncrl.runtime.process.remarks import remark
+from asyncrl.runtime.plan import MODEL, brings_inputs, staging_hosts
 from asyncrl.runtime.process.worker import AsyncWorker
-from asyncrl.staging.client import StagingClient, reason_of, source_failed
+from asyncrl.runtime.run_log import remark
+from asyncrl.staging.client import INPUTS, StageRequest, StagingClient, reason_of, source_failed, version_folder
 from asyncrl.staging.fan_out import ORIGIN, FanOut, Fetch
-from asyncrl.staging.messages import INPUTS, StageRequest, version_folder
 
 
 @dataclass(slots=True)
@@ -85,7 +84,7 @@ class Staging:
 
     Args:
         http: connections to the staging servers.
-        launch_folders: by name (`asyncrl.staging.messages`), folders on the publisher's host that do not
+        launch_folders: by name (`asyncrl.staging.client`), folders on the publisher's host that do not
             change during the launch. They are fetched in this order, before any version.
         decisions: knows which versions are in use.
         arrived: called with a host's address and the weights that it has from now on.

@@ -26,9 +26,13 @@ from urllib.parse import quote
 import msgspec
 
 from asyncrl.comm.files import no_retry, retry_write_blocking
-from asyncrl.comm.http.calls import JsonHttp
-from asyncrl.models.weights import atomic_dir
-from asyncrl.models.weights.versions.manifest import (
+from asyncrl.comm.http_client import JsonHttp
+from asyncrl.data.tokenizers import model_files
+from asyncrl.runtime.plan import MODEL
+from asyncrl.staging.client import INPUTS, OF_THE_LAUNCH, StageRequest
+from asyncrl.staging.fetch import Former, fetch_folder, sum_of, write_delta
+from asyncrl.weights import atomic_dir
+from asyncrl.weights.manifest import (
     MANIFEST_FILE,
     Manifest,
     ManifestError,
@@ -36,11 +40,6 @@ from asyncrl.models.weights.versions.manifest import (
     read_manifest,
     verify,
 )
-from asyncrl.plugins.datasets.tokenizers import model_files
-from asyncrl.runtime.planning.process_kinds import MODEL
-from asyncrl.staging.delta import write_delta
-from asyncrl.staging.fetch import Former, fetch_folder, sum_of
-from asyncrl.staging.messages import INPUTS, OF_THE_LAUNCH, StageRequest
 
 _DELTAS = "deltas"
 _log = logging.getLogger(__name__)

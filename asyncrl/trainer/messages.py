@@ -9,8 +9,8 @@ import msgspec
 
 from asyncrl.api.trajectory import policy_of
 from asyncrl.comm.request_reply import Done, Reply, Request
-from asyncrl.master.graph.call_graph import Call
-from asyncrl.models.weights.versions.manifest import FileEntry
+from asyncrl.master.graph import Call
+from asyncrl.weights.manifest import FileEntry
 
 
 class RolloutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -195,7 +195,7 @@ class CallStats(Reply, frozen=True):
 
 
 class RunCall(Request[CallStats], frozen=True):
-    """Run one call of the graph on the step's batch; the fields are those of `asyncrl.master.graph.call_graph.Call`."""
+    """Run one call of the graph on the step's batch; the fields are those of `asyncrl.master.graph.Call`."""
 
     name: str
     role: str

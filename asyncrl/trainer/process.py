@@ -26,7 +26,7 @@ from asyncrl.comm.names import ACTOR
 from asyncrl.comm.push_pull import TrajectoryPuller
 from asyncrl.comm.request_reply import RequestServer
 from asyncrl.config.run_dir import PROFILE_DIR, SPILLED_DIR
-from asyncrl.master.graph.builtin import load_graph
+from asyncrl.master.graph import load_graph
 from asyncrl.models.host_copies import copy_rate
 from asyncrl.models.torch_device import choose_device, device_line
 from asyncrl.observe import observer
@@ -43,11 +43,9 @@ from asyncrl.trainer.parallel.process_groups import Collectives
 from asyncrl.trainer.parallel.world import all_have_started, training_world
 from asyncrl.trainer.rank.current_step import CurrentStep, open_sample_logs
 from asyncrl.trainer.rank.measures import MemoryShortage, StepMeasures, StepProfile, Utilisation, gpu_memory, peak_flops
-from asyncrl.trainer.rank.requests import WAITING, ImmediateRequests, ModelCalls, QueuedRequests, RolloutScorer
-from asyncrl.trainer.rank.training_rank import TrainingRank, build_rank
-from asyncrl.trainer.rank.versions import Versions
-from asyncrl.trainer.trajectories.receiver import TrajectoryReceiver
-from asyncrl.trainer.trajectories.trajectory_check import TrajectoryCheck
+from asyncrl.trainer.rank.receiver import TrajectoryCheck, TrajectoryReceiver
+from asyncrl.trainer.rank.requests import WAITING, ImmediateRequests, ModelCalls, QueuedRequests
+from asyncrl.trainer.rank.training_rank import TrainingRank, Versions, build_rank
 
 _SERVE_S = 0.5  # longest wait for a request between two checks for a stop request
 _MEET_LOOK_S = 0.1
@@ -120,7 +118,6 @@ class ModelWorker(Worker):
         self._receiver = self._open_receiver(head)
         self._versions = Versions(config, self.run_dir, self._world, self._rank, self.http_security, device)
         profile = StepProfile(config.profile, self.index, self.run_dir / PROFILE_DIR, device)
-        measures = StepMeasures(utilisation, profile, device)
         queued = QueuedRequests(
             self._rank,
             receiver=self._receiver,
@@ -128,9 +125,10 @@ class ModelWorker(Worker):
             memory_checkpoint=self._memory_checkpoint,
             step=CurrentStep(config, self._world, sample_logs, device),
             calls=calls,
-            scorer=RolloutScorer(self._rank, calls, self._receiver.inbox, measures, config.columns, device),
-            measures=measures,
+            measures=StepMeasures(utilisation, profile, device),
             memory=memory,
+            columns=config.columns,
+            device=device,
         )
         self._take_connections(head, queued)
 

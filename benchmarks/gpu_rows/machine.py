@@ -1,28 +1,19 @@
-"""Rows on the machine itself: its parts, copies and matrix products; the tests for GPUs; the random model."""
+"""Rows on the machine itself: its parts, copies and matrix products; the random model."""
 
 from __future__ import annotations
 
-import importlib.util
-import re
 import shutil
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from asyncrl.config.machine_limits import host_memory
+from asyncrl.config.machine import host_memory
 from asyncrl.runtime.process.hardware import gpu_details
-from gpu_rows.bench import GIB, MODEL, Bench, Figure, LeftOut, tried
-
-ROOT = Path(__file__).parents[2]
-TESTS_S = 135
-"""Longest that the tests may take: less than the row, so that it says which one hangs."""
+from gpu_rows.bench import GIB, MODEL, Bench, Figure, tried
 
 
 def matmul_flops(bench: Bench, dtype: torch.dtype) -> float:
@@ -90,50 +81,3 @@ def model(bench: Bench) -> Iterator[Figure]:
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
     yield Figure("", "parameters", made.num_parameters() / 1e9, "billion")
-
-
-def tests(bench: Bench) -> Iterator[Figure]:
-    """The tests for GPUs, in a process of their own; of the small size only that they are found."""
-    if importlib.util.find_spec("pytest") is None:
-        raise LeftOut("pytest is not installed; pip install -e '.[dev]' in the clone installs it")
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "-v", "-rs", "--durations=5", "--durations-min=1"]
-    command += ["-n", "0", "-p", "no:cacheprovider", *(["--collect-only"] if bench.tiny else [])]
-    output, begun, reason = bench.folder / "tests.output", time.monotonic(), ""
-    with output.open("wb") as file:
-        process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
-        try:
-            process.wait(bench.size(TESTS_S, 10 * TESTS_S))
-        except subprocess.TimeoutExpired:
-            reason = f"not done after {TESTS_S} s"
-            process.kill()
-            process.wait()
-    text = output.read_text(errors="replace")
-    bench.note(text)
-    yield from test_figures(text, time.monotonic() - begun, reason or exit_reason(process.returncode))
-
-
-def exit_reason(code: int) -> str:
-    """Why pytest did not do its work; empty if it did, also if tests failed."""
-    return "" if code in (0, 1) else f"pytest ended with exit code {code}"
-
-
-def test_figures(text: str, seconds: float, reason: str) -> Iterator[Figure]:
-    """Counts, durations and names in pytest's output; `reason`: why it is not complete."""
-    results = re.findall(r"^(tests/\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED)\b", text, re.MULTILINE)
-    if found := re.search(r"(\d+) tests? collected", text):
-        yield Figure("", "collected", float(found[1]))
-    else:
-        for result in ("PASSED", "SKIPPED"):
-            yield Figure("", result.lower(), float(sum(each == result for _, each in results)))
-    failed = [name for name, result in results if result in ("FAILED", "ERROR")]
-    yield Figure("", "failed", float(len(failed)), failed=bool(failed))
-    yield Figure("", "all", seconds, "s")
-    for name in failed:
-        yield Figure("", "failed", name)
-    for times, why in re.findall(r"^SKIPPED \[(\d+)\] \S+ (.*)$", text, re.MULTILINE):
-        yield Figure("", f"skipped, {times} times", why)
-    for took, name in re.findall(r"^([\d.]+)s call +(tests/\S+.*)$", text, re.MULTILINE):
-        yield Figure("", f"slow: {name}", float(took), "s")
-    if reason:
-        last = (text.strip().splitlines() or [""])[-1]  # a test's name without its result, if one hangs
-        yield Figure("", "", f"{reason}; the last line of its output is {last[-300:]}", failed=True)

@@ -1,4 +1,4 @@
-"""A real SGLang server: its start, decoding, aborts, and updates of its weights by each transport beside training.
+"""A real SGLang server: its start, decoding, agreement, and updates of its weights by each transport.
 
 Updates are made by the product's own parts: `Versions` publishes as a ModelWorker does, and `ServerUpdater` pauses,
 loads, continues and checks as the GserverManager does. Only the message between the two is left out.
@@ -11,40 +11,33 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from asyncrl.api.generation import FinishReason
-from asyncrl.comm.http.calls import JsonHttp
+from asyncrl.comm.http_client import JsonHttp
 from asyncrl.comm.names import GENERATION_SERVER
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
-from asyncrl.inference.checks import gpu_problems
 from asyncrl.inference.client import GenerationServerClient, PauseMode, wire_rid
-from asyncrl.inference.engine_host import EngineStartError
-from asyncrl.inference.messages import GenerateRequest
-from asyncrl.inference.replies import parse_completion
+from asyncrl.inference.messages import GenerateRequest, parse_completion
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.inference.sglang.host import SGLangHost
-from asyncrl.manager.fleet.fleet_runner import ServerUpdater
-from asyncrl.manager.fleet.logprob_check import LogprobCheck, logprob_check_tolerance
+from asyncrl.manager.fleet.fleet_runner import LogprobCheck, ServerUpdater, logprob_check_tolerance
 from asyncrl.manager.fleet.servers import BeginUpdate, Target
-from asyncrl.models.weights.transports import TRANSPORTS
-from asyncrl.models.weights.transports.base import TrainerEnd, weight_transport
-from asyncrl.runtime.planning.plan_workers import plan_workers
+from asyncrl.runtime.plan import plan_workers
 from asyncrl.trainer.client import PublisherClient
 from asyncrl.trainer.messages import CollectWeights, Publish, SendWeights
-from asyncrl.trainer.rank.training_rank import TrainingRank
-from asyncrl.trainer.rank.versions import Versions
-from gpu_rows.bench import Bench, Calls, Figure, LeftOut, calls, said, tried
+from asyncrl.trainer.rank.training_rank import TrainingRank, Versions
+from asyncrl.weights.transports import TRANSPORTS
+from asyncrl.weights.transports.base import TrainerEnd, weight_transport
+from gpu_rows.bench import Bench, Calls, Figure, LeftOut, calls, tried
 from gpu_rows.generation import Answer, bandwidth_share, distances
 from gpu_rows.training import VARIANTS, rank_of
 from gpu_rows.weights import step_of
@@ -64,22 +57,16 @@ ALLOCATOR = "PYTORCH_ALLOC_CONF"
 
 
 def sglang(bench: Bench) -> Iterator[Figure]:
-    """A real server: start, decoding, aborts; updates by each transport, alone and beside training; agreement."""
+    """A real server: start, decoding, agreement with the trainer; updates by each transport, alone and beside steps."""
     if bench.sglang is None:
         raise LeftOut("no SGLang; name an interpreter that has it by --sglang-python or ASYNCRL_SGLANG_PYTHON")
     if bench.log is not None:
         logging.getLogger("sglang").addHandler(logging.FileHandler(bench.log))
         logging.getLogger("sglang").setLevel(logging.INFO)
-    with calls() as made:
-        with served(bench, made, bench.dtype) as server:
-            yield Figure("start", "cold", server.started_s, "s")
-            yield from tried(bench, "decoding", partial(_decoding, server))
-            yield from tried(bench, "abort", partial(_pauses, server))
-            yield from tried(bench, "trainer", partial(_beside_trainer, server))
-        if not bench.tiny:  # the next one is a second start, too
-            yield from tried(bench, "start", partial(_warm_start, bench, made))
-        other = Dtype.float32 if bench.dtype == Dtype.bfloat16 else Dtype.bfloat16
-        yield from tried(bench, f"SGLang, {other}", partial(_other_type, bench, made, other))
+    with calls() as made, served(bench, made, bench.dtype) as server:
+        yield Figure("start", "cold", server.started_s, "s")
+        yield from tried(bench, "decoding", partial(_decoding, server))
+        yield from tried(bench, "trainer", partial(_beside_trainer, server))
 
 
 @dataclass(frozen=True)
@@ -164,8 +151,6 @@ def settings(bench: Bench, dtype: Dtype) -> ExperimentConfig:
     generation.sglang.python = bench.sglang
     if bench.cuda:
         generation.sglang.args = {generation.engine.memory_flag: MEMORY_SHARE}
-        if dtype == Dtype.float32:  # other kernels compute in 16 bits; speed does not matter here
-            generation.sglang.args |= {"attention_backend": "triton", "disable_cuda_graph": True}
         server = next(plan for plan in plan_workers(config) if plan.kind == GENERATION_SERVER)
         if server.resources.gpus:
             generation.sglang.env = {"CUDA_VISIBLE_DEVICES": ",".join(server.resources.gpus)}
@@ -195,11 +180,6 @@ def served(bench: Bench, made: Calls, dtype: Dtype) -> Iterator[Server]:
         made(host.stop(), LIMIT_S)
 
 
-def _warm_start(bench: Bench, made: Calls) -> Iterator[Figure]:
-    with served(bench, made, bench.dtype) as server:
-        yield Figure("start", "warm", server.started_s, "s")
-
-
 def _decoding(server: Server) -> Iterator[Figure]:
     """Tokens per second of all requests at once, with and without log-probabilities."""
     bench = server.bench
@@ -215,33 +195,6 @@ def _decoding(server: Server) -> Iterator[Figure]:
         yield Figure("decoding", name, rate, "tokens/s")
         for share in bandwidth_share(bench, "decoding", rows, prompt + new // 2, rate):
             yield Figure(share.part, f"{name}: {share.name}", share.value)
-
-
-def _pauses(server: Server) -> Iterator[Figure]:
-    """A pause of an idle server, and pauses that abort running requests: by SGLang itself, and as in a run."""
-    made, client = server.calls, server.client
-    begun = time.perf_counter()
-    made(client.pause(PauseMode.abort), LIMIT_S)
-    made(client.resume(), LIMIT_S)
-    yield Figure("abort", "pause and resume without requests", time.perf_counter() - begun, "s")
-    for way, ended_first in (("pause alone", False), ("requests ended first", True)):
-        name = f"abort, {way}"
-        asked, running = server.long()
-        yield Figure(name, "running requests", running)
-        begun = time.perf_counter()
-        if ended_first:
-            made(client.end_running(), LIMIT_S)
-        made(client.pause(PauseMode.retract if ended_first else PauseMode.abort), LIMIT_S)
-        yield Figure(name, "paused after", time.perf_counter() - begun, "s")
-        try:
-            answers = [parse_completion(reply) for reply in made.result(asked, LIMIT_S)]
-            yield Figure(name, "all have answered after", time.perf_counter() - begun, "s")
-        finally:
-            made(client.resume(), LIMIT_S)
-        aborted, tokens = FinishReason.abort, [len(answer.token_ids) for answer in answers]
-        yield Figure(name, "aborted requests", float(sum(answer.finish_reason == aborted for answer in answers)))
-        yield Figure(name, "tokens of an answer, mean", float(np.mean(tokens)))
-        yield Figure(name, "tokens of an answer, fewest", float(min(tokens)))
 
 
 async def _until(client: GenerationServerClient, wanted: Callable[[float], bool]) -> float:
@@ -260,12 +213,10 @@ def _beside_trainer(server: Server) -> Iterator[Figure]:
     with rank_of(bench, BESIDE, bench.folder) as rank:
         yield from tried(bench, "agreement", partial(_distances, server, rank, f"SGLang, {bench.dtype}"))
         step = step_of(bench, rank, BESIDE)
-        alone = bench.seconds(step, bench.size(3, 1))
-        yield Figure("train step alone", "seconds", alone, "s")
         numbers = itertools.count(1)
         # a disk may be slow, and the row ended
         for name in sorted(TRANSPORTS, key=lambda each: weight_transport(each).needs_folders):
-            part = partial(_updates, server, rank, name, numbers, step, alone)
+            part = partial(_updates, server, rank, name, numbers, step)
             yield from tried(bench, f"update by {name}", part)
 
 
@@ -290,10 +241,9 @@ def _updates(
     name: str,
     numbers: Iterator[int],
     step: Callable[[], None],
-    alone: float,
 ) -> Iterator[Figure]:
-    """From the end of a train step until the server serves its weights: idle, with running requests, which it aborts,
-    and idle while the next train steps run.
+    """From the end of a train step until the server serves its weights: idle, and with running requests, which it
+    aborts.
     """
     bench, made, part = server.bench, server.calls, f"update by {name}"
     config = deepcopy(server.config)
@@ -348,34 +298,5 @@ def _updates(
         ended = made(serve(target), LIMIT_S)
         made.result(asked, LIMIT_S)
         yield Figure(part, "with running requests: step until served", ended - begun, "s")
-        begun, target, held = stepped(), publish(), time.perf_counter()
-        serving, times = made.begin(serve(target)), list[float]()
-        while not times or not serving.done():
-            before = time.perf_counter()
-            step()
-            bench.synchronise()
-            times.append(time.perf_counter() - before)
-        ended = made.result(serving, LIMIT_S)
-        yield Figure(part, "while training: training is held by publishing", held - begun, "s")
-        yield Figure(part, "while training: step until served", ended - begun, "s")
-        yield Figure(part, "while training: train steps", float(len(times)))
-        yield Figure(part, "while training: train step, mean", sum(times) / len(times), "s")
-        yield Figure(part, "while training: slower than alone by", 100 * (sum(times) / len(times) / alone - 1), "%")
-        yield Figure(part, "while training: training loses", sum(times) - len(times) * alone, "s")
     finally:
         made(end.close(), LIMIT_S)
-
-
-def _other_type(bench: Bench, made: Calls, dtype: Dtype) -> Iterator[Figure]:
-    """Agreement in the type that the device would not choose."""
-    if problems := [*gpu_problems(settings(bench, dtype))]:
-        raise LeftOut("; ".join(problems))
-    try:
-        with served(bench, made, dtype) as server:
-            answers: Sequence[Answer] = server.ask(8, bench.size(512, 8), bench.size(512, 16)).answers()
-    except EngineStartError as error:
-        bench.note(str(error))
-        raise LeftOut(f"SGLang does not start in {dtype} here: {said(error)}") from error
-    bench.forget()
-    with rank_of(bench, VARIANTS[0], Path(bench.folder), dtype) as rank:
-        yield from distances(rank.policy("actor"), answers, f"SGLang, {dtype}")

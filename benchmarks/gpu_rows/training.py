@@ -1,4 +1,4 @@
-"""Train steps of the random model: tokens per second, utilisation, memory beside its estimate, waits of the host.
+"""Train steps of the random model: tokens per second, utilisation, memory beside its estimate, kernel launches.
 
 Utilisation is the floating-point operations that the model itself takes, over what as many seconds of plain bf16 matrix
 products do on this GPU. Forward and backward, as PaLM's appendix B (arXiv 2204.02311) counts them, are
@@ -13,9 +13,6 @@ once, while `tokens/s` are of the samples, as a run reports them.
 
 from __future__ import annotations
 
-import re
-import warnings
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,27 +22,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from tiny_models import rank_world, train_step
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen2Config
 
-from asyncrl.comm.name_resolve import NameBackend, make_resolver
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
-from asyncrl.master.graph.builtin import load_graph
-from asyncrl.trainer.batches.micro_batch import MicroBatch
-from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
-from asyncrl.trainer.engines.base import PolicyEngine, PolicyOutputs
-from asyncrl.trainer.parallel.layout import Layout
-from asyncrl.trainer.parallel.placement import placement
-from asyncrl.trainer.parallel.rank_position import World
-from asyncrl.trainer.parallel.worker_grid import Coordinates
-from asyncrl.trainer.parallel.world import training_world
-from asyncrl.trainer.rank.training_rank import TrainingRank, build_rank
+from asyncrl.trainer.batches.step_batch import build_step_batch
+from asyncrl.trainer.parallel.placement import Coordinates, Layout
+from asyncrl.trainer.rank.training_rank import TrainingRank
 from asyncrl.trainer.settings import AttentionImplementation, KeptOn
-from asyncrl.trainer.sizing.attention_shape import packed_shape
-from asyncrl.trainer.sizing.memory_estimate import Workload, need
-from asyncrl.trainer.sizing.sized_model import count
+from asyncrl.trainer.sizing import Workload, count, need, packed_shape
 from gpu_rows.bench import GIB, Bench, Figure, grouped, tried
 from gpu_rows.machine import matmul_flops
 
@@ -137,13 +124,8 @@ def rank_of(bench: Bench, variant: Variant, folder: Path, dtype: Dtype | None = 
     config.trainer.compile = variant.compiled
     config.trainer.offload, config.optimizer.moments_on = variant.offload, variant.moments_on
     config.trainer.tokens_per_micro_batch = bench.size(variant.micro_batch, 128)
-    graph = load_graph(config)
-    if variant.engine == "flat":
-        yield build_rank(config, graph, World(), bench.device)
-        return
-    resolver = make_resolver(NameBackend.file, str(folder / "names"))
-    with training_world(config, 0, placement(config, graph), bench.device, folder, resolver) as world:
-        yield build_rank(config, graph, world, bench.device)
+    with rank_world(config, 0, folder, bench.device) as (_, build):
+        yield build()
 
 
 def _variant(bench: Bench, variant: Variant, folder: Path, peak_flops: float) -> Iterator[Figure]:
@@ -168,19 +150,7 @@ def _variant(bench: Bench, variant: Variant, folder: Path, peak_flops: float) ->
         yield from bench.peak(variant.name)
         yield Figure(variant.name, "peak as estimated", estimated(bench, variant, max(lengths)) / GIB, "GiB")
         if bench.cuda:
-            yield from _waits(variant.name, step)
             yield Figure(variant.name, "kernels", float(launches(bench, step)), "launches")
-
-
-def train_step(engine: PolicyEngine, batch: StepBatch) -> None:
-    """One optimizer step."""
-    total = int(batch["loss_mask"].sum())
-
-    def loss(_: MicroBatch, outputs: PolicyOutputs) -> tuple[Tensor, dict[str, Any]]:
-        return -outputs.logprobs_N.sum() / total, {}
-
-    engine.compute_gradients(batch, batch["loss_mask"], range(batch.num_seqs), loss)
-    engine.step(1e-4)
 
 
 def stream_of(lengths: list[int], shared: int) -> tuple[int, int]:
@@ -224,22 +194,6 @@ def estimated(bench: Bench, variant: Variant, longest: int) -> int:
     )
     of = need(count(bench.config.to_dict()), Layout(), Coordinates(0, 0, 0), work, trained=True)
     return of.total_checkpointed if variant.checkpointing else of.total
-
-
-def _waits(name: str, step: Any) -> Iterator[Figure]:
-    """Where a step makes the host wait for the GPU, by line, as torch warns of it."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    found = [each for each in caught if "synchroniz" in str(each.message)]
-    yield Figure(name, "waits of the host", float(len(found)), "in a step")
-    places = Counter(f"{re.sub(r'.*/asyncrl/', '', each.filename)}:{each.lineno}" for each in found)
-    for place, times in places.most_common(5):
-        yield Figure(name, f"waits at {place}", float(times))
 
 
 def launches(bench: Bench, step: Any) -> int:

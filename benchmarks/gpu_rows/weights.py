@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-import mmap
 import shutil
 import tempfile
 import time
@@ -12,26 +10,19 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from threading import Thread
 
-import torch
+from tiny_models import train_step
 
-from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.models.host_copies import HostCopies, host_like, pin, unpin
 from asyncrl.models.ranks import Ranks
-from asyncrl.models.weights.transports.tensor import TensorTransport
-from asyncrl.models.weights.versions.manifest import verify
-from asyncrl.models.weights.versions.publishing import publish, tokenizer_assets
-from asyncrl.models.weights.versions.shared_files import SharedFiles
 from asyncrl.trainer.batches.step_batch import build_step_batch
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.rank.training_rank import TrainingRank
-from gpu_rows.bench import Bench, Figure, LeftOut, grouped, tried
+from asyncrl.weights.manifest import verify
+from asyncrl.weights.publishing import SharedFiles, publish, tokenizer_assets
+from gpu_rows.bench import Bench, Figure, grouped, tried
 from gpu_rows.generation import load_engine
-from gpu_rows.training import VARIANTS, Variant, rank_of, train_step
+from gpu_rows.training import VARIANTS, Variant, rank_of
 
-COPIES = 1000
-"""About as many as a checkpoint of 28 layers has tensors."""
 ROUNDS = 3
 """The first two write into fresh memory and files."""
 DISK_ROUNDS = 2
@@ -48,15 +39,6 @@ def weights(bench: Bench) -> Iterator[Figure]:
         yield Figure("version", "size", bytes_ / 1e9, "GB")
         for name, root in (("written and synced", bench.folder), ("written to /dev/shm, no disk", bench.memory)):
             yield from tried(bench, "version", partial(_version, bench, rank, name, root, bytes_))
-        yield from tried(bench, "version", partial(_held, bench, rank))
-        if bench.cuda:
-            for name, registered, in_pieces in (
-                ("copies into torch's pinned memory", False, False),
-                ("copies into a pinned file", True, False),
-                ("copies in pieces into a pinned file", True, True),
-            ):
-                part = partial(_queued, bench, name, registered=registered, in_pieces=in_pieces)
-                yield from tried(bench, name, part)
         step = step_of(bench, rank, VARIANTS[0])
         alone = bench.seconds(step, ROUNDS)
         yield Figure("step alone", "seconds", alone, "s")
@@ -109,62 +91,6 @@ def _version(bench: Bench, rank: TrainingRank, name: str, root: Path, bytes_: in
         engine.close()
     finally:
         shutil.rmtree(folder)
-
-
-def _held(bench: Bench, rank: TrainingRank) -> Iterator[Figure]:
-    """A copy of the version in host memory, which the transports from memory send: `tensor` and `distributed`."""
-    policy = rank.policy("actor")
-    end = TensorTransport("tensor").trainer_end(ExperimentConfig(), None, bench.device)
-    owners = dict.fromkeys((spec.name for spec in policy.published_specs()), 0)
-    for version in range(1, ROUNDS + 1):
-        bench.synchronise()
-        begun = time.perf_counter()
-        end.hold(version, policy.gather(owners))
-        held = time.perf_counter()
-        end.held(version).ready()
-        copied = time.perf_counter()
-        end.keep((version,))
-    yield Figure("version", "held in memory: training waits", held - begun, "s")
-    yield Figure("version", "held in memory: copied", copied - begun, "s")
-    asyncio.run(end.close())
-
-
-def _queued(bench: Bench, part: str, *, registered: bool, in_pieces: bool) -> Iterator[Figure]:
-    """For how long a thread that begins copies is held: by queueing them, by another thread that waits for their end,
-    and by reading one number after the other until they have ended.
-    """
-    bench.need_room(bench.memory, 1.1 * 4 * COPIES * bench.size(4 << 20, 1 << 10))
-    source = torch.ones(COPIES, bench.size(4 << 20, 1 << 10), dtype=torch.float32, device=bench.device)
-    with tempfile.NamedTemporaryFile(dir=bench.memory) as file:
-        file.truncate(source.nbytes)
-        memory = mmap.mmap(file.fileno(), source.nbytes)
-        target = torch.frombuffer(memory, dtype=torch.float32) if registered else host_like(source).view(-1)
-        target = target.view(source.shape).zero_()
-        if registered and not pin(target):
-            raise LeftOut("CUDA does not pin a mapped file here")
-        copies, number = HostCopies(), torch.ones((), device=bench.device)
-        begin = copies.begin_in_pieces if in_pieces else copies.begin
-        copies.begin([(target, source)]).wait()
-        bench.synchronise()
-        begun = time.perf_counter()
-        copy = begin(zip(target, source, strict=True))
-        queued = time.perf_counter()
-        waiting = Thread(target=copy.wait)
-        waiting.start()
-        beside = last = time.perf_counter()
-        reads: list[float] = []
-        while waiting.is_alive() or not reads:
-            number.item()
-            reads.append(time.perf_counter() - last)
-            last += reads[-1]
-        waiting.join()
-        ended = time.perf_counter()
-        yield Figure(part, f"{COPIES} copies are queued", queued - begun, "s")
-        yield Figure(part, "a thread that waits for them is begun", beside - queued, "s")
-        yield Figure(part, "the slowest number is read", max(reads), "s")
-        yield Figure(part, "the copies end", ended - begun, "s")
-        if registered:
-            unpin(target)
 
 
 def _checkpoint(

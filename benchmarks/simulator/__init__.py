@@ -2,13 +2,12 @@
 
     clock            event loop whose time passes only while everything waits
     wire             calls between the parts, in place of HTTP
-    host/            manager and RolloutWorkers, the cores that processes share, and the other work on one host
-    servers/         generation servers: continuous batching by a model of its step time, lengths of answers, faults
-    trainer          a train step by a model of its time, and the ModelWorkers' receiving end
-    master_loop      the master's step
-    device_turns     turns of the trainer and of servers on its devices
-    simulated_code   prompts, agents and environments of the RolloutWorkers
     setup            inputs and outcome of a simulation
+    engine           continuous batching by a model of its step time
+    servers          generation servers on it, and their faults
+    manager          the manager and RolloutWorkers
+    simulated_code   prompts, agents and environments of the RolloutWorkers
+    master           the master's step, the ModelWorkers' receiving end, turns of servers on the trainer's devices
     simulation       the run as a whole
 
 `benchmarks/simulate.py` prints tables with it, of which docs/results.md has the outcome:
@@ -16,5 +15,4 @@
     devices      the parameters of engine and trainer models, derived from a model's and a device's figures
     scenarios    which runs the tables are made of
     report       their tables and plot
-    fit          real runs beside what a model of this machine predicts: `speed` measures the engine, `real` the runs
 """

@@ -15,8 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from simulator.servers.engine_model import EngineModel
-from simulator.trainer import TrainerModel
+from simulator.setup import EngineModel, TrainerModel
 
 READ_SHARE = 0.8
 """Share of the memory's bandwidth that a decode step attains for weights, and `KV_READ_SHARE` for keys and values."""

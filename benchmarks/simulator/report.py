@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,6 @@ class Kept:
     def __init__(self, file: Path) -> None:
         self._file = file
         self._rows: dict[str, dict[str, object]] = json.loads(file.read_text()) if file.exists() else {}
-
-    @staticmethod
-    def seeded(setup: Setup, seed: int | None) -> Setup:
-        """With that seed, where one is given."""
-        return setup if seed is None else replace(setup, seed=seed)
 
     def has(self, setup: Setup) -> bool:
         """True if the cell is finished."""
@@ -73,18 +68,18 @@ def _said(value: Any) -> Any:
     return [type(value).__name__, *((name, _said(each)) for name, each in own.items() if each != defaults[name])]
 
 
-def tables(cells: Sequence[Cell], kept: Kept, seed: int | None = None) -> str:
+def tables(cells: Sequence[Cell], kept: Kept) -> str:
     """All tables as Markdown."""
     lines: list[str] = []
     for table in dict.fromkeys(cell.table for cell in cells):
-        rows = [(cell, kept.get(kept.seeded(cell.setup, seed))) for cell in cells if cell.table == table]
+        rows = [(cell, kept.get(cell.setup)) for cell in cells if cell.table == table]
         baseline = max((found.trained_per_s for cell, found in rows if cell.baseline), default=None)
         if baseline is None:  # against the table's first row
             baseline = rows[0][1].trained_per_s
         lines += [f"### {table}", "", COLUMNS, RULE, *(_row(cell, found, baseline) for cell, found in rows), ""]
         faults = [f"- {cell.label}: {fault}" for cell, found in rows for fault in found.faults]
         lines += [*faults, ""] if faults else []
-    return "\n".join([*lines, ages(cells, kept, seed)])
+    return "\n".join(lines)
 
 
 def _row(cell: Cell, found: Outcome, baseline: float) -> str:
@@ -98,27 +93,11 @@ def _row(cell: Cell, found: Outcome, baseline: float) -> str:
     )
 
 
-def ages(cells: Sequence[Cell], kept: Kept, seed: int | None = None) -> str:
-    """Write for each table over η which share of the trained tokens has which age, in versions."""
-    lines: list[str] = []
-    for table in _over_eta(cells):
-        rows = [(cell, kept.get(kept.seeded(cell.setup, seed)).staleness) for cell in cells if cell.table == table]
-        oldest = max(max(found, default=0) for _, found in rows)
-        lines += [f"### {table.partition(':')[0]}: age of trained tokens, in versions", ""]
-        lines += [f"| run | {' | '.join(map(str, range(oldest + 1)))} |", f"|---|{'--:|' * (oldest + 1)}"]
-        for cell, found in rows:
-            if not cell.baseline:
-                shares = (found[age] / found.total() for age in range(oldest + 1))
-                lines.append(f"| η = {cell.setup.eta} | {' | '.join(f'{share:.0%}' for share in shares)} |")
-        lines.append("")
-    return "\n".join(lines)
-
-
 def _over_eta(cells: Sequence[Cell]) -> list[str]:
     return list(dict.fromkeys(cell.table for cell in cells if cell.table.endswith(": η")))
 
 
-def plot(cells: Sequence[Cell], kept: Kept, file: Path, seed: int | None = None) -> None:
+def plot(cells: Sequence[Cell], kept: Kept, file: Path) -> None:
     """Speed-up over the split and over η, by number of devices, and how old trained tokens are."""
     import matplotlib
 
@@ -126,7 +105,7 @@ def plot(cells: Sequence[Cell], kept: Kept, file: Path, seed: int | None = None)
     from matplotlib import pyplot
 
     def found(cell: Cell) -> Outcome:
-        return kept.get(kept.seeded(cell.setup, seed))
+        return kept.get(cell.setup)
 
     def speed_up(cell: Cell) -> float:
         baselines = (found(each).trained_per_s for each in cells if each.table == cell.table and each.baseline)

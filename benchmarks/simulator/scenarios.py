@@ -28,10 +28,7 @@ from simulator.devices import (
     switch_s,
     trainer_model,
 )
-from simulator.servers.faults import Faults
-from simulator.servers.lengths import LogNormal
-from simulator.setup import Setup
-from simulator.simulated_code import Turns
+from simulator.setup import Faults, LogNormal, Setup, Turns
 
 LONG = LogNormal(median=5_000, sigma=1.0, limit=32_768)
 SHORT_TURNS = LogNormal(median=600, sigma=0.8, limit=8_192)
@@ -130,17 +127,6 @@ def in_flight(batches: int, devices: int) -> dict[str, Any]:
     return {"in_flight": batches * devices, "update_mode": UpdateMode.in_place}
 
 
-def _generating(devices: int, sixteenths: int = 11) -> int:
-    """A share of the devices; 11 sixteenths: neither side waits much."""
-    return sixteenths * devices // 16
-
-
-def _label(setup: Setup) -> str:
-    generation, training = setup.devices
-    tensor = generation // setup.servers
-    return f"{generation} + {training}, {tensor} to a server, η = {setup.eta}"
-
-
 def _baselines(table: str, devices: int, tensors: Sequence[int], **more: Any) -> list[Cell]:
     return [
         Cell(table, f"{SYNC}, {tensor} to a server", synchronous(devices, tensor, **more), baseline=True)
@@ -148,51 +134,59 @@ def _baselines(table: str, devices: int, tensors: Sequence[int], **more: Any) ->
     ]
 
 
+def _row(
+    table: str,
+    devices: int,
+    eta: int = 8,
+    *,
+    label: str = "",
+    sixteenths: int = 11,
+    tensor: int = 4,
+    batches: int = 3,
+    **more: Any,
+) -> Cell:
+    """An asynchronous run: `sixteenths` of the devices generate (with 11 neither side waits much), at most `batches` in
+    flight, and fewer where η admits fewer.
+    """
+    flying = in_flight(min(batches, eta + 1), devices)
+    setup = asynchronous(devices, sixteenths * devices // 16, tensor, eta, **(flying | more))
+    generation, training = setup.devices
+    return Cell(table, label or f"{generation} + {training}, {tensor} to a server, η = {eta}", setup)
+
+
 def _splits(devices: int, sixteenths: Sequence[int], tensors: Sequence[int], sizes: Sequence[int] = ()) -> Table:
     """The baseline by size of server (`tensors`), then splits with 4 devices to a server, then other `sizes`."""
 
     def cells(quick: bool) -> list[Cell]:
         table = f"{devices} devices: splits"
-        found = _baselines(table, devices, tensors, quick=quick)
-        for share, tensor in [*((share, 4) for share in sixteenths), *((11, size) for size in sizes)]:
-            more = in_flight(3, devices)
-            setup = asynchronous(devices, _generating(devices, share), tensor, 8, quick=quick, **more)
-            found.append(Cell(table, _label(setup), setup))
-        return found
+        splits = [*((share, 4) for share in sixteenths), *((11, size) for size in sizes)]
+        found = [_row(table, devices, sixteenths=share, tensor=tensor, quick=quick) for share, tensor in splits]
+        return _baselines(table, devices, tensors, quick=quick) + found
 
     return cells
 
 
 def _etas(devices: int, quick: bool) -> list[Cell]:
-    """Three batches in flight at most, and fewer where η admits fewer."""
     table = f"{devices} devices: η"
-    cells = _baselines(table, devices, (8,), quick=quick)
-    for eta in ETAS:
-        more = in_flight(min(3, eta + 1), devices)
-        setup = asynchronous(devices, _generating(devices), 4, eta, quick=quick, **more)
-        cells.append(Cell(table, _label(setup), setup))
-    return cells
+    return _baselines(table, devices, (8,), quick=quick) + [_row(table, devices, eta, quick=quick) for eta in ETAS]
 
 
 def _beyond(devices: int, quick: bool) -> list[Cell]:
     """Return the cells on answers that take longer than η steps."""
     table = f"{devices} devices: beyond η"
-    cells = _baselines(table, devices, (8,), quick=quick)
-    for eta in (1, 2, 4, 8):
-        for on_stale in OnStale:
-            more = in_flight(min(3, eta + 1), devices) | {"on_stale": on_stale}
-            setup = asynchronous(devices, _generating(devices), 4, eta, quick=quick, **more)
-            cells.append(Cell(table, f"η = {eta}, {on_stale}", setup))
-    return cells
+    return _baselines(table, devices, (8,), quick=quick) + [
+        _row(table, devices, eta, label=f"η = {eta}, {on_stale}", on_stale=on_stale, quick=quick)
+        for eta in (1, 2, 4, 8)
+        for on_stale in OnStale
+    ]
 
 
 def _in_flight(quick: bool) -> list[Cell]:
     table = "64 devices: rollouts in flight"
     cells = _baselines(table, 64, (8,), quick=quick)
     for eta, batches in ((2, 3), (4, 3), (4, 5), (8, 2), (8, 3), (8, 4), (8, 6), (8, 9)):
-        setup = asynchronous(64, _generating(64), 4, eta, quick=quick, **in_flight(batches, 64))
         every = ", all that η allows" if batches == eta + 1 else ""
-        cells.append(Cell(table, f"η = {eta}, {batches} batches{every}", setup))
+        cells.append(_row(table, 64, eta, label=f"η = {eta}, {batches} batches{every}", batches=batches, quick=quick))
     return cells
 
 
@@ -206,15 +200,12 @@ def _updates(quick: bool) -> list[Cell]:
         "finish": {"update_mode": UpdateMode.finish},
         "interrupt, a quarter at a time": {"update_fraction": 0.25},
         "interrupt, deadline pacing": {"pacing": Pacing.deadline},
-        "in_place, on_stale=wait": {"update_mode": UpdateMode.in_place, "on_stale": OnStale.wait},
     }
     return [Cell(table, label, replace(base, **changes)) for label, changes in named.items()]
 
 
 def _faults(devices: int, quick: bool) -> list[Cell]:
     table = f"{devices} devices: faults"
-    more = in_flight(3, devices) | {"health_interval_s": 2.0}
-    base = asynchronous(devices, _generating(devices), 4, 8, quick=quick, **more)
     named = {
         "none": Faults(),
         "a tenth of the servers twice as slow": Faults(slow_share=0.1, slow_factor=2.0),
@@ -224,7 +215,10 @@ def _faults(devices: int, quick: bool) -> list[Cell]:
             preempted_share=0.5, preempted_at_s=1_200.0, preempted_for_s=600.0
         ),
     }
-    return [Cell(table, label, replace(base, faults=faults)) for label, faults in named.items()]
+    return [
+        _row(table, devices, label=label, faults=faults, health_interval_s=2.0, quick=quick)
+        for label, faults in named.items()
+    ]
 
 
 def _agents(devices: int, tools_s: Sequence[float], quick: bool) -> list[Cell]:
@@ -238,12 +232,10 @@ def _agents(devices: int, tools_s: Sequence[float], quick: bool) -> list[Cell]:
             "max_new_tokens": SHORT_TURNS.limit,
             "group": 8,
             "grain": 64,
+            "quick": quick,
         }
-        cells += _baselines(table, devices, (1, 4), quick=quick, **changes)
-        for eta, batches in ((1, 2), (4, 3)):
-            more = changes | in_flight(batches, devices)
-            setup = asynchronous(devices, _generating(devices, 12), 2, eta, quick=quick, **more)
-            cells.append(Cell(table, f"{_label(setup)}, {batches} batches", setup))
+        cells += _baselines(table, devices, (1, 4), **changes)
+        cells += [_row(table, devices, eta, sixteenths=12, tensor=2, **changes) for eta in (1, 4)]
     return cells
 
 
@@ -251,34 +243,27 @@ def _large(devices: int, quick: bool) -> list[Cell]:
     table = f"{devices} devices, a model of 32B"
     cells = _baselines(table, devices, (4, 8), quick=quick, model=QWEN_32B)
     for share, batches in ((10, 2), (11, 2), (11, 3), (12, 2)):
-        more = in_flight(batches, devices)
-        generation = _generating(devices, share)
-        setup = asynchronous(devices, generation, 8, 8, quick=quick, model=QWEN_32B, **more)
-        cells.append(Cell(table, f"{_label(setup)}, {batches} batches", setup))
+        cell = _row(table, devices, sixteenths=share, tensor=8, batches=batches, quick=quick, model=QWEN_32B)
+        cells.append(replace(cell, label=f"{cell.label}, {batches} batches"))
     return cells
 
 
 def _assumptions(quick: bool) -> list[Cell]:
     """Each a table of two rows: what the speed-up is if an assumption is another."""
-    fast = replace(H100, all_reduce_s=H100.all_reduce_s / 4)
-    tails = {0.5: "a shorter tail: σ = 0.5", 1.5: "a longer one: σ = 1.5"}
     changed: dict[str, dict[str, Any]] = {
         "as above": {},
-        "an all-reduce in a quarter of the time": {"device": fast},
+        "an all-reduce in a quarter of the time": {"device": replace(H100, all_reduce_s=H100.all_reduce_s / 4)},
         "weights in no time, state moved in no time (both sides)": {"free_updates": True},
-        **{name: {"lengths": replace(LONG, sigma=sigma)} for sigma, name in tails.items()},
+        "a shorter tail: σ = 0.5": {"lengths": replace(LONG, sigma=0.5)},
+        "a longer one: σ = 1.5": {"lengths": replace(LONG, sigma=1.5)},
         "answers of a prompt not alike": {"lengths": replace(LONG, alike=0.0)},
-        "half the limit: 16,384 tokens": {
-            "lengths": replace(LONG, limit=16_384),
-            "max_new_tokens": 16_384,
-        },
+        "half the limit: 16,384 tokens": {"lengths": replace(LONG, limit=16_384), "max_new_tokens": 16_384},
     }
     cells = []
     for name, changes in changed.items():
         table = f"64 devices: {name}"
         cells += _baselines(table, 64, (4, 8), quick=quick, **changes)
-        setup = asynchronous(64, 44, 4, 8, quick=quick, **changes, **in_flight(3, 64))
-        cells.append(Cell(table, _label(setup), setup))
+        cells.append(_row(table, 64, quick=quick, **changes))
     return cells
 
 
@@ -286,12 +271,12 @@ def _prompts(devices: int, quick: bool) -> list[Cell]:
     """More prompts per device to a step: a synchronous run then waits less for its longest answers."""
     cells = []
     for share in (1, 2, 4):
-        table, batch = f"{devices} devices, {share} prompt{'s' * (share > 1)} a device", share * devices
-        cells += _baselines(table, devices, (4, 8), quick=quick, batch=batch)
+        table = f"{devices} devices, {share} prompt{'s' * (share > 1)} a device"
+        more: dict[str, Any] = {"batch": share * devices, "quick": quick}
+        cells += _baselines(table, devices, (4, 8), **more)
+        more |= in_flight(3 * share, devices)
         for sixteenths, tensor in ((9, 4), (10, 4), (11, 4), (10, 2)):
-            more = in_flight(3 * share, devices)
-            setup = asynchronous(devices, _generating(devices, sixteenths), tensor, 8, quick=quick, batch=batch, **more)
-            cells.append(Cell(table, _label(setup), setup))
+            cells.append(_row(table, devices, sixteenths=sixteenths, tensor=tensor, **more))
     return cells
 
 
@@ -300,13 +285,12 @@ def _ahead(devices: int, quick: bool) -> list[Cell]:
     share = REFERENCE_OPERATIONS / (TRAIN_OPERATIONS + REFERENCE_OPERATIONS)
     cells = []
     for eta, sixteenths in itertools.product((1, 4), (9, 10, 11, 12)):
-        more = in_flight(min(3, eta + 1), devices)
-        setup = asynchronous(devices, _generating(devices, sixteenths), 4, eta, quick=quick, **more)
-        dearer = replace(setup.trainer, token_s=setup.trainer.token_s / (1 - share))
         for name, ahead in (("in the step", 0.0), ("as rollouts arrive", share)):
-            trainer = replace(dearer, ahead_share=ahead)
-            table = f"{devices} devices, a reference, η = {eta}: {_generating(devices, sixteenths)} generate"
-            cells.append(Cell(table, f"reference {name}", replace(setup, trainer=trainer), baseline=not ahead))
+            table = f"{devices} devices, a reference, η = {eta}: {sixteenths * devices // 16} generate"
+            cell = _row(table, devices, eta, label=f"reference {name}", sixteenths=sixteenths, quick=quick)
+            trainer = cell.setup.trainer
+            trainer = replace(trainer, token_s=trainer.token_s / (1 - share), ahead_share=ahead)
+            cells.append(replace(cell, setup=replace(cell.setup, trainer=trainer), baseline=not ahead))
     return cells
 
 
@@ -362,5 +346,4 @@ TABLES: dict[str, Table] = {
     "splits512": _splits(512, (10, 11, 12), (1, 2, 4, 8)),
     "eta512": lambda quick: _etas(512, quick),
     "splits1024": _splits(1024, (10, 11, 12), (4, 8)),
-    "faults512": lambda quick: _faults(512, quick),
 }

@@ -1,46 +1,164 @@
-"""Setup and outcome of a simulation."""
+"""Setup and outcome of a simulation: speeds of servers and trainer, faults, lengths of answers, settings of the run."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from statistics import NormalDist
 
+from asyncrl.inference.random_streams import uniform
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.master.settings import OnStale
 from asyncrl.rollout.settings import Pacing
-from simulator.servers.engine_model import EngineModel
-from simulator.servers.faults import Faults
-from simulator.simulated_code import Turns
-from simulator.trainer import TrainerModel
 
 LONG = 16_384
 """Tokens of an answer that counts as long."""
 
 
-@dataclass(frozen=True, slots=True)
-class Host:
-    """One host on which everything runs, and the computing time of its processes besides engine and trainer.
+_NORMAL = NormalDist()
 
-    Training has priority on its cores, as in the demo (`cores.FIRST`). Attributes, in CPU-seconds:
-        cores: of the host.
-        call_s: of a RolloutWorker, for a call to a server; half of it before the call and half after it.
-        rollout_s, rollout_token_s: of a RolloutWorker, for a rollout and a token of it, once its answers are complete.
-        receive_s: of the ranks' other threads, for a rollout, before it is acknowledged. They have priority too.
-        manager_s: of the manager, for a rollout: half as it is admitted, half as it ends; and half for each request
-            that it places again.
-        master_s: of the master, for a step: half before the ranks' work, half after it.
-        check_s: of a server and the manager, for an update, from its new weights until it gets requests.
+
+@dataclass(frozen=True, slots=True)
+class EngineModel:
+    """Speed of a server, with the terms of `engine`. `update_s`: time from its pause to its new weights.
+
+    `kv_tokens`: number of tokens of context that fit its memory.
     """
 
-    cores: int
-    call_s: float
-    rollout_s: float
-    rollout_token_s: float
-    receive_s: float
-    manager_s: float
-    master_s: float
-    check_s: float
+    step_s: float
+    sequence_s: float
+    context_s: float
+    prefill_s: float
+    prefill_token_s: float
+    max_running: int
+    kv_tokens: float
+    update_s: float
+    switch_s: float = 0.0
+    """Seconds that a device shared with the trainer takes to change its user, in each direction."""
+
+    def decode_step_s(self, running: int, context: float) -> float:
+        """Return the time for one token of each of `running` sequences with `context` tokens in total."""
+        return self.step_s + self.sequence_s * running + self.context_s * context
+
+    def coarse(self, grain: int) -> EngineModel:
+        """Return the same server in units of `grain` tokens: a unit of an answer takes `grain` steps."""
+        return replace(
+            self,
+            step_s=self.step_s * grain,
+            sequence_s=self.sequence_s * grain,
+            context_s=self.context_s * grain * grain,
+            prefill_token_s=self.prefill_token_s * grain,
+            kv_tokens=self.kv_tokens / grain,
+        )
+
+    def slower(self, factor: float) -> EngineModel:
+        """Return a server that takes `factor` times as long for everything."""
+        times = [each.name for each in fields(self) if each.name.endswith("_s")]
+        return replace(self, **{name: getattr(self, name) * factor for name in times})
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerModel:
+    """Speed of training. A step takes `fixed_s`, plus `token_s` for each token of its batch including prompts. Then
+    publishing its weights takes `publish_s`. If the same devices generate, changing from generation to training and
+    back takes `switch_s`. `ahead_share` is the part of `token_s` that does not need the newest weights (a frozen
+    reference) and is done while the trainer waits for data, as if all tokens had arrived by then.
+    """
+
+    token_s: float
+    fixed_s: float
+    publish_s: float
+    switch_s: float = 0.0
+    ahead_share: float = 0.0
+
+    def step_s(self, tokens: float, waited_s: float = 0.0) -> float:
+        """Return the seconds of a step on a batch of `tokens` after a wait of `waited_s`, without publishing."""
+        ahead_s = min(waited_s, self.ahead_share * self.token_s * tokens)
+        return self.fixed_s + self.token_s * tokens - ahead_s + self.switch_s
+
+    def coarse(self, grain: int) -> TrainerModel:
+        """Return the model in units of `grain` tokens."""
+        return replace(self, token_s=self.token_s * grain)
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """Faults of the servers; times in seconds, None: never.
+
+    Attributes:
+        slow_share, slow_factor: this share of the servers takes this factor longer for everything. death_every_s: mean
+        time between two deaths of one server; `restart_s`: until its next process registers. silence_every_s: mean time
+        between two suspensions of one server, of `silence_s` each. preempted_share, preempted_at_s, preempted_for_s:
+        this share of the servers is taken away at this time, for this time.
+    """
+
+    slow_share: float = 0.0
+    slow_factor: float = 2.0
+    death_every_s: float | None = None
+    restart_s: float = 90.0
+    silence_every_s: float | None = None
+    silence_s: float = 60.0
+    preempted_share: float = 0.0
+    preempted_at_s: float = 300.0
+    preempted_for_s: float = 600.0
+
+    @property
+    def any(self) -> bool:
+        """True if servers leave service at all."""
+        return bool(self.death_every_s or self.silence_every_s or self.preempted_share)
+
+
+def _normal(seed: int) -> float:
+    return _NORMAL.inv_cdf(min(max(uniform(seed, 0), 1e-12), 1 - 1e-12))
+
+
+@dataclass(frozen=True, slots=True)
+class LogNormal:
+    """Lengths of answers in tokens, a function of the seed, so that an interrupted answer continues to the same end.
+
+    Log-normal, as lengths of reasoning models' answers have a median of some thousand tokens and a tail up to `limit`.
+    Answers to one prompt are similar: the share `alike` of the logarithm's variance is common to a prompt.
+
+        log length = log median + σ (√alike · z(prompt) + √(1 - alike) · z(answer)),   z standard normal
+    """
+
+    median: float
+    sigma: float
+    limit: int
+    alike: float = 0.5
+
+    def tokens(self, prompt: int, seed: int) -> int:
+        """Return the number of tokens of the answer."""
+        z = math.sqrt(self.alike) * _normal(prompt) + math.sqrt(1 - self.alike) * _normal(seed)
+        return max(1, min(self.limit, round(self.median * math.exp(self.sigma * z))))
+
+    def coarse(self, grain: int) -> LogNormal:
+        """Return the same lengths in units of `grain` tokens."""
+        return LogNormal(self.median / grain, self.sigma, max(1, self.limit // grain), self.alike)
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """Episodes of `least` to `most` turns. Between two turns a tool takes `tool_s`, a log-normal time in seconds, and
+    returns `tool_tokens` tokens.
+    """
+
+    least: int
+    most: int
+    tool_median_s: float
+    tool_sigma: float
+    tool_limit_s: float
+    tool_tokens: int
+
+    def number(self, seed: int) -> int:
+        """Return the number of turns of the episode with this seed."""
+        return self.least + int(uniform(seed, 1) * (self.most - self.least + 1))
+
+    def tool_s(self, seed: int) -> float:
+        """Return the seconds of a tool call."""
+        thousandths = LogNormal(1e3 * self.tool_median_s, self.tool_sigma, int(1e3 * self.tool_limit_s), alike=0.0)
+        return 1e-3 * thousandths.tokens(0, seed)
 
 
 @dataclass(frozen=True)
@@ -56,7 +174,6 @@ class Setup:
         guests: servers, the last ones, on the trainer's devices, which take turns with it (`generation.guests`).
         grain: tokens that one simulated token stands for.
         turns: episodes of several turns; None: single answers.
-        user_s: seconds of a rollout outside generation, once its answers are complete.
         in_flight: rollouts at a time over all workers; None: as many as the gate can allow.
         steps, warm_up: train steps, and the number of first steps that are not measured. step_limit_s: a step that
         takes longer is a stall.
@@ -67,7 +184,7 @@ class Setup:
     engine: EngineModel
     trainer: TrainerModel
     devices: tuple[int, int]
-    lengths: Any
+    lengths: LogNormal
     eta: int
     batch: int
     group: int
@@ -77,7 +194,6 @@ class Setup:
     colocated: bool = False
     guests: int = 0
     turns: Turns | None = None
-    user_s: float = 0.0
     workers: int = 8
     in_flight: int | None = None
     steps: int = 12
@@ -96,11 +212,6 @@ class Setup:
     faults: Faults = field(default_factory=Faults)
     step_limit_s: float = 7200.0
     encode: bool = False
-    host: Host | None = None
-    shares_prefixes: bool = False
-    """True if the trainer computes the common prefix of a group's samples once."""
-    in_order: bool = False
-    """True if `lengths` are `Recorded` groups in the data order, each of which keeps its place."""
 
 
 @dataclass
@@ -124,13 +235,8 @@ class Outcome:
     """Share of the trained answers with at least `LONG` tokens. It falls if the selection favours short answers."""
     interrupted: float
     """Tokens that had to be prefilled again after weight updates, as a share of those generated."""
-    retracted: int
-    dropped: dict[str, int]
     deaths: int
-    silences: int
-    virtual_s: float
     real_s: float
-    calls: int
     steps: list[float]
     faults: list[str]
     """Findings of the audit."""

@@ -8,43 +8,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 from asyncrl.api import Agent, Environment, GenerationClient, GenerationRequest, Prompt, Sample
-from asyncrl.api.environment import StepResult
-from asyncrl.api.generation import SamplingParams
-from asyncrl.api.seeds import seed_from
-from asyncrl.inference.random_streams import uniform
+from asyncrl.api.agent import StepResult
+from asyncrl.api.generation import SamplingParams, seed_from
+from asyncrl.data.prompt_queue import PromptRef, prompt_seed
 from asyncrl.plugins.agents.sample_builder import SampleBuilder
 from asyncrl.plugins.agents.single_turn import SingleTurnAgent
-from asyncrl.plugins.datasets.queue.order import PromptRef, prompt_seed
 from asyncrl.rollout.episode import RetryLimits, run_group
-from simulator.servers.lengths import LogNormal
-
-
-@dataclass(frozen=True, slots=True)
-class Turns:
-    """Episodes of `least` to `most` turns. Between two turns a tool takes `tool_s`, a log-normal time in seconds, and
-    returns `tool_tokens` tokens.
-    """
-
-    least: int
-    most: int
-    tool_median_s: float
-    tool_sigma: float
-    tool_limit_s: float
-    tool_tokens: int
-
-    def number(self, seed: int) -> int:
-        """Return the number of turns of the episode with this seed."""
-        return self.least + int(uniform(seed, 1) * (self.most - self.least + 1))
-
-    def tool_s(self, seed: int) -> float:
-        """Return the seconds of a tool call."""
-        thousandths = LogNormal(1e3 * self.tool_median_s, self.tool_sigma, int(1e3 * self.tool_limit_s), alike=0.0)
-        return 1e-3 * thousandths.tokens(0, seed)
+from simulator.setup import Turns
 
 
 class _NoWords:
@@ -53,10 +28,7 @@ class _NoWords:
 
 
 class _Scored(Environment):
-    """An environment that gives every answer the reward 0, after `user_s` seconds."""
-
-    def __init__(self, user_s: float) -> None:
-        self._user_s = user_s
+    """An environment that gives every answer the reward 0."""
 
     async def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
@@ -64,8 +36,6 @@ class _Scored(Environment):
         return None, {}
 
     async def step(self, action: Any) -> StepResult:
-        if self._user_s:
-            await asyncio.sleep(self._user_s)
         return None, 0.0, True, False, {}
 
 
@@ -112,8 +82,6 @@ class SimulatedCode:
     Args:
         turns: episodes of several turns; None: single answers.
         prompt_tokens: tokens of a prompt; all tokens are in the run's units.
-        in_order: True if a prompt's number is its place in the data order.
-        user_s: seconds that an environment takes for an answer.
     """
 
     def __init__(
@@ -124,10 +92,7 @@ class SimulatedCode:
         group_size: int,
         prompt_tokens: int,
         max_new_tokens: int,
-        in_order: bool = False,
-        user_s: float = 0.0,
     ) -> None:
-        self._in_order, self._user_s = in_order, user_s
         tokenizer: Any = _NoWords()
         self.agent = SingleTurnAgent(tokenizer=tokenizer) if turns is None else TurnsAgent(turns)
         self.prompts: Any = SimpleNamespace(train=self._train_prompt)
@@ -137,11 +102,11 @@ class SimulatedCode:
     async def play_to_train(self, prompt: Prompt, policy: GenerationClient, tries: RetryLimits) -> Any:
         """See `UserComponents`."""
         make_client: Any = _Client  # without chat
-        return await run_group(self.agent, lambda: _Scored(self._user_s), prompt, policy, make_client, tries)
+        return await run_group(self.agent, _Scored, prompt, policy, make_client, tries)
 
     def _train_prompt(self, ref: PromptRef, version: int) -> Prompt:
         seed = prompt_seed(self._seed, ref.order, ref.attempt)
-        number = ref.order if self._in_order else seed_from("prompt number", self._seed, ref.row)
+        number = seed_from("prompt number", self._seed, ref.row)
         tokens = (number, *[1] * (self._prompt - 1))
         sampling = replace(self._sampling, seed=seed)
         return Prompt(ref.prompt_id, ref.order, {}, tokens, self._group, sampling)

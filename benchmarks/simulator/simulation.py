@@ -13,7 +13,6 @@ Every live server must serve the newest version, and no trained token may be old
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -24,19 +23,11 @@ from asyncrl.manager.messages import RunBegin, ServerState
 from asyncrl.master.settings import OnStale
 from asyncrl.runtime.process.waiting import cancel
 from simulator.clock import run as run_virtual
-from simulator.device_turns import device_turns
-from simulator.host.clients import SimulatedManagerClient
-from simulator.host.cores import Cores
-from simulator.host.manager import SimulatedManager
-from simulator.host.processes import Announcements, Processes
-from simulator.host.rollout_worker import run_worker
-from simulator.master_loop import MasterLoop, TrainCounts
-from simulator.servers.engine_model import EngineCounts
-from simulator.servers.faults import ServerFaults
-from simulator.servers.fleet import Fleet
-from simulator.servers.lengths import Lengths
+from simulator.engine import EngineCounts
+from simulator.manager import SimulatedManager, manager_client, run_worker
+from simulator.master import DataHead, MasterLoop, TrainCounts, device_turns
+from simulator.servers import Fleet, ServerFaults
 from simulator.setup import Outcome, Setup
-from simulator.trainer import DataHead
 from simulator.wire import Network
 
 REST_LIMIT_S = 7200.0
@@ -62,21 +53,18 @@ class Simulation:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self._loop = asyncio.get_running_loop()
-        cores = Cores(math.inf if setup.host is None else setup.host.cores)
-        self.on = Processes(setup.host, cores)
         self.network = Network(encode=setup.encode)
-        self.manager = SimulatedManager(setup, self.network, self.on)
-        lengths: Lengths = setup.lengths.coarse(setup.grain)
+        self.manager = SimulatedManager(setup, self.network)
+        lengths = setup.lengths.coarse(setup.grain)
         self.faults = ServerFaults(setup.faults, setup.servers, lease_s=setup.lease_s, seed=setup.seed)
         engine = setup.engine.coarse(setup.grain)
         models = [self.faults.model_of(index, engine) for index in range(setup.servers)]
-        self.fleet = Fleet(models, lengths, self.network, self.manager.runner.registered, cores)
+        self.fleet = Fleet(models, lengths, self.network, self.manager.runner.registered)
         self.master = MasterLoop(
             setup,
-            self.on,
-            DataHead(4 * setup.batch * (setup.eta + 2), self.on.receive, shares_prefixes=setup.shares_prefixes),
-            SimulatedManagerClient("master_worker/0", self.network, self.on),
-            Announcements(self.manager.announced, polled=setup.host is not None).announce,
+            DataHead(4 * setup.batch * (setup.eta + 2)),
+            manager_client("master_worker/0", self.network),
+            self.manager.announced,
             partial(device_turns, setup, self.manager.decisions, self.manager.runner),
         )
 
@@ -94,7 +82,7 @@ class Simulation:
             asyncio.create_task(self.faults.run(self.fleet)),
             asyncio.create_task(self.manager.expire_leases()),
             *(
-                asyncio.create_task(run_worker(index, setup, self.network, self.on, self.master.head.push))
+                asyncio.create_task(run_worker(index, setup, self.network, self.master.head.push))
                 for index in range(setup.workers)
             ),
         ]
@@ -104,14 +92,13 @@ class Simulation:
         try:
             await self._unless_failed(training, background)
             first, last = training.result()
-            virtual_s = self._loop.time()
             resting = asyncio.create_task(self._audit())
             await self._unless_failed(resting, background)
             faults = resting.result()
         finally:
             await cancel(training, *background)
             await self.master.close()
-        return self._outcome(first, last, virtual_s, time.process_time() - began, faults)
+        return self._outcome(first, last, time.process_time() - began, faults)
 
     async def _unless_failed(self, task: asyncio.Task[Any], background: list[asyncio.Task[Any]]) -> None:
         endless = [each for each in background if not each.done()]
@@ -169,13 +156,13 @@ class Simulation:
             found.append(f"{running} rollouts still run {REST_LIMIT_S:g} s after the gate was closed")
         await asyncio.sleep(5.0)
         await master.take_rest()
-        books = gate.counts()
-        if not books.balanced:
-            found.append(f"the books do not balance: {books}")
-        if books.trained != self.setup.steps * self.setup.batch:
-            found.append(f"the gate counts {books.trained} trained, not {self.setup.steps * self.setup.batch}")
-        if books.finished_untrained != len(master.buffer):
-            found.append(f"the gate counts {books.finished_untrained} finished, the buffer has {len(master.buffer)}")
+        counts = gate.counts()
+        if not counts.balanced:
+            found.append(f"the counts do not balance: {counts}")
+        if counts.trained != self.setup.steps * self.setup.batch:
+            found.append(f"the gate counts {counts.trained} trained, not {self.setup.steps * self.setup.batch}")
+        if counts.finished_untrained != len(master.buffer):
+            found.append(f"the gate counts {counts.finished_untrained} finished, the buffer has {len(master.buffer)}")
         placed = sum(view.sequences for view in router.servers)
         if placed:
             found.append(f"{placed} sequences are placed on servers where nothing runs")
@@ -189,7 +176,7 @@ class Simulation:
                     found.append(f"server {life.index} is {life.state} at {life.version}, not serving {master.version}")
         return found
 
-    def _outcome(self, first: _Mark, last: _Mark, virtual_s: float, real_s: float, faults: list[str]) -> Outcome:
+    def _outcome(self, first: _Mark, last: _Mark, real_s: float, faults: list[str]) -> Outcome:
         setup, elapsed = self.setup, last.at - first.at
         servers_s = elapsed * setup.servers
         served = last.served.since(first.served)
@@ -212,13 +199,8 @@ class Simulation:
             staleness=staleness,
             long_share=answers[True] / answers.total(),
             interrupted=served.interrupted / served.generated if served.generated else 0.0,
-            retracted=served.retracted,
-            dropped=dict(self.master.reports.counts.dropped),
             deaths=self.faults.deaths,
-            silences=self.faults.silences,
-            virtual_s=virtual_s,
             real_s=real_s,
-            calls=self.network.calls,
             steps=self.master.counts.steps,
             faults=faults,
         )

@@ -1,4 +1,4 @@
-"""Calls between the parts of a simulated run, like those of `asyncrl.comm.http.calls.JsonHttp`, without sockets.
+"""Calls between the parts of a simulated run, like those of `asyncrl.comm.http_client.JsonHttp`, without sockets.
 
 A host is an object that answers under a URL. A call takes `latency_s` in each direction (both at its start, to save a
 timer), keeps its time limit, and fails as over HTTP: an unknown host gives `HttpUnreachable`, silence `HttpTimeout`,
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from asyncrl.comm.http.calls import HttpRefused, HttpTimeout, HttpUnreachable, JsonHttp, decoded_reply
+from asyncrl.comm.http_client import HttpRefused, HttpTimeout, HttpUnreachable, JsonHttp, decoded_reply
 from asyncrl.comm.typed import decode_json
 from asyncrl.manager.messages import BadRequest, Verb
 
@@ -41,7 +41,6 @@ class Network:
     def __init__(self, latency_s: float = 0.0002, *, encode: bool = False) -> None:
         self.hosts: dict[str, Host] = {}
         self.latency_s, self.encode = latency_s, encode
-        self.calls = 0
 
 
 class VirtualHttp(JsonHttp):
@@ -54,7 +53,6 @@ class VirtualHttp(JsonHttp):
     async def call(self, method: str, url: str, body: Any = None, *, timeout_s: float, reply: Any = None) -> Any:
         """See `JsonHttp`."""
         network = self._network
-        network.calls += 1
         base, slash, path = url.partition("/")[2].lstrip("/").partition("/")
         if network.encode and body is not None:
             body = decode_json(msgspec.json.encode(body), type(body))

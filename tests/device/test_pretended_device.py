@@ -27,22 +27,20 @@ import torch
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.embedded.engine_io import GenerationInput, SamplingSpec
-from asyncrl.master.graph.builtin import load_graph
+from asyncrl.master.graph import load_graph
 from asyncrl.models.ranks import Ranks
-from asyncrl.models.weights.checkpoints.restore import restore
-from asyncrl.models.weights.checkpoints.writer import CheckpointWriter
-from asyncrl.models.weights.versions.logprob_probe import read_probe
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import build_step_batch
 from asyncrl.trainer.engines.base import PolicyOutputs
 from asyncrl.trainer.messages import Publish
 from asyncrl.trainer.model import layout_parity
-from asyncrl.trainer.model.gradient_checkpointing import _Moved
-from asyncrl.trainer.parallel.rank_position import World
-from asyncrl.trainer.rank.training_rank import TrainingRank, build_rank
-from asyncrl.trainer.rank.versions import Versions
+from asyncrl.trainer.model.layers import _Moved
+from asyncrl.trainer.parallel.world import World
+from asyncrl.trainer.rank.training_rank import TrainingRank, Versions, build_rank
 from asyncrl.trainer.settings import KeptOn
+from asyncrl.weights.checkpoints import CheckpointWriter, restore
+from asyncrl.weights.logprob_probe import read_probe
 from tests.device import pretended_device as pretended
 from tests.device.pretended_device import DEVICE
 from tests.device_cases import (

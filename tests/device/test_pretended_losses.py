@@ -22,9 +22,9 @@ from asyncrl.api.picture import Picture
 from asyncrl.config.plugin_code.catalog import known, resolve
 from asyncrl.config.setting import ChoiceConfig
 from asyncrl.plugins.rewards.video_encoder import VJEPA2Encoder
-from asyncrl.trainer.parallel.rank_position import RankPosition
+from asyncrl.trainer.parallel.world import RankPosition
 from asyncrl.trainer.settings import OptimizerName
-from asyncrl.trainer.supervised.engine_objective import engine_settings, make_objective
+from asyncrl.trainer.supervised.objectives import engine_settings, make_objective
 from asyncrl.trainer.supervised.settings import SFTConfig
 from tests.device import pretended_device as pretended
 from tests.device.pretended_device import DEVICE

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.load import experiments_dir
+from asyncrl.config.load import recipes_dir
 from asyncrl.launch.commands.audit import audit
 
 pytestmark = pytest.mark.slow
 
 STEPS = 4
-ENCODER = experiments_dir() / "base_models" / "embodied_srpo_encoder"
+ENCODER = recipes_dir() / "base_models" / "embodied_srpo_encoder"
 
 
 def test_the_demo_trains_with_srpos_reward_and_survives_a_killed_encoder_and_a_killed_worker(start_run: Any) -> None:

@@ -15,15 +15,16 @@ from typing import Any
 import pytest
 
 from asyncrl.config.load import load_experiment
+from asyncrl.data.tokenizers import load_tokenizer
 from asyncrl.launch.commands.export import main as export
 from asyncrl.observe.samples import read_samples, sample_files
-from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 
 pytestmark = pytest.mark.slow
 
 STEPS = 3
 VERIFIERS = os.environ.get("ASYNCRL_VERIFIERS_CLASSIC_PYTHON", "")
-EXAMPLE = Path(__file__).parents[2] / "experiments" / "custom_graph_example.py"
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+EXAMPLE = EXPERIMENTS / "recipes" / "custom_graph_example.py"
 
 
 OWN_ALGORITHMS = """
@@ -199,7 +200,7 @@ def test_gsm8k_chat_trains_a_chat_model_on_rows_of_its_form(
 def test_own_model_trains_a_model_on_rows_of_ones_own_within_its_limits(
     start_run: Any, tiny_chat_model: Path, tmp_path: Path
 ) -> None:
-    rows = EXAMPLE.parent / "gsm8k_rows.jsonl"
+    rows = EXPERIMENTS / "gsm8k_rows.jsonl"
     (tmp_path / "odd.py").write_text("def odd(data, completion):\n    return float(len(completion) % 2)\n")
     run = finished(
         start_run,
@@ -221,7 +222,7 @@ def test_own_model_trains_a_model_on_rows_of_ones_own_within_its_limits(
 def test_supervised_training_on_conversations_tells_what_carries_loss_and_the_held_out_loss(
     tiny_chat_model: Path, command: Any, tmp_path: Path
 ) -> None:
-    rows = (EXAMPLE.parent / "gsm8k_rows.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = (EXPERIMENTS / "gsm8k_rows.jsonl").read_text(encoding="utf-8").splitlines()
     data = tmp_path / "chat.jsonl"
     turns = [
         [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from asyncrl.comm import names
-from asyncrl.comm.http.calls import JsonHttp
+from asyncrl.comm.http_client import JsonHttp
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.run_dir import SECRET_FILE, read_run_config
 from asyncrl.launch.__main__ import main
 from asyncrl.launch.commands.audit import audit
 from asyncrl.manager.messages import ServerStatus, StatusReply
-from asyncrl.observe.history.tail import read_rows
+from asyncrl.observe.tail import read_rows
 from asyncrl.runtime.trials.claim import open_resolver
 
 from ..conftest import LIMIT_S, Gate

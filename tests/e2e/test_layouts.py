@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.models.weights.versions.manifest import read_manifest
+from asyncrl.weights.manifest import read_manifest
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from asyncrl.launch.__main__ import main
-from asyncrl.models.weights.model_files.loading import read_checkpoint
+from asyncrl.weights.loading import read_checkpoint
 
 pytestmark = pytest.mark.slow
 

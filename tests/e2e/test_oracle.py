@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 from asyncrl.algorithms.registry import Choice, ObjectiveSpec
 from asyncrl.api import SamplingParams
 from asyncrl.config.plugin_code.import_paths import load_plugin
+from asyncrl.data.prompt_format import PromptFormat
+from asyncrl.data.tokenizers import load_tokenizer
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
-from asyncrl.plugins.datasets.prompt_format import PromptFormat
-from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.reference import ReferenceConfig, ReferenceTrainer, StepReport
 
 pytestmark = pytest.mark.slow

@@ -16,9 +16,9 @@ from transformers import AutoModel, AutoModelForCausalLM
 from asyncrl.algorithms.registry import Choice
 from asyncrl.api import SamplingParams
 from asyncrl.config.plugin_code.import_paths import load_plugin
+from asyncrl.data.prompt_format import PromptFormat
+from asyncrl.data.tokenizers import load_tokenizer
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
-from asyncrl.plugins.datasets.prompt_format import PromptFormat
-from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.reference import Actor, Critic, ReferenceConfig, ReferenceTrainer, StepReport
 from asyncrl.trainer.model.load_models import Critic as CriticModel
 

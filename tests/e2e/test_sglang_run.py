@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.models.weights.versions.logprob_probe import read_probe
 from asyncrl.observe.samples import read_samples, sample_files
+from asyncrl.weights.logprob_probe import read_probe
 
 from ..conftest import LIMIT_S, SGLANG_ENV, SHARED_MEMORY, left_in_memory
 from ..ports import free_ports

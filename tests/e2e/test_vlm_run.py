@@ -11,8 +11,8 @@ import pytest
 
 from asyncrl.launch.commands import show
 from asyncrl.launch.commands.audit import audit
-from asyncrl.models.weights.versions.logprob_probe import read_probe
 from asyncrl.observe.samples import read_samples, sample_files
+from asyncrl.weights.logprob_probe import read_probe
 
 pytestmark = pytest.mark.slow
 

@@ -69,7 +69,7 @@ def run(python: Path, folder: Path, *arguments: str) -> subprocess.CompletedProc
 
 def test_the_wheel_holds_the_experiments_and_no_tests(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    assert "asyncrl/experiments/async_ppo.yaml" in names
+    assert {"asyncrl/experiments/async_ppo.yaml", "asyncrl/experiments/recipes/kimi_k2.yaml"} <= set(names)
     assert "asyncrl/installers/install_verifiers.sh" in names
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/", "asyncrl/tests"))]
 

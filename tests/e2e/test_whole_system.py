@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.observe.history.tail import JsonlTail
+from asyncrl.observe.tail import JsonlTail
 from asyncrl.runtime.exit_codes import EXIT_HELD
 
 from ..conftest import LIMIT_S, SHARED_MEMORY, Gate, left_in_memory

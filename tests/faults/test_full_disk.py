@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 
 from asyncrl.comm import names
-from asyncrl.comm.http.calls import JsonHttp
+from asyncrl.comm.http_client import JsonHttp
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.run_dir import SECRET_FILE, read_run_config
+from asyncrl.data.prompt_queue import UsedPrompts
 from asyncrl.manager.messages import StatusReply
-from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.runtime.trials.claim import open_resolver
 
 from ..conftest import LIMIT_S, SETTINGS, Gate

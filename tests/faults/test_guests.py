@@ -63,7 +63,7 @@ EVERY_ROLE = """
 from dataclasses import replace
 
 from asyncrl.master.graph import Call, Graph
-from asyncrl.master.graph.builtin import ppo
+from asyncrl.master.graph import ppo
 
 
 def every_role(config, *, scorer):

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
+from asyncrl.data.prompt_queue import DataOrder, UsedPrompts
 from asyncrl.launch.commands.audit import audit
-from asyncrl.plugins.datasets.queue.order import DataOrder
-from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.verify.audit.ledger_files import read_ledger, surviving
 from asyncrl.verify.audit.ledger_rules import Replay

@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
+from asyncrl.data.datasets import Mixture
+from asyncrl.data.files import FileDataset
+from asyncrl.data.prompt_queue import DataOrder, UsedPrompts, epoch_order
 from asyncrl.launch.commands.audit import audit
-from asyncrl.plugins.datasets.queue.order import DataOrder, epoch_order
-from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
-from asyncrl.plugins.datasets.rows.files import FileDataset
-from asyncrl.plugins.datasets.rows.mixture import Mixture
 from asyncrl.rollout.loop import MAX_ATTEMPTS
 
 from ..conftest import LIMIT_S, Gate

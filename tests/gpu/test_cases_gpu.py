@@ -13,8 +13,8 @@ import torch
 
 from asyncrl.inference.embedded.engine_io import GenerationOutput
 from asyncrl.inference.embedded.prefix_cache import common_length
-from asyncrl.master.graph.builtin import load_graph
-from asyncrl.trainer.parallel.rank_position import World
+from asyncrl.master.graph import load_graph
+from asyncrl.trainer.parallel.world import World
 from asyncrl.trainer.rank.training_rank import build_rank
 from tests.device_cases import (
     ENGINE_CASES,

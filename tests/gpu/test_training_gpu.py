@@ -19,11 +19,10 @@ import torch
 from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
-from asyncrl.master.graph.builtin import load_graph
+from asyncrl.master.graph import load_graph
 from asyncrl.trainer.functions.model_functions import StatValues
 from asyncrl.trainer.parallel.placement import placement
-from asyncrl.trainer.parallel.rank_position import World
-from asyncrl.trainer.parallel.world import training_world
+from asyncrl.trainer.parallel.world import World, training_world
 from asyncrl.trainer.rank.training_rank import TrainingRank, build_rank
 from asyncrl.trainer.settings import AttentionImplementation, KeptOn
 from tests.device_cases import model_of, step, trajectories

@@ -16,19 +16,19 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.api import GenerationRequest, Prompt, SamplingParams
+from asyncrl.chat.episode_client import EpisodeClient
+from asyncrl.chat.parsers import parser
+from asyncrl.chat.stop_strings import kept_tokens
+from asyncrl.chat.template import ChatFormat
+from asyncrl.data.chat_template import ChatTemplate
+from asyncrl.data.prompt_format import PromptFormat
+from asyncrl.data.tokenizers import ChatTokenizer, load_tokenizer
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.server import serve
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
-from asyncrl.plugins.chat.client import EpisodeClient
-from asyncrl.plugins.chat.parsers import parser
-from asyncrl.plugins.chat.stop_strings import kept_tokens
-from asyncrl.plugins.chat.template import ChatFormat
-from asyncrl.plugins.datasets.prompt_format import PromptFormat
-from asyncrl.plugins.datasets.templates.chat_template import ChatTemplate
-from asyncrl.plugins.datasets.tokenizers import ChatTokenizer, load_tokenizer
-from asyncrl.rollout.generation.generation_servers import ServerCapabilities
-from asyncrl.rollout.generation.rollout_client import RolloutClient
+from asyncrl.rollout.generation_servers import ServerCapabilities
+from asyncrl.rollout.rollout_client import RolloutClient
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"

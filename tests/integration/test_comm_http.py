@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from asyncrl.comm.http.calls import HttpMalformed, HttpRefused, HttpTimeout, JsonHttp
+from asyncrl.comm.http_client import HttpMalformed, HttpRefused, HttpTimeout, JsonHttp
 
 LIMIT_S = 300.0
 
@@ -87,7 +87,7 @@ async def test_a_connection_that_is_not_made_is_reported_with_its_own_limit(
     http: JsonHttp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server takes the connection and never answers the TLS handshake."""
-    monkeypatch.setattr("asyncrl.comm.http.calls.ANSWER_S", 0.05)
+    monkeypatch.setattr("asyncrl.comm.http_client.ANSWER_S", 0.05)
     server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
     async with server:
         url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"

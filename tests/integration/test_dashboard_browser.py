@@ -22,8 +22,7 @@ import pytest
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.comm import names
 from asyncrl.comm.files import FileLock
-from asyncrl.observe.dashboard.page import html, page_data
-from asyncrl.observe.dashboard.server import Dashboard
+from asyncrl.observe.dashboard import Dashboard, html, page_data
 from asyncrl.observe.history import History
 from asyncrl.observe.samples import rows_of, write_samples
 from tests.unit.observe.doctor.virtual_run import Knobs, VirtualRun

@@ -19,20 +19,20 @@ import zmq
 from aiohttp import web
 
 from asyncrl.api import Sample, Trajectory
-from asyncrl.comm.http.calls import HttpRefused, HttpUnreachable, JsonHttp
-from asyncrl.comm.http.server import HttpRoute, HttpServer, json_response
+from asyncrl.comm.http_client import HttpRefused, HttpUnreachable, JsonHttp
+from asyncrl.comm.http_server import HttpRoute, HttpServer, json_response
 from asyncrl.comm.push_pull import InvalidTrajectory, TrajectoryPuller, TrajectoryPusher, TrajectoryRejected
 from asyncrl.comm.request_reply import Done, RemoteError, Request, RequestClient, RequestServer, pack
 from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.comm.sockets import Frame
 from asyncrl.comm.trajectory_codec import encode_trajectories
+from asyncrl.data.prompt_queue import DataOrder
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.messages import DroppedRollout, FinishedRollout, ReceivedRollout, RunBegin, TrainedRollout
 from asyncrl.manager.process import manager_registry
 from asyncrl.manager.service import ManagerHttp, ManagerService
 from asyncrl.manager.settings import UpdateMode
-from asyncrl.plugins.datasets.queue.order import DataOrder
 from tests.trajectory_frames import taken_apart
 
 ORDER = DataOrder(9, 0)

@@ -28,26 +28,25 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.api.generation import Completion, GenerationRequest, SamplingParams
 from asyncrl.comm import names
-from asyncrl.comm.http.calls import JsonHttp
+from asyncrl.comm.http_client import JsonHttp
 from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import SECRET_FILE, write_run_config
 from asyncrl.inference import client as inference_client
 from asyncrl.inference.client import GenerateItem, GenerationServerClient, MemoryTag, PauseMode, UpdateFailed, wire_rid
-from asyncrl.inference.replies import parse_completion
+from asyncrl.inference.messages import parse_completion
 from asyncrl.inference.settings import BACKENDS
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.fleet.fleet_runner import ServerUpdater
 from asyncrl.manager.fleet.servers import BeginUpdate, Rest, Target
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
-from asyncrl.models.weights.transports.disk import DiskManagerEnd
-from asyncrl.models.weights.transports.distributed import ProcessGroupConnection
-from asyncrl.models.weights.transports.from_memory import ServerConnection
-from asyncrl.models.weights.transports.tensor import SharedMemoryConnection
-from asyncrl.rollout.generation.generation_servers import FORK_SAVES, ServerCapabilities
-from asyncrl.rollout.generation.rollout_client import RolloutClient
+from asyncrl.rollout.generation_servers import FORK_SAVES, ServerCapabilities
+from asyncrl.rollout.rollout_client import RolloutClient
 from asyncrl.runtime.supervisor import STOP_SIGNAL, supervised
+from asyncrl.weights.transports.base import DiskManagerEnd
+from asyncrl.weights.transports.distributed import ProcessGroupConnection
+from asyncrl.weights.transports.from_memory import ServerConnection, SharedMemoryConnection
 
 from .. import held_engine
 from ..conftest import SGLANG_ENV

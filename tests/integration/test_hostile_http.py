@@ -19,16 +19,16 @@ import pytest_asyncio
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from asyncrl.comm.http import server as http_server
-from asyncrl.comm.http.server import HttpServer
+from asyncrl.comm import http_server
+from asyncrl.comm.http_server import HttpServer
 from asyncrl.comm.security import HttpSecurity
+from asyncrl.data.prompt_queue import DataOrder
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.server import MAX_PROMPTS_BYTES, serve
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.process import manager_registry
 from asyncrl.manager.service import MAX_BODY_BYTES, ManagerHttp, ManagerService
-from asyncrl.models.weights.model_files.loading import INDEX_FILE
-from asyncrl.plugins.datasets.queue.order import DataOrder
+from asyncrl.models.folder_checks import INDEX_FILE
 
 ORDER = DataOrder(9, 0)
 

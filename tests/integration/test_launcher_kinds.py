@@ -11,9 +11,9 @@ ADDED = """
 import os
 from pathlib import Path
 
-from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS, ProcessKind
+from asyncrl.runtime.plan import PROCESS_KINDS, ProcessKind
 from asyncrl.runtime.process.worker import Worker
-from asyncrl.runtime.planning.process_kinds import Resources
+from asyncrl.runtime.plan import Resources
 
 
 def one(config, index, here):

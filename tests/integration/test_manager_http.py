@@ -13,9 +13,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from asyncrl.comm.ended_rollouts import Dropped, Line, PromptGoes, RolloutCounts, RunSettings
-from asyncrl.comm.http.calls import HttpRefused
+from asyncrl.comm.http_client import HttpRefused
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.comm.waits import RunningClock
+from asyncrl.data.curriculum import Curriculum
+from asyncrl.data.prompt_queue import DataOrder, PromptQueue
 from asyncrl.manager.client import ManagerClient, ManagerGone
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.messages import (
@@ -34,9 +36,6 @@ from asyncrl.manager.process import manager_registry
 from asyncrl.manager.rollouts.ledger import Ledger, lines_in
 from asyncrl.manager.service import MAX_BODY_BYTES, ManagerHttp, ManagerService
 from asyncrl.manager.settings import UpdateMode
-from asyncrl.plugins.datasets.queue.curriculum import Curriculum
-from asyncrl.plugins.datasets.queue.order import DataOrder
-from asyncrl.plugins.datasets.queue.prompt_queue import PromptQueue
 
 
 class Clock:

@@ -25,6 +25,8 @@ from asyncrl.comm.waits import Backoff
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import DATA_RECORD_FILE, LEDGER_DIR, write_run_config
 from asyncrl.config.setting import Dtype
+from asyncrl.data.datasets import DataRecord
+from asyncrl.data.prompt_queue import DataOrder, UsedPrompts
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.server import serve
 from asyncrl.manager.client import ManagerClient
@@ -43,8 +45,13 @@ from asyncrl.manager.messages import (
 from asyncrl.manager.process import GserverManager, manager_registry
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.models.ranks import Ranks
-from asyncrl.models.weights.versions.logprob_probe import PROBE_FILE, LogprobProbe, encode_probe, probe_tokens
-from asyncrl.models.weights.versions.manifest import (
+from asyncrl.rollout.rollout_client import RolloutClient
+from asyncrl.runtime.process.worker import CannotContinue, WorkerSpec
+from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
+from asyncrl.trainer.engines.flat import FlatPolicyEngine
+from asyncrl.weights.folder_tensors import WholeModel
+from asyncrl.weights.logprob_probe import PROBE_FILE, LogprobProbe, encode_probe, probe_tokens
+from asyncrl.weights.manifest import (
     FileEntry,
     Manifest,
     TensorEntry,
@@ -52,16 +59,7 @@ from asyncrl.models.weights.versions.manifest import (
     file_entry,
     write_manifest,
 )
-from asyncrl.models.weights.versions.published import WholeModel
-from asyncrl.models.weights.versions.publishing import publish
-from asyncrl.models.weights.versions.shared_files import SharedFiles
-from asyncrl.plugins.datasets.queue.order import DataOrder
-from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
-from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
-from asyncrl.rollout.generation.rollout_client import RolloutClient
-from asyncrl.runtime.process.worker import CannotContinue, WorkerSpec
-from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
-from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine
+from asyncrl.weights.publishing import SharedFiles, publish
 
 ROWS = 1000
 LIMIT_S = 300.0

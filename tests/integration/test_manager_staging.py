@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from asyncrl.comm import names
-from asyncrl.comm.http.calls import JsonHttp
+from asyncrl.comm.http_client import JsonHttp
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.comm.waits import Notifier
 from asyncrl.config.experiment import ExperimentConfig
@@ -23,13 +23,13 @@ from asyncrl.config.run_dir import write_run_config
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.servers import ServerTargets, Target, host_of
 from asyncrl.manager.settings import UpdateMode
-from asyncrl.models.weights.versions.manifest import Manifest, file_entry, verify, write_manifest
 from asyncrl.rollout.process import RolloutWorker
 from asyncrl.runtime.process.worker import WorkerSpec
 from asyncrl.runtime.settings import HostConfig
+from asyncrl.staging.client import INPUTS, MODEL
 from asyncrl.staging.manager import Staging, bring_folders
-from asyncrl.staging.messages import INPUTS, MODEL
-from asyncrl.staging.service import StagingService
+from asyncrl.staging.process import StagingService
+from asyncrl.weights.manifest import Manifest, file_entry, verify, write_manifest
 
 HOSTS = 5
 LIMIT_S = 300.0

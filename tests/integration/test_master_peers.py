@@ -20,13 +20,13 @@ from asyncrl.comm.name_resolve import FileResolver
 from asyncrl.comm.request_reply import PeerGone, RequestClient, RequestServer, decode, encode
 from asyncrl.comm.security import RunSecret, SocketSecurity
 from asyncrl.comm.sockets import DESCRIPTORS_PER_CONNECTION, PeerRouter
-from asyncrl.master.peers.connections import (
+from asyncrl.master.peers import (
     NameBoard,
     ReplaceableWorker,
     connect,
     router_of_peers,
 )
-from asyncrl.master.peers.policy_versions import NothingEvaluated, evaluate
+from asyncrl.master.policy_versions import NothingEvaluated, evaluate
 from asyncrl.rollout.messages import Evaluate, EvaluatedAnswer, EvaluationResult
 from asyncrl.runtime.process.starting import NotStarted
 from asyncrl.runtime.process.waiting import StopRequested, await_name, or_stop

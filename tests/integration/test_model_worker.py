@@ -24,11 +24,9 @@ from asyncrl.comm.request_reply import Done, PeerGone, R, RemoteError, Request, 
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import SECRET_FILE, write_run_config
-from asyncrl.master.data.step_plan import Assignment, Dealing, assign, plan_step
-from asyncrl.master.graph.builtin import load_graph
-from asyncrl.models.weights.versions.logprob_probe import read_probe
-from asyncrl.models.weights.versions.manifest import verify
-from asyncrl.plugins.datasets.tokenizers import CharTokenizer
+from asyncrl.data.tokenizers import CharTokenizer
+from asyncrl.master.graph import load_graph
+from asyncrl.master.step import Assignment, Dealing, assign, plan_step
 from asyncrl.runtime.supervisor import STOP_SIGNAL
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import (
@@ -47,7 +45,9 @@ from asyncrl.trainer.messages import (
     SaveCheckpoint,
     ScoreAhead,
 )
-from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
+from asyncrl.trainer.parallel.placement import Placement, WorkerGrid
+from asyncrl.weights.logprob_probe import read_probe
+from asyncrl.weights.manifest import verify
 
 from ..conftest import StartWorker
 from ..warm import WarmProcess

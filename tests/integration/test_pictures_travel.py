@@ -17,7 +17,7 @@ from transformers import AutoModelForImageTextToText
 
 from asyncrl.api.generation import FinishReason, GenerationRequest, SamplingParams
 from asyncrl.api.picture import Picture, PictureError, PictureRef, PlacedPicture
-from asyncrl.comm.http.calls import HttpRefused, JsonHttp
+from asyncrl.comm.http_client import HttpRefused, JsonHttp
 from asyncrl.inference.client import GenerateItem, GenerationServerClient, PictureSender
 from asyncrl.inference.embedded import server as serving
 from asyncrl.inference.embedded.engine import GenerationEngine
@@ -32,9 +32,9 @@ from asyncrl.inference.embedded.engine_io import (
 from asyncrl.inference.embedded.http_requests import PictureCache
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
-from asyncrl.models.pictures.picture_rows import Pictures
-from asyncrl.rollout.generation.generation_servers import ServerCapabilities
-from asyncrl.rollout.generation.rollout_client import GenerationFailed, RolloutClient
+from asyncrl.models.pictures import Pictures
+from asyncrl.rollout.generation_servers import ServerCapabilities
+from asyncrl.rollout.rollout_client import GenerationFailed, RolloutClient
 from tests.tiny_vlm import picture, render
 
 PICTURES = [

@@ -19,6 +19,8 @@ from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import DATA_RECORD_FILE, SECRET_FILE, write_run_config
 from asyncrl.config.setting import ConfigError
+from asyncrl.data.datasets import DataRecord
+from asyncrl.data.tokenizers import CharTokenizer
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.server import Server, serve
 from asyncrl.inference.process import PolicyServer
@@ -26,10 +28,8 @@ from asyncrl.launch.before_start.machine import check_reachable
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.process import GserverManager
 from asyncrl.manager.settings import PolicyConfig
-from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
-from asyncrl.plugins.datasets.tokenizers import CharTokenizer
-from asyncrl.rollout.generation.generation_servers import ServerCapabilities
-from asyncrl.rollout.generation.rollout_client import RolloutClient
+from asyncrl.rollout.generation_servers import ServerCapabilities
+from asyncrl.rollout.rollout_client import RolloutClient
 from asyncrl.runtime.process.worker import AsyncWorker, WorkerSpec
 from asyncrl.trainer.settings import TeacherConfig
 

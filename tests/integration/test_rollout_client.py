@@ -22,11 +22,11 @@ from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.server import serve
 from asyncrl.inference.random_streams import derive_seed
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
-from asyncrl.models.routers import RoutingShape
+from asyncrl.models.model_config import RoutingShape
 from asyncrl.models.routing import Routers
-from asyncrl.rollout.generation import generation_servers
-from asyncrl.rollout.generation.generation_servers import GenerationServers, ServerCapabilities, prefix_request
-from asyncrl.rollout.generation.rollout_client import STOP_CHUNK, GenerationFailed, PartialAnswer, RolloutClient
+from asyncrl.rollout import generation_servers
+from asyncrl.rollout.generation_servers import GenerationServers, ServerCapabilities, prefix_request
+from asyncrl.rollout.rollout_client import STOP_CHUNK, GenerationFailed, PartialAnswer, RolloutClient
 
 LIMIT_S = 600.0
 """Time limit of a request in seconds: longer than any test, unless the test sets the clock forward."""

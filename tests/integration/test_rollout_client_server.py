@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from asyncrl.api.generation import FinishReason, SamplingParams
-from asyncrl.comm.http.calls import HttpRefused, HttpTimeout, HttpUnreachable, JsonHttp
+from asyncrl.comm.http_client import HttpRefused, HttpTimeout, HttpUnreachable, JsonHttp
 from asyncrl.inference import client as client_module
 from asyncrl.inference.client import GenerateItem, GenerationServerClient, UpdateFailed, wire_rid
-from asyncrl.inference.replies import MalformedReply, parse_completion, parse_version
+from asyncrl.inference.messages import MalformedReply, parse_completion, parse_version
 from asyncrl.manager.fleet.fleet_runner import ServerUpdater
 from asyncrl.manager.fleet.servers import BeginUpdate, Target
-from asyncrl.models.weights.transports.disk import DiskManagerEnd
+from asyncrl.weights.transports.base import DiskManagerEnd
 
 SAMPLING = SamplingParams(max_new_tokens=8)
 LIMIT_S = 300.0

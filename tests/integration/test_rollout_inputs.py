@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from asyncrl.comm import names
-from asyncrl.comm.http.calls import HttpError
+from asyncrl.comm.http_client import HttpError
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.same_code import loaded_sources
 from asyncrl.config.run_dir import write_run_config
 from asyncrl.rollout.process import RolloutWorker
 from asyncrl.runtime.process.waiting import StopRequested
 from asyncrl.runtime.process.worker import WorkerSpec
+from asyncrl.staging.client import LAUNCHER_HOST
 from asyncrl.staging.inputs import code_differences
-from asyncrl.staging.messages import LAUNCHER_HOST
-from asyncrl.staging.service import StagingService
+from asyncrl.staging.process import StagingService
 
 from ..ports import free_ports
 

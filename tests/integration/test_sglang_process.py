@@ -264,7 +264,7 @@ async def test_a_port_taken_in_the_meantime_costs_another_attempt_only(make: Mak
 async def test_a_server_that_ignores_sigterm_is_killed(
     make: Make, started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.inference.child.host._STOP_GRACE_S", 0.2)
+    monkeypatch.setattr("asyncrl.inference.child_host._STOP_GRACE_S", 0.2)
     host = make("stubborn")
     await host.start()
     tree = started()

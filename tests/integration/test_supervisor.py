@@ -244,7 +244,7 @@ LAUNCHER = """
 import asyncio, sys
 from pathlib import Path
 from asyncrl.runtime.backends import LocalBackend as Backend
-from asyncrl.runtime.planning.plan_workers import WorkerPlan
+from asyncrl.runtime.plan import WorkerPlan
 
 WorkerPlan.command = lambda plan, run_dir: [sys.executable, "-c", Path(sys.argv[2]).read_text()]
 
@@ -281,7 +281,7 @@ LAUNCHER_OF_TWO = """
 import asyncio, os, signal, sys
 from pathlib import Path
 from asyncrl.runtime.backends import LocalBackend as Backend
-from asyncrl.runtime.planning.plan_workers import WorkerPlan
+from asyncrl.runtime.plan import WorkerPlan
 
 folder = Path(sys.argv[1])
 programs = [sys.argv[2], "import time; print('here', flush=True); time.sleep(600)"]

@@ -11,18 +11,23 @@ import pytest
 import torch
 
 from asyncrl.comm import names
-from asyncrl.comm.http.calls import JsonHttp
+from asyncrl.comm.http_client import JsonHttp
 from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.comm.request_reply import Done, RequestServer
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.client import GenerationServerClient, UpdateFailed
 from asyncrl.manager.fleet.fleet_runner import ServerUpdater
 from asyncrl.manager.fleet.servers import BeginUpdate, Target
-from asyncrl.models.weights.transports import tensor
-from asyncrl.models.weights.transports.from_memory import AskPublisher, MemoryTrainerEnd, NotHeld, ServerConnection
-from asyncrl.models.weights.transports.tensor import TensorTransport
 from asyncrl.trainer.client import PublisherClient
 from asyncrl.trainer.messages import AskPulse, RankPulse, SendWeights
+from asyncrl.weights.transports import from_memory
+from asyncrl.weights.transports.from_memory import (
+    AskPublisher,
+    MemoryTrainerEnd,
+    NotHeld,
+    ServerConnection,
+    TensorTransport,
+)
 
 from ..late_stream import LateStream
 
@@ -240,6 +245,6 @@ def test_a_full_shared_memory_is_told_with_the_transport_that_does_without(monke
     def full(*_: object) -> None:
         raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
 
-    monkeypatch.setattr(tensor.ForkingPickler, "dump", full)
+    monkeypatch.setattr(from_memory.ForkingPickler, "dump", full)
     with pytest.raises(OSError, match=r"/dev/shm has no room .* or set manager.weight_transport=disk"):
-        tensor._shared_handle([("weight", torch.ones(2))])
+        from_memory._shared_handle([("weight", torch.ones(2))])

@@ -17,11 +17,11 @@ from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.config import load
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code import import_paths
-from asyncrl.master.graph.builtin import load_graph
-from asyncrl.plugins.datasets.tokenizers import CharTokenizer
+from asyncrl.data.tokenizers import CharTokenizer
+from asyncrl.master.graph import load_graph
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.functions.model_functions import CallContext, StatValues, find_function, run_call
-from asyncrl.trainer.parallel.rank_position import World
+from asyncrl.trainer.parallel.world import World
 from asyncrl.trainer.rank.training_rank import TrainingRank, build_rank
 
 VOCABULARY = 17
@@ -39,7 +39,7 @@ def _one_thread() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _built_in_experiments_are_composed_once() -> Iterator[None]:
     """Reading them is most of a call of `load_experiment`, and their files stay as they are."""
-    compose, once, built_in = load._composed, cache(load._composed), (load.experiments_dir(),)
+    compose, once, built_in = load._composed, cache(load._composed), tuple(load.experiment_folders(None))
 
     def composed(name: str, folders: tuple[Path, ...]) -> Any:
         return (once if folders == built_in else compose)(name, folders)

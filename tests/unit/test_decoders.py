@@ -9,7 +9,7 @@ damaged by one to four changes, each drawn from
 The changes to the structure get past the syntax, to where values are judged. Every input takes a bounded time, of this
 process alone, so that other load does not matter; and the largest may not blow up memory (`MAX_GROWTH_BYTES`).
 
-`ASYNCRL_FUZZ_INPUTS`: how many inputs for each decoder; `ASYNCRL_FUZZ_SEED`: which. `benchmarks/fuzz.py` tries many.
+`ASYNCRL_FUZZ_INPUTS`: how many inputs for each decoder; `ASYNCRL_FUZZ_SEED`: which. `tests/stress/fuzz.py` tries many.
 """
 
 from __future__ import annotations
@@ -35,34 +35,33 @@ import pytest
 import asyncrl.rollout.messages
 import asyncrl.trainer.messages
 from asyncrl.api import Sample, Trajectory
+from asyncrl.chat.parsers import FORMATS, parser
 from asyncrl.comm import ended_rollouts as lines
 from asyncrl.comm import names, push_pull, request_reply
-from asyncrl.comm.http.calls import HttpMalformed, decoded_reply
-from asyncrl.comm.http.server import Refused
+from asyncrl.comm.http_client import HttpMalformed, decoded_reply
+from asyncrl.comm.http_server import Refused
 from asyncrl.comm.name_resolve import NameResolveError
 from asyncrl.comm.name_resolve.file import FileResolver
 from asyncrl.comm.trajectory_codec import CodecError, decode_each, decode_trajectories, encode_trajectories
+from asyncrl.data.datasets import DataRecord
+from asyncrl.data.files import read as read_records
+from asyncrl.data.prompt_queue import DataOrder, UsedPrompts
 from asyncrl.inference import messages as serving
 from asyncrl.inference.embedded import http_requests as embedded
 from asyncrl.inference.embedded.engine_io import RequestError
-from asyncrl.inference.openai import anthropic, chat_completions, chat_messages, responses, token_calls
-from asyncrl.inference.openai.api_errors import ApiError
+from asyncrl.inference.openai import anthropic, chat_completions, responses, token_calls
+from asyncrl.inference.openai.api_call import ApiError
 from asyncrl.manager import messages as m
 from asyncrl.manager.rollouts.ledger import Ledger
 from asyncrl.manager.service import ManagerService, answering
-from asyncrl.models.weights.versions.manifest import FileEntry, Manifest, ManifestError, TensorEntry, read_manifest
-from asyncrl.observe.history.tail import read_rows
-from asyncrl.plugins.chat.parsers import FORMATS, parser
-from asyncrl.plugins.datasets.queue.order import DataOrder
-from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
-from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
-from asyncrl.plugins.datasets.rows.readers import read as read_records
+from asyncrl.observe.tail import read_rows
 from asyncrl.rollout.user_code_pool import child as user_code
-from asyncrl.runtime.trials.resume import newest_progress
+from asyncrl.runtime.trials.trial import newest_progress
 from asyncrl.trainer.messages import RolloutRecord
-from asyncrl.trainer.trajectories.inbox_store import InboxStore, StoredTrajectoryDamaged
+from asyncrl.trainer.rank.inbox import InboxStore, StoredTrajectoryDamaged
 from asyncrl.verify.audit.ledger_files import read_ledger, surviving
 from asyncrl.verify.audit.ledger_rules import Replay
+from asyncrl.weights.manifest import FileEntry, Manifest, ManifestError, TensorEntry, read_manifest
 
 INPUTS = int(os.environ.get("ASYNCRL_FUZZ_INPUTS", "120"))
 SEED = int(os.environ.get("ASYNCRL_FUZZ_SEED", "0"))
@@ -521,7 +520,7 @@ def cases() -> Iterator[Case]:
     yield Case("/tokenize", token_calls.read_tokenize, [js({"messages": CHAT, "tools": [TOOL]})], (ApiError,))
     ids = token_calls.ChatFromTokens(lambda messages, *, tools=(): (1, 2))
     yield Case("/chat/completions/tokens", ids.read, [js(chat | {"tokens": [1, 2]})], (ApiError,))
-    schemas = chat_messages.tools_of([TOOL])
+    schemas = chat_completions.tools_of([TOOL])
     calls = [
         b'<think>a</think>b<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>',
         b"x<function=f><parameter=a>1</parameter><parameter=b>{}</parameter></function>",

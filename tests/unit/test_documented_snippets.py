@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TUTORIALS = [page for page in PAGES if page.name.startswith("tutorial_")]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-INLINE = re.compile(r"`((?:python -m asyncrl\.launch|make|python benchmarks/)[^`]*)`")
+INLINE = re.compile(r"`((?:python -m asyncrl\.launch|make|python (?:benchmarks|docs|experiments|tests)/)[^`]*)`")
 START = re.compile(r"(?:python -m asyncrl\.launch|(?:^|\s)asyncrl) (.*)")
 END = re.compile(r"[|>&;]|\[")
 """Begins the word after a command: another command, or optional arguments that stand for others."""

@@ -10,10 +10,10 @@ import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.api import Sample, SamplingParams
+from asyncrl.data.chat_template import ChatTemplate
+from asyncrl.data.prompt_format import PromptFormat
+from asyncrl.data.tokenizers import CharTokenizer
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
-from asyncrl.plugins.datasets.prompt_format import PromptFormat
-from asyncrl.plugins.datasets.templates.chat_template import ChatTemplate
-from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.reference import (
     ReferenceConfig,
     ReferenceTrainer,

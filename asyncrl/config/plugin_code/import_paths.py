@@ -162,9 +162,8 @@ def _load_file(path: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[
-            module_name
-        ]  # so that the next import fails like this one, and does not get an incomplete module
+        # So that the next import fails like this one, and does not get an incomplete module.
+        del sys.modules[module_name]
         raise
     return module
 

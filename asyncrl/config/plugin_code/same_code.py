@@ -36,7 +36,7 @@ def loaded_sources(packages: Collection[str] = ()) -> dict[str, str]:
         if spec is None or spec.name != name or name in _OF_THE_HOST or name.startswith(FILE_MODULES):
             continue
         file = Path(spec.origin or "")
-        if file.suffix == ".py" and file.is_file() and (_top(name) in compared or not _is_installed(file)):
+        if file.suffix == ".py" and file.is_file() and (name.partition(".")[0] in compared or not _is_installed(file)):
             found[name] = _sum(file)
     return found
 
@@ -81,10 +81,6 @@ def _here(module: str) -> tuple[Path, str] | None:
     if source is not None and source.is_dir():
         source /= "__init__.py"
     return None if source is None or not source.is_file() else (source, _sum(source))
-
-
-def _top(module: str) -> str:
-    return module.partition(".")[0]
 
 
 def _is_installed(file: Path) -> bool:

@@ -12,13 +12,13 @@ import uvloop
 from transformers import AutoTokenizer
 
 from asyncrl.config.setting import Dtype
+from asyncrl.data.tokenizers import HuggingFaceTokenizer
 from asyncrl.inference.embedded.engine import CHUNKED_PREFILL_SIZE, GenerationEngine
 from asyncrl.inference.embedded.host import load_model
 from asyncrl.inference.embedded.server import serve
 from asyncrl.models.parity import UnsupportedModelError
-from asyncrl.models.pictures.picture_processor import PictureModelError
-from asyncrl.models.pictures.picture_rows import Pictures
-from asyncrl.plugins.datasets.tokenizers import HuggingFaceTokenizer
+from asyncrl.models.picture_rules import PictureModelError
+from asyncrl.models.pictures import Pictures
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from asyncrl.inference.embedded.prefix_cache import RowTensors
-from asyncrl.models.pictures.picture_rows import Pictures
+from asyncrl.models.pictures import Pictures
 from asyncrl.models.transformers_internals import (
     RECURRENT_LAYERS,
     attention_is_replaceable,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from asyncrl.comm.names import GENERATION_SERVER
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.runtime.planning.plan_workers import plan_workers
+from asyncrl.runtime.plan import plan_workers
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:

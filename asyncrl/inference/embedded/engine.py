@@ -21,31 +21,36 @@ import threading
 import time
 from collections.abc import Collection
 from concurrent.futures import Future
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from asyncrl.config.memory_advice import is_out_of_memory
+from asyncrl.config.memory import is_out_of_memory
 from asyncrl.inference.embedded.engine_io import (
+    EngineLimits,
     EngineStats,
     EngineStoppedError,
+    GenerationInput,
     GenerationOutput,
     Job,
     JobTable,
     MemoryStateError,
+    RequestError,
+    ShownPrompt,
 )
-from asyncrl.inference.embedded.limits import EngineLimits, check_parity, longest_sequence, shown_prompts
 from asyncrl.inference.embedded.prefix import PrefixForward
 from asyncrl.inference.embedded.scheduler import AdmissionQueue, DecodeBatch, Detokenize, Mailbox
+from asyncrl.inference.embedded.served_models import check_parity, longest_sequence
 from asyncrl.inference.embedded.step import ModelRunner
 from asyncrl.inference.embedded.weights import EngineMemory, ServedWeights, WeightUpdates
 from asyncrl.inference.messages import MemoryTag, PauseMode
 from asyncrl.models.fused_norms import fuse_norms
-from asyncrl.models.pictures.picture_rows import Pictures
-from asyncrl.models.storages import own_storage
+from asyncrl.models.host_copies import own_storage
+from asyncrl.models.pictures import Pictures
 from asyncrl.models.torch_device import shortage
 from asyncrl.models.transformers_internals import eos_token_ids
-from asyncrl.models.weights.model_files.loading import WeightUpdateError
+from asyncrl.weights.loading import WeightUpdateError
 
 INTERVAL_S = 0.1
 """Interval in seconds between readings of a working engine."""
@@ -432,3 +437,30 @@ class GenerationEngine:
 
     def _take_statistics(self) -> None:
         self._statistics.take(paused=self.paused)
+
+
+def shown_prompts(pictures: Pictures, job: Job) -> tuple[ShownPrompt, ...]:
+    """Prepare the pictures of `job`; samples of the same prompt share the result.
+
+    Raises:
+        RequestError: a picture is damaged, or its placeholders are not those of the model.
+    """
+    made: dict[tuple[Any, ...], ShownPrompt] = {}
+    for number, request in enumerate(job.inputs):
+        key = (request.input_ids, request.pictures)
+        if key not in made:
+            made[key] = _shown(pictures, request, number)
+    return tuple(made[request.input_ids, request.pictures] for request in job.inputs)
+
+
+def _shown(pictures: Pictures, request: GenerationInput, number: int) -> ShownPrompt:
+    if not request.pictures:
+        return ShownPrompt(request.input_ids)
+    try:
+        ids, held = pictures.ids.shown(request.input_ids, request.pictures)
+        delta = pictures.delta(ids)
+    except (ValueError, IndexError) as error:
+        raise RequestError(f"pictures of prompt {number}: {error}") from error
+    if ids[-1] >= pictures.ids.first:
+        raise RequestError(f"prompt {number} ends with a picture; let at least one token follow it")
+    return ShownPrompt(tuple(ids), delta, tuple(held))

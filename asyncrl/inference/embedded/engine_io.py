@@ -1,6 +1,7 @@
 """Requests and results of the engine as plain data, and the running jobs.
 
     GenerationInput, Job     requests of other threads, each with a future of its answer
+    EngineLimits             what requests are checked against, on the thread of their caller
     Sequence                 a sample on its way through the engine: its state in Python, which changes only at events
     JobTable                 the running jobs: their outputs as they arrive, their rids, the answers that are due
 
@@ -138,6 +139,68 @@ class GenerationOutput:
 
 class MemoryStateError(RuntimeError):
     """The call needs another state of the engine's memory; nothing was changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """Limits of an engine.
+
+    Attributes:
+        vocab_size: number of tokens of the model.
+        max_running_requests: largest number of samples that are decoded together.
+        max_model_len: longest prompt + output, in tokens.
+        max_total_tokens: positions of the KV cache for running samples.
+        reads_text: the engine has a tokenizer, so it can search for stop strings.
+        records_routing: it records the experts that each token went through.
+    """
+
+    vocab_size: int
+    max_running_requests: int
+    max_model_len: int
+    max_total_tokens: int
+    reads_text: bool
+    records_routing: bool = False
+
+    def check(self, request: GenerationInput) -> None:
+        """Check one sample's request.
+
+        Raises:
+            RequestError: the prompt is empty, too long or outside the vocabulary, or the engine lacks what it asks for.
+        """
+        prompt, spec = request.input_ids, request.sampling
+        if not prompt:
+            raise RequestError("input_ids is empty; a prompt has at least one token")
+        if min(prompt) < 0 or max(prompt) >= self.vocab_size:
+            raise RequestError(f"input_ids holds a token outside the vocabulary of {self.vocab_size}")
+        if (
+            spec.allowed_token_ids
+            and not 0 <= min(spec.allowed_token_ids) <= max(spec.allowed_token_ids) < self.vocab_size
+        ):
+            raise RequestError(f"allowed_token_ids holds a token outside the vocabulary of {self.vocab_size}")
+        wanted = len(prompt) + spec.max_new_tokens
+        if wanted > self.max_model_len:
+            raise RequestError(
+                f"The prompt ({len(prompt)} tokens) and max_new_tokens ({spec.max_new_tokens}) exceed the context "
+                f"length of {self.max_model_len} tokens; shorten either"
+            )
+        if wanted > self.max_total_tokens:
+            raise RequestError(
+                f"The request needs {wanted} tokens of KV cache; max_total_tokens is {self.max_total_tokens}"
+            )
+        if not -1 <= request.prompt_logprobs_from < len(prompt):
+            raise RequestError(
+                f"logprob_start_len is {request.prompt_logprobs_from}; use a position of the prompt's {len(prompt)} "
+                "tokens, or -1 for none"
+            )
+        if request.routing_from >= 0 and not self.records_routing:
+            raise RequestError("return_routed_experts: this engine records no routing; start it with record_routing")
+        if not -1 <= request.routing_from <= len(prompt):
+            raise RequestError(
+                f"routed_experts_start_len is {request.routing_from}; use a position from 0 to the prompt's "
+                f"{len(prompt)} tokens"
+            )
+        if spec.stop and not self.reads_text:
+            raise RequestError("stop strings need a tokenizer, and the engine has none; give stop_token_ids")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,24 +14,23 @@ import torch
 from transformers import PreTrainedModel
 
 from asyncrl.comm.security import HttpSecurity
-from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.memory_advice import in_order, is_out_of_memory, server_settings
+from asyncrl.config.memory import context_length, in_order, is_out_of_memory, server_settings
 from asyncrl.config.setting import Dtype
+from asyncrl.data.tokenizers import CONFIG_FILE, TOKENIZER_FILE, load_tokenizer
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.scheduler import Detokenize
 from asyncrl.inference.embedded.server import Server, serve
 from asyncrl.inference.engine_host import BASE_VERSION, EngineHost, EngineStartError, ServedEngine
 from asyncrl.models.parity import UnsupportedModelError
-from asyncrl.models.pictures.picture_processor import PictureModelError
-from asyncrl.models.pictures.picture_rows import Pictures
+from asyncrl.models.picture_rules import PictureModelError
+from asyncrl.models.pictures import Pictures
 from asyncrl.models.torch_device import attention_kernel, choose_device, device_line, shortage
 from asyncrl.models.transformers_internals import compute_head_in_float32, language_model
-from asyncrl.models.weights.model_files.whole_folder import check_whole
-from asyncrl.plugins.datasets.tokenizers import CONFIG_FILE, TOKENIZER_FILE, load_tokenizer
 from asyncrl.runtime.process.starting import Effort, NotStarted, StartLimit, await_start
 from asyncrl.runtime.process.worker import AsyncWorker, OutOfMemory
 from asyncrl.trainer.settings import VisionMode
+from asyncrl.weights.whole_folder import check_whole
 
 logger = logging.getLogger(__name__)
 _THREAD_SWITCH_S = 5e-4

@@ -16,7 +16,7 @@ A node has the tokens between two branchings, and what the model computed for th
 conversation, or a system prompt of other rollouts. Recurrent states stand for all tokens so far, so they belong to the
 end of a node. For a model with states, a match ends at the last node that has states.
 
-Rows of pictures have their own ids as long as the picture is held somewhere (`models/pictures/picture_ids.py`). The
+Rows of pictures have their own ids as long as the picture is held somewhere (`models/pictures.py`). The
 tree does not hold pictures: nodes whose pictures are gone are dropped.
 
 Rows belong to the weights that computed them. After an `in_place` update, running samples continue with rows of older

@@ -40,7 +40,8 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from asyncrl.api.generation import FinishReason
-from asyncrl.config.memory_advice import is_out_of_memory
+from asyncrl.chat.stop_strings import Decode, completed_by_last
+from asyncrl.config.memory import is_out_of_memory
 from asyncrl.inference.embedded.engine_io import (
     EngineStoppedError,
     Finish,
@@ -52,8 +53,7 @@ from asyncrl.inference.embedded.engine_io import (
 from asyncrl.inference.embedded.prefix import LongPrompts, Prefills, PrefixForward, TokenCounts
 from asyncrl.inference.embedded.rows import IDLE_STEPS, RowTable, SlotRows
 from asyncrl.models.torch_device import shortage
-from asyncrl.models.weights.model_files.loading import WeightUpdateError
-from asyncrl.plugins.chat.stop_strings import Decode, completed_by_last
+from asyncrl.weights.loading import WeightUpdateError
 
 T = TypeVar("T")
 

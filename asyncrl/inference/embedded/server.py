@@ -42,7 +42,7 @@ from prometheus_client.registry import Collector
 from asyncrl import __version__
 from asyncrl.api import FinishReason, Tokenizer
 from asyncrl.api.picture import MAX_BYTES, Picture, PictureError
-from asyncrl.comm.http.server import Handler, HttpRoute, HttpServer, Refused, json_response
+from asyncrl.comm.http_server import Handler, HttpRoute, HttpServer, Refused, json_response
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.engine_io import (
     EngineStoppedError,
@@ -72,7 +72,7 @@ from asyncrl.inference.messages import (
     PictureRequest,
     UpdateWeightsRequest,
 )
-from asyncrl.models.weights.model_files.loading import DamagedWeights, WeightUpdateError
+from asyncrl.weights.loading import DamagedWeights, WeightUpdateError
 
 
 def finish_reason(finish: Finish | None, length: int) -> dict[str, Any] | None:

@@ -35,9 +35,9 @@ from asyncrl.inference.embedded.engine_io import MemoryStateError
 from asyncrl.inference.embedded.scheduler import Command, DecodeBatch
 from asyncrl.inference.embedded.step import ModelRunner
 from asyncrl.inference.messages import MemoryTag
-from asyncrl.models.storages import storages
-from asyncrl.models.weights.model_files.adapters import are_adapters, read_adapters, stage_adapters
-from asyncrl.models.weights.model_files.loading import WeightUpdateError, apply_weights, load_targets, stage_weights
+from asyncrl.models.host_copies import storages
+from asyncrl.weights.adapters import are_adapters, read_adapters, stage_adapters
+from asyncrl.weights.loading import WeightUpdateError, apply_weights, load_targets, stage_weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Client of the EncoderServers, for a RolloutWorker.
+"""Client of the EncoderServers, for a RolloutWorker; its requests, and their replies.
 
 A clip always goes to the same server while the same servers are registered, so each clip is cached once. While a server
 restarts, its clips go to the others. Without servers, the call waits for one, up to its time limit.
@@ -7,12 +7,43 @@ restarts, its clips go to the others. Without servers, the call waits for one, u
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from msgspec import Struct
+
 from asyncrl.api.picture import Picture
-from asyncrl.comm.http.calls import HttpRefused, HttpTimeout, HttpUnreachable, JsonHttp
+from asyncrl.comm.http_client import HttpRefused, HttpTimeout, HttpUnreachable, JsonHttp
 from asyncrl.comm.waits import Backoff
-from asyncrl.inference.encoder.messages import MAX_BODY_BYTES, MAX_CLIPS, EmbedReply, EmbedRequest, clip_key
+
+MAX_CLIPS, MAX_FRAMES = 1024, 1024
+"""Most clips of a request, and most frames of a clip."""
+MAX_BODY_BYTES = 256 << 20
+"""Largest request; pictures are base64 in it."""
+
+
+class EmbedRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """`POST /embed`: embed clips.
+
+    Attributes:
+        clips: SHA-256 of the frames of each clip, in order.
+        pictures: PNG or JPEG bytes of frames, by SHA-256; without those of a clip only a cached embedding is returned.
+    """
+
+    clips: list[list[str]]
+    pictures: dict[str, bytes] = {}
+
+
+class EmbedReply(Struct, frozen=True):
+    """Embeddings `[N, D]` of the clips; null for a clip whose frames the server needs."""
+
+    embeddings: list[list[float] | None]
+
+
+def clip_key(frames: Sequence[str]) -> str:
+    """Return the name of a clip: the hash of its frames' hashes."""
+    return hashlib.sha256("".join(frames).encode()).hexdigest()
+
 
 BODY_BYTES = 16 << 20
 """Frames of several clips share a request up to this size, in bytes."""

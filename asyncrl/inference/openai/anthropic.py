@@ -9,19 +9,23 @@ from typing import Any, Final
 import msgspec
 
 from asyncrl.api.chat import ChatFinish, ChatReply, Message, ToolSchema
+from asyncrl.data.picture_parts import joined
 from asyncrl.inference.openai.api_call import (
     ApiCall,
+    ApiError,
     Json,
+    SupportedParameters,
     answer_format,
+    convert,
     forced_call,
+    frame,
     function_tool,
+    invalid,
+    pieces,
+    refused,
     sampling_of,
 )
-from asyncrl.inference.openai.api_errors import ApiError, invalid, refused
-from asyncrl.inference.openai.chat_messages import assistant_call, seen_of, text_of
-from asyncrl.inference.openai.sse import frame, pieces
-from asyncrl.inference.openai.supported_parameters import SupportedParameters, convert
-from asyncrl.plugins.datasets.templates.picture_parts import joined
+from asyncrl.inference.openai.chat_completions import assistant_call, seen_of, text_of
 
 _TEXT: Final = ("text",)
 _STOP: Final = {ChatFinish.stop: "end_turn", ChatFinish.length: "max_tokens", ChatFinish.tool_calls: "tool_use"}

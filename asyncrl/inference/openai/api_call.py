@@ -1,17 +1,152 @@
-"""A call in the form common to all APIs: the request to the policy, and its combination with the session's sampling."""
+"""What the APIs have in common: a call, its parameters, errors in each API's form, and frames of a stream.
+
+Every parameter of a request belongs to one of four kinds:
+
+- *used*: a field of the API's Struct, which has its type.
+- *ignored*: it does not change the meaning of the answer (metadata, caching, tiers, hints).
+- *neutral* for values that request nothing (`presence_penalty: 0`), and refused for others.
+- unknown, or known and not supported: refused by name. If a parameter were silently left out, an agent would be trained
+  on other answers than it asked for.
+
+`null` means the same as a missing parameter.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Protocol
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import msgspec
 
 from asyncrl.api.chat import ChatReply, Message, ToolSchema
 from asyncrl.api.generation import SamplingParams
-from asyncrl.inference.openai.api_errors import ApiError, invalid, refused
+from asyncrl.comm import typed
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_OPENAI_TYPES: Final = {401: "authentication_error", 404: "not_found_error", 408: "timeout_error"}
+_ANTHROPIC_TYPES: Final = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
+
+
+class ApiError(Exception):
+    """A call that is not served.
+
+    Attributes:
+        status: the HTTP status.
+        message: what is wrong, and what to do.
+        param: the field of the request that is wrong.
+        code: a short name of the case.
+    """
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def openai(self) -> dict[str, Any]:
+        """Return the error in OpenAI's form."""
+        kind = _OPENAI_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def anthropic(self) -> dict[str, Any]:
+        """Return the error in Anthropic's form."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+
+def refused(param: str, value: object, why: str) -> ApiError:
+    """Return the error for a request whose `param` asks for something unsupported."""
+    return ApiError(400, f"{param}={_shown(value)}: {why}", param=param, code="unsupported_parameter")
+
+
+def invalid(param: str, why: str) -> ApiError:
+    """Return the error for a request whose field `param` is invalid."""
+    return ApiError(400, f"{param}: {why}", param=param, code="invalid_value")
+
+
+ERROR_HEADERS: Final[Mapping[str, str]] = {"x-should-retry": "false"}
+"""Sent with every error: the same call would fail again, as the policy's client has retried already."""
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+IGNORED_BY_OPENAI: Final = frozenset(
+    (
+        "store",
+        "user",
+        "safety_identifier",
+        "service_tier",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+    )
+)
+"""Parameters that are left out in both of OpenAI's APIs."""
+
+_PATH = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class SupportedParameters(Generic[T]):
+    """The parameters of one API.
+
+    Attributes:
+        used: the Struct of a request.
+        ignored: names that are left out.
+        neutral: for each name, the values that are left out; every other value is refused.
+        hints: for each name, what to do instead.
+    """
+
+    used: type[T]
+    ignored: frozenset[str] = frozenset()
+    neutral: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    hints: Mapping[str, str] = field(default_factory=dict)
+
+    def read(self, body: bytes) -> T:
+        """Return the request in `body`.
+
+        Raises:
+            ApiError: it is not a JSON object, or a parameter is refused or has the wrong type.
+        """
+        try:
+            given = msgspec.json.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+        if not isinstance(given, dict):
+            raise ApiError(400, "the body is not a JSON object", code="invalid_json")
+        known = {each.encode_name for each in msgspec.structs.fields(self.used)}
+        kept = {}
+        for name, value in given.items():
+            if value is None or name in self.ignored:
+                continue
+            if name in known:
+                kept[name] = value
+            elif name not in self.neutral or value not in self.neutral[name]:
+                why = "not supported" if name in self.neutral or name in self.hints else "no such parameter here"
+                hint = self.hints.get(name, "leave it out")
+                raise refused(name, value, f"{why}; {hint}")
+        return convert(kept, self.used)
+
+
+def convert(value: Any, kind: type[T], where: str = "") -> T:
+    """Convert `value`, which the request has at `where`, to `kind`.
+
+    Raises:
+        ApiError: it is not of that kind; the message names the field.
+    """
+    try:
+        return typed.convert(value, kind)
+    except msgspec.ValidationError as error:
+        found = _PATH.match(str(error))
+        what, path = (found["what"], found["path"] or "") if found else (str(error), "")
+        param = ".".join(part for part in (where, path) if part)
+        raise ApiError(400, f"{param}: {what}" if param else what, param=param or None, code="invalid_value") from None
+
 
 MAX_ANSWERS: Final = 128
 """Most answers to one call (`n`), as at OpenAI."""
@@ -153,3 +288,27 @@ def answer_format(param: str, wanted: Json) -> None:
     """
     if wanted and wanted.get("type") not in ("text", "json_object", "json_schema"):
         raise refused(param, wanted, "text, json_object and json_schema are known")
+
+
+DONE: Final = b"data: [DONE]\n\n"
+WAITING: Final = b": waiting for the policy\n\n"
+"""A comment, which clients skip, to show that the connection is alive."""
+STREAM_HEADERS: Final = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+
+_PIECE = re.compile(r"\s*\S+\s*?|\s+")
+
+
+def encoded(value: Any) -> bytes:
+    """Return `value` as JSON."""
+    return msgspec.json.encode(value)
+
+
+def frame(event: Any, name: str | None = None) -> bytes:
+    """Return the frame of `event`, as JSON, with its `name` if the API names its events."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + encoded(event) + b"\n\n"
+
+
+def pieces(text: str) -> Iterator[str]:
+    """Yield `text` word by word: an answer is streamed once it is complete."""
+    return (found.group() for found in _PIECE.finditer(text))

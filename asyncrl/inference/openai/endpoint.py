@@ -1,12 +1,7 @@
-"""The HTTP server in front of `Session`s: paths, keys, limits, streams, and callers that disconnect.
+"""The HTTP server in front of `Session`s, each of which is one episode's conversation with the policy.
 
-A RolloutWorker has one, by default on the loopback interface; it starts with the first session. Each episode has a
-session with its own path and key: so the requests of an agent in any framework are known to belong to it. An id in the
-answers would not work, because clients drop unknown fields.
-
-A caller without the session's key is refused before its body is read. A body, and the time that it may take, are
-limited. If a caller disconnects its generation is cancelled. All errors have `x-should-retry: false`, as the policy's
-client has retried already.
+A RolloutWorker has one server, by default on the loopback interface: paths, keys, limits, streams, and callers that
+disconnect.
 """
 
 from __future__ import annotations
@@ -14,23 +9,197 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import hmac
+import secrets
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, Protocol, TypeVar
 
 from aiohttp import web
 
-from asyncrl.api.generation import SamplingParams
-from asyncrl.comm.http.server import Refused, careful_runner, read_body, refusal
+from asyncrl.api.chat import ChatClient, ChatReply, Message, ToolSchema
+from asyncrl.api.generation import Completion, GenerationResult, SamplingParams
+from asyncrl.chat.episode_client import ConversationEnded
+from asyncrl.comm.http_server import Refused, careful_runner, read_body, refusal
 from asyncrl.comm.names import url_host
 from asyncrl.comm.waits import CLOSE_S
-from asyncrl.inference.openai import anthropic, sse, token_calls
-from asyncrl.inference.openai.api_call import Api
-from asyncrl.inference.openai.api_errors import HEADERS, ApiError
+from asyncrl.inference.openai import anthropic, api_call, token_calls
+from asyncrl.inference.openai.anthropic import Messages
+from asyncrl.inference.openai.api_call import ERROR_HEADERS, Api, ApiCall, ApiError
 from asyncrl.inference.openai.chat_completions import ChatCompletions
-from asyncrl.inference.openai.session import RecordingClient, Session, session_is_over
-from asyncrl.inference.openai.token_calls import PromptIds
+from asyncrl.inference.openai.responses import Responses
+from asyncrl.inference.openai.token_calls import ChatFromTokens, PromptIds
+
+_T = TypeVar("_T")
+
+
+class RecordingClient(ChatClient, Protocol):
+    """A policy that records its answers, and can remove them again."""
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[ToolSchema] = (),
+        sampling: SamplingParams | None = None,
+        tool_choice: str = "auto",
+        n: int = 1,
+        continue_last: bool = False,
+    ) -> ChatReply:
+        """As `ChatClient.chat`; with `continue_last` the answer continues the last message, an assistant's."""
+        ...
+
+    @property
+    def max_context(self) -> int:
+        """Most tokens that a conversation may have, prompt and answers; 0: no limit."""
+        ...
+
+    def shown_ids(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
+        """Return the ids that the chat template makes of any messages, without the beginning of an answer.
+
+        Raises:
+            ValueError: the template refuses them.
+        """
+        ...
+
+    def forget(self, answer: Completion) -> None:
+        """Remove `answer`, which was not delivered, from the records."""
+        ...
+
+
+class PolicyCalls:
+    """The session's calls to the policy. After `close` they end, and further ones are refused.
+
+    Attributes:
+        failure: the policy's error, if it failed.
+        are_open: False after `close`.
+    """
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[Any]] = set()
+        self.failure: Exception | None = None
+        self.are_open = True
+
+    def begin(self, work: Callable[[], Awaitable[_T]]) -> asyncio.Task[_T]:
+        """Start the coroutine that `work` returns, which asks the policy."""
+        task: asyncio.Task[_T] = asyncio.create_task(self._checked(work))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    def close(self) -> None:
+        """Cancel running calls."""
+        self.are_open = False
+        for call in self._running:
+            call.cancel()
+
+    async def _checked(self, work: Callable[[], Awaitable[_T]]) -> _T:
+        """Await what `work` returns; raise its failures in the form in which the caller gets them."""
+        try:
+            return await work()
+        except ApiError:
+            raise
+        except ValueError as error:
+            raise ApiError(400, str(error), code="invalid_request") from error
+        except ConversationEnded as error:
+            raise ApiError(400, str(error), code="context_length_exceeded") from error
+        except asyncio.CancelledError as error:
+            if not self.are_open:
+                raise session_is_over() from None
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # the caller has gone
+                raise
+            failure: Exception = RuntimeError("the policy's answer was cancelled from within")
+            failure.__cause__ = error
+        except Exception as error:  # any failure of the policy
+            failure = error
+        self.failure = failure
+        raise ApiError(500, f"the policy cannot answer: {failure}", code="policy_failed") from failure
+
+
+class Session:
+    """Address of the policy and the key to it, for an agent. Made by `Endpoint.open`.
+
+    Attributes:
+        root_url: address for Anthropic's clients: `http://127.0.0.1:<port>/s/<session>`.
+        api_key: the key of this session only.
+        calls: calls to the policy; their failure makes the episode invalid.
+        conversation: returns the session of the calls whose header `X-Session-ID` has this value; None: all calls are
+            of this one.
+    """
+
+    def __init__(
+        self, server_url: str, client: RecordingClient, sampling: SamplingParams, closed: Callable[[str], None]
+    ) -> None:
+        self.id = secrets.token_hex(16)
+        self.api_key = f"sk-{secrets.token_urlsafe(24)}"
+        self.root_url = f"{server_url}/s/{self.id}"
+        self.client = client
+        self.sampling = sampling
+        self.calls = PolicyCalls()
+        self.conversation: Callable[[str], Awaitable[Session]] | None = None
+        self.apis: dict[str, Api] = {
+            "/chat/completions": ChatCompletions(),
+            "/responses": Responses(),
+            "/messages": Messages(),
+            "/chat/completions/tokens": ChatFromTokens(client.prompt_ids),
+        }
+        self._delivered: dict[bytes, Any] = {}
+        self._closed = closed
+
+    @property
+    def base_url(self) -> str:
+        """Return the address for OpenAI's clients."""
+        return f"{self.root_url}/v1"
+
+    def close(self) -> None:
+        """End running calls and refuse further ones. Idempotent."""
+        if self.calls.are_open:
+            self.calls.close()
+            self._closed(self.id)
+            self._delivered.clear()
+
+    def accepts(self, key: str) -> bool:
+        """True if `key` belongs to this session."""
+        return hmac.compare_digest(key.encode(errors="surrogateescape"), self.api_key.encode())
+
+    def ask(self, call: ApiCall) -> asyncio.Task[Sequence[ChatReply]]:
+        """Have the policy answer `call`."""
+        return self.calls.begin(lambda: self._replies(call))
+
+    def delivered(self, key: bytes) -> Any:
+        """Return the answer that the request `key` got before; None if it got none."""
+        return self._delivered.get(key)
+
+    def deliver(self, key: bytes, answer: Any) -> None:
+        """Record that `answer` was sent to the request `key`."""
+        if self.calls.are_open:
+            self._delivered[key] = answer
+
+    def forget(self, answer: Sequence[ChatReply] | GenerationResult) -> None:
+        """Remove `answer`, which could not be sent, from the records."""
+        given = answer.completions if isinstance(answer, GenerationResult) else [each.completion for each in answer]
+        for completion in given:
+            self.client.forget(completion)
+
+    async def _replies(self, call: ApiCall) -> Sequence[ChatReply]:
+        sampling = call.sampled_by(self.sampling)
+        reply = await self.client.chat(
+            call.messages,
+            tools=call.tools,
+            sampling=sampling,
+            tool_choice=call.tool_choice,
+            n=call.n,
+            continue_last=call.continue_last,
+        )
+        return (reply, *reply.alternatives)
+
+
+def session_is_over() -> ApiError:
+    """Return the refusal of a session that is not open."""
+    return ApiError(404, "no such session: it is closed with its episode, or never was", code="session_not_found")
+
 
 MODEL: Final = "policy"
 """The only model's name. Some frameworks choose an API by the name; this one means nothing to them."""
@@ -125,7 +294,7 @@ class Endpoint:
         except ApiError as refused:
             error = refused
         self.refused[error.code or "invalid_request"] += 1
-        return refusal(request, _json(api.error(error), error.status, HEADERS))
+        return refusal(request, _json(api.error(error), error.status, ERROR_HEADERS))
 
     async def _body(self, request: web.BaseRequest) -> bytes:
         return await read_body(request, self._max_body_bytes)
@@ -137,7 +306,7 @@ class Endpoint:
         call = api.read(body)
         key = hashlib.sha256(path.encode() + b"\0" + body).digest()
         replies = session.delivered(key) if _is_repeat(request) else None
-        stream = web.StreamResponse(headers=sse.HEADERS)
+        stream = web.StreamResponse(headers=api_call.STREAM_HEADERS)
         if replies is None:
             work = session.ask(call)
             try:
@@ -166,7 +335,7 @@ class Endpoint:
         while not (await asyncio.wait({work}, timeout=self._keep_alive_s))[0]:
             if not stream.prepared:
                 await stream.prepare(request)
-            await stream.write(sse.WAITING)
+            await stream.write(api_call.WAITING)
 
     async def _send(
         self,
@@ -299,4 +468,4 @@ def _ids(rendered: PromptIds, messages: Any, tools: Any) -> list[int]:
 
 def _json(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
     own = {"Content-Type": "application/json", **(headers or {})}
-    return web.Response(body=sse.encoded(body), status=status, headers=own)
+    return web.Response(body=api_call.encoded(body), status=status, headers=own)

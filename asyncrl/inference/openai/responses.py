@@ -17,15 +17,22 @@ import msgspec
 
 from asyncrl.api.chat import ChatReply, Message, ToolSchema
 from asyncrl.inference.openai.api_call import (
+    IGNORED_BY_OPENAI,
     ApiCall,
+    ApiError,
     Json,
+    SupportedParameters,
     answer_format,
     check_tool_choice,
+    convert,
+    frame,
     function_tool,
+    invalid,
+    pieces,
+    refused,
     sampling_of,
 )
-from asyncrl.inference.openai.api_errors import ApiError, invalid, refused
-from asyncrl.inference.openai.chat_messages import (
+from asyncrl.inference.openai.chat_completions import (
     arguments_of,
     assistant_call,
     finished_at_length,
@@ -34,8 +41,6 @@ from asyncrl.inference.openai.chat_messages import (
     token_logprobs,
     told,
 )
-from asyncrl.inference.openai.sse import frame, pieces
-from asyncrl.inference.openai.supported_parameters import IGNORED_BY_OPENAI, SupportedParameters, convert
 
 LOGPROBS: Final = "message.output_text.logprobs"
 _INCLUDED: Final = (LOGPROBS, "reasoning.encrypted_content")

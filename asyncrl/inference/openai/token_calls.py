@@ -11,10 +11,8 @@ import msgspec
 
 from asyncrl.api.chat import Message, ToolSchema
 from asyncrl.api.generation import GenerationRequest, GenerationResult, SamplingParams
-from asyncrl.inference.openai import chat_completions, chat_messages
-from asyncrl.inference.openai.api_call import MAX_ANSWERS, ApiCall, Json, sampling_of
-from asyncrl.inference.openai.api_errors import invalid
-from asyncrl.inference.openai.supported_parameters import SupportedParameters
+from asyncrl.inference.openai import chat_completions
+from asyncrl.inference.openai.api_call import MAX_ANSWERS, ApiCall, Json, SupportedParameters, invalid, sampling_of
 
 
 class PromptIds(Protocol):
@@ -141,7 +139,7 @@ def read_tokenize(body: bytes) -> tuple[list[Message], list[ToolSchema], bool]:
         ApiError: the request is invalid.
     """
     asked = _TOKENIZE.read(body)
-    messages, tools = chat_messages.messages_of(asked.messages), chat_messages.tools_of(asked.tools)
+    messages, tools = chat_completions.messages_of(asked.messages), chat_completions.tools_of(asked.tools)
     return messages, tools, asked.add_generation_prompt
 
 
@@ -177,7 +175,7 @@ def generated(result: GenerationResult) -> Json:
             "index": index,
             "token_ids": list(each.token_ids),
             "finish_reason": each.finish_reason.value,
-            "logprobs": {"content": chat_messages.token_logprobs(each.token_ids, each.logprobs)},
+            "logprobs": {"content": chat_completions.token_logprobs(each.token_ids, each.logprobs)},
         }
         for index, each in enumerate(result.completions)
     ]

@@ -10,9 +10,9 @@ from pathlib import Path
 from asyncrl.comm.names import GENERATION_SERVER
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
-from asyncrl.inference.sglang.command import check_args, missing_for_pictures, pictures_served
+from asyncrl.inference.sglang.host import check_args, missing_for_pictures, pictures_served
 from asyncrl.models.model_config import read_model_config
-from asyncrl.runtime.planning.plan_workers import plan_workers, with_types
+from asyncrl.runtime.plan import plan_workers, with_types
 from asyncrl.trainer.settings import VisionMode
 
 ANY_TYPE = ("bitsandbytes", "gguf")

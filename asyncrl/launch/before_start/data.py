@@ -1,45 +1,48 @@
-"""The data of a start: each data set is loaded; prompts are made as the run would make them, with their statistics."""
+"""The data of a start: each data set is loaded; prompts are made as the run would make them, with their statistics. A
+trial that continues does so with the data and roles that it began with, and all hosts read the same data.
+"""
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.context import context_length, turns
-from asyncrl.config.evaluation_sets import evaluation_sets, with_code_of
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config
+from asyncrl.config.memory import context_length, turns
 from asyncrl.config.plugin_code.import_paths import PluginError
-from asyncrl.config.run_dir import LOGS_DIR
+from asyncrl.config.run_dir import DATA_RECORD_FILE, LEDGER_DIR, LOGS_DIR, METRICS_FILE, DamagedFile, run_dir_of
 from asyncrl.config.setting import ConfigError
+from asyncrl.config.variants import evaluation_sets, is_changing, with_code_of
+from asyncrl.data.curriculum import OwnCurriculum
+from asyncrl.data.datasets import DataRecord, Placed
+from asyncrl.data.demonstrations import conversation_of, load_demonstrations, wrong_conversation
+from asyncrl.data.files import FileDataset
+from asyncrl.data.preferences import judged_answers
+from asyncrl.data.prompt_format import PicturesRefused, PromptStats, measure_prompts, shown
+from asyncrl.data.settings import Overlong
 from asyncrl.launch.before_start.models import base_model_config
-from asyncrl.launch.before_start.same_data import not_found_elsewhere
-from asyncrl.master.graph.builtin import load_graph
-from asyncrl.master.metrics.evaluations import ALWAYS
-from asyncrl.models.model_config import read_model_config
-from asyncrl.models.model_facts import ModelFacts
-from asyncrl.plugins.datasets import Placed
-from asyncrl.plugins.datasets.prompt_format import PicturesRefused
-from asyncrl.plugins.datasets.prompt_stats import PromptStats, measure_prompts, shown
-from asyncrl.plugins.datasets.queue.curriculum import OwnCurriculum
-from asyncrl.plugins.datasets.rows.files import FileDataset
-from asyncrl.plugins.datasets.settings import Overlong
-from asyncrl.plugins.datasets.supervised.demonstration_rows import load_demonstrations
-from asyncrl.plugins.datasets.supervised.demonstrations import conversation_of, wrong_conversation
-from asyncrl.plugins.datasets.supervised.preferences import judged_answers
-from asyncrl.plugins.tools import checks as tools
-from asyncrl.rollout.user_code.agents import offered_tools, offers_tools
-from asyncrl.rollout.user_code.conversations import load_chat_format
+from asyncrl.master.evaluations import ALWAYS
+from asyncrl.master.graph import load_graph
+from asyncrl.models.model_config import ModelFacts, read_model_config
+from asyncrl.observe.tail import read_rows
+from asyncrl.plugins.checks import tool_code_problems
+from asyncrl.rollout.user_code.agents import load_chat_format, offered_tools, offers_tools
 from asyncrl.rollout.user_code.prompts import load_eval_set, load_prompt_format, load_train_set
 from asyncrl.rollout.user_code.rewards import load_rewards
 from asyncrl.rollout.user_code.tools import check_format
+from asyncrl.runtime.plan import BRING_INPUTS, INPUT_ERRORS, brings_inputs
+from asyncrl.runtime.trials.claim import TrialError
+from asyncrl.runtime.trials.trial import ADVICE, newest_progress
 from asyncrl.trainer.parallel.checks import base_model_problems
 from asyncrl.trainer.supervised.base_model import described, existing_base_model
-from asyncrl.trainer.supervised.losses import LABEL_LOSS, loss_kind
+from asyncrl.trainer.supervised.checks import LABEL_LOSS, loss_kind
 from asyncrl.trainer.supervised.settings import SFTConfig
+from asyncrl.verify.audit.ledger_files import read_ledger
 
 
 def check_data(config: Config, folder: Path | None) -> None:
@@ -177,7 +180,7 @@ def check_prompts(config: ExperimentConfig, *, of_evaluation_alone: bool = False
         ConfigError: tools cannot be called, or no agent takes them; a set has no row that makes a prompt, one has
             pictures where the run takes none, or `dataset.overlong=refuse` and a prompt is too long.
     """
-    if messages := [*not_found_elsewhere(config), *tools.code_problems(config)]:
+    if messages := [*not_found_elsewhere(config), *tool_code_problems(config)]:
         raise ConfigError("\n".join(messages))
     prompt_format = load_prompt_format(config)
     check_format(config, prompt_format.chat)
@@ -274,3 +277,106 @@ def chat_notes(config: ExperimentConfig) -> list[str]:
     prompts = load_prompt_format(config)
     chat = load_chat_format(config, prompts)
     return [] if chat is None else chat.findings.lines()
+
+
+def check_same_data(config: ExperimentConfig) -> Iterator[str]:
+    """Compare the training data with the data at the trial's start, if there is a checkpoint to continue from. Yield a
+    line if the record of those is gone: `keep_data_record` writes it again.
+
+    Raises:
+        TrialError: the data differ; the message names the file and the first line that differs.
+        DamagedFile: the record is not the one that the checkpoint was made with.
+    """
+    file = run_dir_of(config) / DATA_RECORD_FILE
+    if (progress := newest_progress(run_dir_of(config))) is None:
+        return
+    train_set = load_train_set(config)
+    try:
+        record = DataRecord.read(file)
+        difference = record.difference(train_set, config.dataset.path)
+    except FileNotFoundError:
+        record, difference = DataRecord.of(train_set), None
+        if progress.data_record is None:
+            yield f"{file} is missing: nothing tells whether the training data are those that the trial began with"
+        elif record.checksum == progress.data_record:
+            yield f"{file} was missing, and is written again: the training data are those of the trial's checkpoint"
+        else:
+            difference = f"{config.dataset.path!r} has other rows than those that the trial began with ({file} is gone)"
+    except (OSError, ValueError, RecursionError) as error:
+        raise DamagedFile(file, f"it is damaged: {str(error)[:200]}") from error
+    if difference is None and progress.data_record not in (None, record.checksum):
+        raise DamagedFile(file, f"it is not the one that checkpoint v{progress.version} was made with")
+    if difference is not None:
+        raise TrialError(
+            f"dataset.path={difference}. Which prompts are used is known by row, so its checkpoint cannot be continued "
+            f"with other rows: put the data back as it was, {ADVICE}"
+        )
+
+
+def check_same_roles(config: ExperimentConfig) -> None:
+    """Check that the checkpoint to continue from has every role whose weights change in this run.
+
+    Raises:
+        TrialError: it lacks one: the arguments or the code of the graph have changed.
+    """
+    if (progress := newest_progress(run_dir_of(config))) is None:
+        return
+    wanted = [role for role in load_graph(config).roles() if is_changing(config, role)]
+    if missing := [role for role in wanted if role not in progress.roles]:
+        raise TrialError(
+            f"algorithm.graph={config.algorithm.graph!r}: the checkpoint (version {progress.version}) has no state of "
+            f"role {missing[0]!r}, which changes in this run; it has {', '.join(progress.roles)}: settings, arguments "
+            f"or code of the graph have changed; put them back as they were, {ADVICE}"
+        )
+
+
+def missing_history(config: ExperimentConfig) -> Iterator[str]:
+    """Yield a line for each part of a continued trial's history that is damaged or gone; its checkpoint needs none."""
+    run_dir, found = run_dir_of(config), list[str]()
+    if (progress := newest_progress(run_dir)) is None:
+        return
+    known = progress.held_rows.union(row.get("step") for row in read_rows(run_dir / METRICS_FILE))
+    if missing := [step for step in range(1, progress.version + 1) if step not in known]:
+        yield (
+            f"{METRICS_FILE} lacks {len(missing)} of the {progress.version} steps before the checkpoint, from step "
+            f"{missing[0]} on; put a copy of it back to have them"
+        )
+    entries = read_ledger(run_dir / LEDGER_DIR, lambda place, what: found.append(f"{place}: {what}"))
+    if len(entries) < progress.ledger_lines:
+        found.insert(
+            0,
+            f"{LEDGER_DIR}: it has {len(entries)} of the {progress.ledger_lines} lines before checkpoint "
+            f"v{progress.version}",
+        )
+    if found:
+        yield (
+            f"the ledger is damaged, {found[0]}; training continues from the checkpoint, which does not need it, but "
+            "no audit can confirm what the damaged lines recorded; put a copy of the ledger back to have them"
+        )
+
+
+def keep_data_record(config: ExperimentConfig) -> None:
+    """Write a record of the training data, unless the trial continues from a checkpoint and has one."""
+    run_dir = run_dir_of(config)
+    file = run_dir / DATA_RECORD_FILE
+    if newest_progress(run_dir) is None or not file.is_file():
+        DataRecord.of(load_train_set(config)).write(file)
+
+
+def keep_inputs(config: ExperimentConfig, *, training: bool = True) -> None:
+    """Keep a copy of the RolloutWorkers' present inputs, if these are brought to hosts that share no folder."""
+    if brings_inputs(config):
+        pkgutil.resolve_name(BRING_INPUTS)(config, run_dir_of(config), training=training)
+
+
+def not_found_elsewhere(config: ExperimentConfig) -> Iterator[str]:
+    """Yield an error message for each input or output of RolloutWorkers that is not shared with their hosts."""
+    if not brings_inputs(config):
+        return
+    yield from pkgutil.resolve_name(INPUT_ERRORS)(config)
+    if config.samples.eval_every:
+        yield (
+            f"samples.eval_every={config.samples.eval_every}: RolloutWorkers write the answers into the run's folder, "
+            "which those on other hosts do not share (system.shared_filesystem=false); share it, or set "
+            "samples.eval_every=0"
+        )

@@ -14,19 +14,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
 
-from asyncrl.comm.http.calls import HttpError, HttpRefused
+from asyncrl.comm.http_client import HttpError, HttpRefused
 from asyncrl.comm.names import GENERATION_SERVER, MODEL_WORKER
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.machine_limits import host_memory
+from asyncrl.config.machine import host_memory
 from asyncrl.config.run_dir import run_dir_of, write_run_config
 from asyncrl.config.setting import ConfigError, Dtype
+from asyncrl.data.tokenizers import vocabulary, vocabulary_difference
 from asyncrl.inference.client import connect
 from asyncrl.inference.messages import ModelInfo
 from asyncrl.inference.settings import guests_of
 from asyncrl.models.model_config import read_model_config
-from asyncrl.plugins.datasets.tokenizers import vocabulary, vocabulary_difference
 from asyncrl.runtime.backends import backend_class
-from asyncrl.runtime.planning.plan_workers import WorkerPlan, plan_workers
+from asyncrl.runtime.plan import WorkerPlan, plan_workers
 from asyncrl.runtime.process.hardware import connect_error, cpu_bfloat16, gpu_details
 
 BFLOAT16_GAIN = 1.8
@@ -107,7 +107,7 @@ def check_guests_fit(config: ExperimentConfig) -> None:
         return
     with TemporaryDirectory() as folder:
         write_run_config(config, Path(folder))
-        argv = [sys.executable, "-m", "asyncrl.launch.previews.show_allocation", folder]
+        argv = [sys.executable, "-m", "asyncrl.launch.show_allocation", folder]
         try:
             counted = subprocess.run(argv, capture_output=True, text=True, timeout=COUNT_LIMIT_S, check=False)
         except subprocess.TimeoutExpired:
@@ -236,7 +236,10 @@ def check_served_policies(config: ExperimentConfig) -> list[str]:
                 "that folder to this machine, or use path"
             )
         elif unknown:
-            notes.append(_not_compared(setting, unknown))
+            notes.append(
+                f"{setting}: its tokenizer was not compared with that of the run's model, as {unknown}. With another "
+                "tokenizer it would read other text than the agent sent, so make sure that they are the same"
+            )
         elif model is not None and folder is not None and (difference := vocabulary_difference(model, folder)):
             faults.append(f"{setting}: {difference}")
     if faults:
@@ -259,10 +262,3 @@ def _what_to_do(error: HttpError) -> str:
     if isinstance(error, HttpRefused) and error.status == HTTPStatus.UNAUTHORIZED:
         return "the server asks for a token, and it gets none of the run; start it without --api-key"
     return f"no generation server answers there ({error}); start it first, or use path and the run starts one"
-
-
-def _not_compared(setting: str, why: str) -> str:
-    return (
-        f"{setting}: its tokenizer was not compared with that of the run's model, as {why}. With another tokenizer it "
-        "would read other text than the agent sent, so make sure that they are the same"
-    )

@@ -1,7 +1,7 @@
 """The models that a start loads: the base model, made first if necessary; the check that each model's files hold all of
 it.
 
-A child process asks transformers (`asyncrl.models.weights.model_files.whole_folder`), since launchers load no torch.
+A child process asks transformers (`asyncrl.weights.whole_folder`), since launchers load no torch.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from asyncrl.comm.typed import decode_json
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config, load_supervised
 from asyncrl.config.setting import ConfigError
-from asyncrl.config.trained_policies import config_of_policy, policy_and_role
+from asyncrl.config.variants import CRITIC, REFERENCE, config_of_policy, policy_and_role
 from asyncrl.launch.before_start.setting_checks import resolve_hub_names, validate
-from asyncrl.master.graph.builtin import load_graph
+from asyncrl.master.graph import load_graph
 from asyncrl.models.folder_checks import ModelPart, WantedFolder, hugging_face_folder
-from asyncrl.runtime.planning.plan_workers import with_types
-from asyncrl.trainer.checks.algorithm import other_tokenizers
+from asyncrl.runtime.plan import with_types
+from asyncrl.trainer.algorithm_checks import other_tokenizers
 from asyncrl.trainer.supervised.base_model import ensure_base_model
-from asyncrl.trainer.supervised.losses import REWARD_LOSS, loss_kind
+from asyncrl.trainer.supervised.checks import REWARD_LOSS, loss_kind
 from asyncrl.trainer.supervised.settings import SFTConfig
 
 
@@ -66,10 +66,9 @@ def base_model_config(config: ExperimentConfig, folder: Path | None) -> SFTConfi
     return base
 
 
-CRITIC, REFERENCE = "critic", "ref"
 LIMIT_S = 300.0
 """Longest time, in s, for the check: reading the headers of a large model from a slow disk."""
-_PROGRAM = "asyncrl.models.weights.model_files.whole_folder"
+_PROGRAM = "asyncrl.weights.whole_folder"
 
 
 @contextmanager

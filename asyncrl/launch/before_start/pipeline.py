@@ -17,14 +17,13 @@ from types import TracebackType
 from typing import Self
 
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.data.prompt_format import PromptStats
 from asyncrl.launch.before_start.data import chat_notes, check_prompts
 from asyncrl.launch.before_start.machine import check_guests_fit, check_reachable, device_lines
 from asyncrl.launch.before_start.models import loaded_folders, whole_models
 from asyncrl.launch.before_start.rehearsal import plays_first_row, rehearsed, unchecked
-from asyncrl.plugins.datasets.prompt_stats import PromptStats
 from asyncrl.runtime.backends import backend_class
-from asyncrl.runtime.planning.plan_workers import with_types
-from asyncrl.runtime.planning.process_kinds import Purpose
+from asyncrl.runtime.plan import Purpose, with_types
 
 
 @dataclass

@@ -50,17 +50,17 @@ from asyncrl.api.trajectory import WON, policy_of
 from asyncrl.comm import names
 from asyncrl.comm.ended_rollouts import LOST_EPISODES
 from asyncrl.comm.waits import CALL_S
-from asyncrl.config.evaluation_sets import with_code_of
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.no_proxy import bypass_proxy
+from asyncrl.config.machine import bypass_proxy
 from asyncrl.config.run_dir import read_run_config, write_run_config
 from asyncrl.config.setting import ConfigError
-from asyncrl.plugins.datasets import Dataset, DemonstrationDataset, Placed
-from asyncrl.plugins.datasets.prompt_format import InvalidPrompt
-from asyncrl.plugins.datasets.queue.order import PromptRef
+from asyncrl.config.variants import with_code_of
+from asyncrl.data.datasets import Dataset, DemonstrationDataset, Placed
+from asyncrl.data.prompt_format import InvalidPrompt
+from asyncrl.data.prompt_queue import PromptRef
 from asyncrl.rollout.checks import code_problems, problems_of_others
 from asyncrl.rollout.episode import GroupRules, RetryLimits
-from asyncrl.rollout.generation.generated_tokens import GeneratedTokens
+from asyncrl.rollout.rollout_client import GeneratedTokens
 from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code_pool.call_records import Activity, UserCodeError, failed_label, metered
 from asyncrl.runtime.supervisor import end_marked
@@ -271,7 +271,7 @@ async def rehearse(config: ExperimentConfig) -> RehearsalOutcome:
                         unrewarded = _refused(components, refused) + await _tried(components, refused)
                 failed = await _evaluations(components, config, made_up)
             finally:
-                await components.conversations.endpoint.close()
+                await components.conversations.close()
             if failed is not None:
                 return failed
     except ConfigError as error:

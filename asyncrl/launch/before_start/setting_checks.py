@@ -6,28 +6,27 @@ A message reads `setting=value: what is wrong; what to do`.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
+from asyncrl.chat import checks as chat
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.load import Config, settings
+from asyncrl.config.load import Config, load_experiment, settings
 from asyncrl.config.setting import ConfigError, value_problems
-from asyncrl.config.trained_policies import config_of_policy
+from asyncrl.config.variants import config_of_policy
+from asyncrl.data.files import JSONL, PARQUET
 from asyncrl.inference import checks as inference
-from asyncrl.inference.encoder import checks as encoder
 from asyncrl.manager import checks as manager
 from asyncrl.master import checks as master
-from asyncrl.master.graph.builtin import load_graph
-from asyncrl.master.graph.call_graph import GraphError
+from asyncrl.master.graph import GraphError, load_graph
 from asyncrl.observe import checks as observe
-from asyncrl.plugins.chat import checks as chat
-from asyncrl.plugins.datasets.rows.readers import JSONL, PARQUET
-from asyncrl.plugins.tools import checks as tools
+from asyncrl.plugins.checks import check_tools
 from asyncrl.rollout import checks as rollout
 from asyncrl.rollout.user_code.prompts import load_train_set
 from asyncrl.runtime import checks as runtime
@@ -79,11 +78,10 @@ def check_graph(config: Config) -> None:
 
 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_ROOMS: tuple[Callable[[ExperimentConfig], Iterator[str]], ...] = (
+_CHECKS: tuple[Callable[[ExperimentConfig], Iterator[str]], ...] = (
     master.check,
     rollout.check,
-    encoder.check,
-    tools.check,
+    check_tools,
     chat.check,
     trainer.check,
     inference.check,
@@ -105,7 +103,7 @@ def validate(config: Config) -> None:
     if not messages:
         messages += _names(config)
         if isinstance(config, ExperimentConfig):
-            for check in _ROOMS:
+            for check in _CHECKS:
                 messages += check(config)
         else:
             messages += supervised.check(config)
@@ -169,16 +167,6 @@ _NOT_TAKEN = ["*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.gguf",
 """Weights in other formats than safetensors, which are often in the same folder."""
 
 
-@dataclass(frozen=True)
-class _Named:
-    """A setting that may hold a hub name."""
-
-    setting: str
-    kind: str
-    value: str
-    put: Callable[[str], None]
-
-
 def resolve_hub_names(config: Config) -> None:
     """Replace each hub name in `config` by its folder, downloading it first if necessary, and `~` by the home folder.
 
@@ -186,13 +174,16 @@ def resolve_hub_names(config: Config) -> None:
         ConfigError: with every name that is neither a folder, nor in the cache, nor available from the hub.
     """
     messages = []
-    for named in _settings(config):
-        if named.value.startswith("~"):
-            named.put(str(Path(named.value).expanduser()))
-        if not is_hub_name(named.value):
+    for setting, kind, group in _named_by_path(config):
+        value = group.path
+        if value is None:
+            continue
+        if value.startswith("~"):
+            group.path = str(Path(value).expanduser())
+        if not is_hub_name(value):
             continue
         try:
-            named.put(str(_folder(named)))
+            group.path = str(_folder(setting, kind, value))
         except ConfigError as error:
             messages.append(str(error))
     if messages:
@@ -205,35 +196,36 @@ def is_hub_name(value: str) -> bool:
     return bool(_NAME.fullmatch(value)) and not value.endswith((JSONL, PARQUET)) and not path.parent.exists()
 
 
-def _settings(config: Config) -> Iterator[_Named]:
-    def named(setting: str, kind: str, owner: object) -> Iterator[_Named]:
-        value = getattr(owner, "path", None)
-        if isinstance(value, str):
-            yield _Named(setting, kind, value, lambda folder: setattr(owner, "path", folder))
-
-    yield from named("model.path", "model", config.model)
-    yield from named("dataset.path", "dataset", config.dataset)
-    yield from named("eval.path", "dataset", config.eval)
+def _named_by_path(config: Config) -> Iterator[tuple[str, str, Any]]:
+    """Yield each setting that may hold a hub name, the kind of what it names, and the group that has it as `path`."""
+    yield "model.path", "model", config.model
+    yield "dataset.path", "dataset", config.dataset
+    yield "eval.path", "dataset", config.eval
     if isinstance(config, ExperimentConfig):
-        yield from named("algorithm.critic.path", "model", config.algorithm.critic)
-        yield from named("algorithm.reference.path", "model", config.algorithm.reference)
+        yield "algorithm.critic.path", "model", config.algorithm.critic
+        yield "algorithm.reference.path", "model", config.algorithm.reference
         for number, teacher in enumerate(config.algorithm.teachers):
-            yield from named(f"algorithm.teachers[{number}].path", "model", teacher)
+            yield f"algorithm.teachers[{number}].path", "model", teacher
         for number, each in enumerate(config.eval.sets):
-            yield from named(f"eval.sets[{number}].path", "dataset", each)
+            yield f"eval.sets[{number}].path", "dataset", each
         for number, source in enumerate(config.dataset.sources):
-            yield from named(f"dataset.sources[{number}].path", "dataset", source)
+            yield f"dataset.sources[{number}].path", "dataset", source
 
 
-def _folder(named: _Named) -> Path:
+def _folder(setting: str, kind: str, name: str) -> Path:
+    """Return the folder of `name` in the hub's cache, downloaded if necessary.
+
+    Raises:
+        ConfigError: it is not available.
+    """
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    given, instead = f"{named.setting}={named.value!r}", f"give the folder of a downloaded {named.kind}"
+    given, instead = f"{setting}={name!r}", f"give the folder of a downloaded {kind}"
 
     def snapshot(local_files_only: bool) -> Path:
         found = huggingface_hub.snapshot_download(
-            named.value, repo_type=named.kind, ignore_patterns=_NOT_TAKEN, local_files_only=local_files_only
+            name, repo_type=kind, ignore_patterns=_NOT_TAKEN, local_files_only=local_files_only
         )
         return Path(found)
 
@@ -254,3 +246,30 @@ def _folder(named: _Named) -> Path:
             f"{given}: no such folder, not in the hub's cache here, and the hub cannot be reached ({reason}); "
             f"{instead}, or start where the hub can be reached"
         ) from None
+
+
+def experiment_parser(program: str, description: str) -> argparse.ArgumentParser:
+    """Return a parser of an experiment's name, its settings and the folder of the user's experiments."""
+    parser = argparse.ArgumentParser(
+        prog=program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("experiment", help="name of an experiment")
+    parser.add_argument("overrides", nargs="*", help="setting=value")
+    parser.add_argument("--config-dir", type=Path, metavar="DIR", help="folder of your own experiments")
+    return parser
+
+
+def load_rl(args: argparse.Namespace, overrides: Sequence[str]) -> ExperimentConfig:
+    """Return the experiment of reinforcement learning that `args` name, its hub names and its length resolved.
+
+    Raises:
+        ConfigError: a setting is wrong, a name is not available from the hub, or the experiment is a supervised one.
+    """
+    config = load_experiment(args.experiment, overrides, args.config_dir)
+    if not isinstance(config, ExperimentConfig):
+        raise ConfigError(
+            f"{args.experiment!r} is an experiment of supervised training; give one of reinforcement learning"
+        )
+    resolve_hub_names(config)
+    resolve_length(config)
+    return config

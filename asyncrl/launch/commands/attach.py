@@ -21,14 +21,14 @@ from pathlib import Path
 from asyncrl.comm.files import is_held, make_private_folder, open_private_file
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import EXIT_FILE, LAUNCHER_LOCK_FILE, LAUNCHER_LOG, OBSERVED_DIR, run_dir_of
-from asyncrl.launch.refusal import refuse
-from asyncrl.observe.history.process_history import ProcessHistory
-from asyncrl.observe.history.tail import Appended
+from asyncrl.launch.commands import refuse
+from asyncrl.observe.history import ProcessHistory
+from asyncrl.observe.tail import Appended
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_OK
 from asyncrl.runtime.settings import Resume
 from asyncrl.runtime.supervisor import identity_of
 from asyncrl.runtime.trials.claim import TrialError, detached_holder, is_here, read_holder
-from asyncrl.runtime.trials.resume import changed_settings
+from asyncrl.runtime.trials.trial import changed_settings
 
 START_LIMIT_S = 600.0
 """Longest time, in s, to watch a run that starts in the background until its processes have started."""

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.config.run_dir import CHECKPOINTS_DIR, LEDGER_DIR, METRICS_FILE, SAMPLES_DIR, WEIGHTS_DIR
-from asyncrl.launch.refusal import refuse
-from asyncrl.verify.audit.kept import check_samples
+from asyncrl.launch.commands import refuse
 from asyncrl.verify.audit.ledger_files import read_ledger, surviving
 from asyncrl.verify.audit.ledger_rules import Replay
 from asyncrl.verify.audit.outcome import Outcome
-from asyncrl.verify.audit.rows import check_metrics
 from asyncrl.verify.audit.run_files import Documents, check_checkpoints, check_weights, role_folders, versions_in
+from asyncrl.verify.audit.tables import check_metrics, check_samples
 
 EXIT_FOUND = 1
 

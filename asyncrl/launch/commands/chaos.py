@@ -25,20 +25,18 @@ from asyncrl.comm import names
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import LEDGER_DIR, RESTARTS_FILE, run_dir_of
 from asyncrl.config.setting import ConfigError
+from asyncrl.launch.before_start.setting_checks import experiment_parser, load_rl
+from asyncrl.launch.commands import ERROR, refuse
 from asyncrl.launch.commands.audit import Audit, audit
-from asyncrl.launch.experiment_args import experiment_parser, load_rl
-from asyncrl.launch.refusal import ERROR, refuse
-from asyncrl.launch.summary import summary_lines
-from asyncrl.observe.history.tail import read_rows
+from asyncrl.launch.train import summary_lines
+from asyncrl.observe.tail import read_rows
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
-from asyncrl.runtime.planning.plan_workers import plan_workers
-from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS, Restart
-from asyncrl.runtime.trials.resume import read_summary
+from asyncrl.runtime.plan import PROCESS_KINDS, Restart, plan_workers
+from asyncrl.runtime.trials.trial import read_summary
 from asyncrl.trainer.parallel.placement import worker_grid
 from asyncrl.verify.audit.ledger_files import read_ledger
 from asyncrl.verify.chaos.chaos_run import ChaosRun, Watched, why_no_disk_is_filled
-from asyncrl.verify.chaos.fault_costs import LAUNCHER, add_costs, complete, find_work
-from asyncrl.verify.chaos.fault_plan import Fault, FaultKind, make_plan
+from asyncrl.verify.chaos.faults import LAUNCHER, Fault, FaultKind, add_costs, complete, find_work, make_plan
 from asyncrl.verify.chaos.report import WIDTH, table, verdict
 
 _BUDGET = "system.restarts_per_process"

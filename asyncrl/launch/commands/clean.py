@@ -25,7 +25,7 @@ from asyncrl.config.run_dir import (
     WEIGHTS_DIR,
     versions_in,
 )
-from asyncrl.launch.refusal import refuse
+from asyncrl.launch.commands import refuse
 from asyncrl.observe.history import History
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_OK
 

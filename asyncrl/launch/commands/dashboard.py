@@ -15,11 +15,10 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from asyncrl.launch.refusal import refuse
-from asyncrl.observe.dashboard.page import Decode, html, page_data
-from asyncrl.observe.dashboard.server import Dashboard, serve
+from asyncrl.data.tokenizers import load_tokenizer
+from asyncrl.launch.commands import refuse
+from asyncrl.observe.dashboard import Dashboard, Decode, html, page_data, serve
 from asyncrl.observe.history import History
-from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.runtime.exit_codes import EXIT_OK
 
 PORT = 8265

@@ -24,28 +24,26 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncrl.comm.files import PRIVATE_UMASK
-from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.run_dir import ANSWERS_DIR, CONFIG_FILE, METRICS_FILE, read_run_config, run_dir_of
 from asyncrl.config.setting import ConfigError, Device
-from asyncrl.config.trained_policies import config_of_policy
 from asyncrl.config.values import literal, to_yaml
+from asyncrl.config.variants import config_of_policy, evaluation_sets
 from asyncrl.inference.settings import NO_GUESTS
+from asyncrl.launch.before_start.data import keep_inputs
 from asyncrl.launch.before_start.pipeline import StartChecks
-from asyncrl.launch.before_start.same_data import keep_inputs
 from asyncrl.launch.before_start.setting_checks import is_hub_name, resolve_hub_names, validate
-from asyncrl.launch.refusal import refuse
+from asyncrl.launch.commands import refuse
 from asyncrl.models.folder_checks import folder_faults
 from asyncrl.observe.doctor.standing import Standing
-from asyncrl.observe.history.tail import read_rows
 from asyncrl.observe.samples import Row, answer_files, read_samples
 from asyncrl.observe.settings import SamplesConfig
+from asyncrl.observe.tail import read_rows
 from asyncrl.plugins.named_inputs import is_file, named_inputs, texts_in_args
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.launcher import Launcher
-from asyncrl.runtime.planning.plan_workers import with_types
-from asyncrl.runtime.planning.process_kinds import Purpose
+from asyncrl.runtime.plan import Purpose, with_types
 from asyncrl.runtime.trials.claim import TrialError, read_holder
 from asyncrl.trainer.settings import LoraConfig
 
@@ -237,8 +235,8 @@ def policy_folder(run: Path, step: int | None, scratch: Path, policy: str) -> Pa
     if step == 0:
         return Path(str(config_of_policy(read_run_config(run), policy).model.path))
     from asyncrl.launch.commands.export.policy import ExportError, export  # imports torch
-    from asyncrl.models.weights.model_files.loading import WeightUpdateError
-    from asyncrl.models.weights.versions.manifest import ManifestError
+    from asyncrl.weights.loading import WeightUpdateError
+    from asyncrl.weights.manifest import ManifestError
 
     folder = scratch / f"model-{policy}"
     if folder.exists():

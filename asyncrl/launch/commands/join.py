@@ -30,15 +30,14 @@ from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameEntryExists, NameEntryNotFound, NameResolveError, NameResolver
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import CONFIG_FILE, read_run_config
-from asyncrl.launch.refusal import refuse
+from asyncrl.launch.commands import refuse
 from asyncrl.runtime.backends import WorkerHandle, open_backend
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
-from asyncrl.runtime.planning.plan_workers import WorkerPlan
-from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS, Share
+from asyncrl.runtime.plan import PROCESS_KINDS, Share, WorkerPlan
 from asyncrl.runtime.process.hardware import LOOPBACK, visible_gpus
+from asyncrl.runtime.run_log import RestartBudget
 from asyncrl.runtime.settings import HostConfig
 from asyncrl.runtime.trials.claim import open_resolver, read_holder
-from asyncrl.runtime.trials.restarts import RestartBudget
 
 GONE_S = 60.0
 """A run whose manager is missing for this many seconds is over; a manager that died is replaced earlier."""

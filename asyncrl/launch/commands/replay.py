@@ -15,11 +15,10 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import SAMPLES_DIR
 from asyncrl.config.setting import ConfigError
 from asyncrl.launch.before_start.data import check_data
-from asyncrl.launch.before_start.setting_checks import check_graph, validate
-from asyncrl.launch.experiment_args import experiment_parser, load_rl
-from asyncrl.launch.refusal import refuse
+from asyncrl.launch.before_start.setting_checks import check_graph, experiment_parser, load_rl, validate
+from asyncrl.launch.commands import refuse
 from asyncrl.launch.train import train
-from asyncrl.runtime.planning.process_kinds import KEPT_SAMPLES
+from asyncrl.runtime.plan import KEPT_SAMPLES
 
 _FOLDER = "samples="
 

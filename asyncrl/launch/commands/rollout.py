@@ -18,12 +18,11 @@ from asyncrl.comm.files import PRIVATE_UMASK
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import SAMPLES_DIR
 from asyncrl.config.setting import ConfigError
+from asyncrl.launch.before_start.data import keep_data_record, keep_inputs
 from asyncrl.launch.before_start.models import with_model
 from asyncrl.launch.before_start.pipeline import StartChecks
-from asyncrl.launch.before_start.same_data import keep_data_record, keep_inputs
-from asyncrl.launch.before_start.setting_checks import validate
-from asyncrl.launch.experiment_args import experiment_parser, load_rl
-from asyncrl.launch.refusal import refuse
+from asyncrl.launch.before_start.setting_checks import experiment_parser, load_rl, validate
+from asyncrl.launch.commands import refuse
 from asyncrl.observe.display import make_display
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED
 from asyncrl.runtime.launcher import Launcher

@@ -20,8 +20,8 @@ from rich.text import Text
 
 from asyncrl.api.trajectory import role_of
 from asyncrl.config.run_dir import ANSWERS_DIR, SAMPLES_DIR
-from asyncrl.config.suggestions import did_you_mean
-from asyncrl.launch.refusal import refuse
+from asyncrl.config.setting import did_you_mean
+from asyncrl.launch.commands import refuse
 from asyncrl.observe.samples import Row, answer_files, read_samples, sample_files, step_of
 
 COLOURS = ("green", "cyan", "yellow", "magenta", "blue", "red")

@@ -22,21 +22,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.comm.http.calls import JsonHttp
+from asyncrl.comm.http_client import JsonHttp
 from asyncrl.comm.name_resolve import NameResolver
 from asyncrl.comm.names import GENERATION_SERVER, POLICY_SERVER, WinRatesOfPools
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.settings import Backend, guests_of
 from asyncrl.manager.fleet.decisions import FleetDecisions
-from asyncrl.manager.fleet.fleet_runner import FleetRunner, ServerUpdater
-from asyncrl.manager.fleet.logprob_check import LogprobCheck, logprob_check_tolerance
+from asyncrl.manager.fleet.fleet_runner import FleetRunner, LogprobCheck, ServerUpdater, logprob_check_tolerance
 from asyncrl.manager.fleet.servers import GuestTurns, ServerTargets, Target
 from asyncrl.manager.messages import ServerStatus
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import PolicyConfig, UpdateMode
-from asyncrl.models.weights.transports.base import ManagerEnd
-from asyncrl.models.weights.transports.disk import DiskManagerEnd
-from asyncrl.models.weights.versions.manifest import ManifestError, verify
+from asyncrl.weights.manifest import ManifestError, verify
+from asyncrl.weights.transports.base import DiskManagerEnd, ManagerEnd
 
 
 class _PolicyLog(logging.LoggerAdapter[logging.Logger]):

@@ -22,6 +22,8 @@ from asyncrl.comm.ended_rollouts import (
     RecentIds,
     RolloutLine,
 )
+from asyncrl.data.curriculum import Curriculum
+from asyncrl.data.prompt_queue import DataOrder, NextTry, PromptQueue, UsedPrompts
 from asyncrl.manager.messages import (
     DroppedRollout,
     FinishedRollout,
@@ -34,10 +36,6 @@ from asyncrl.manager.messages import (
 )
 from asyncrl.manager.rollouts.staleness_gate import WORKER_LOST, RolloutTicket, StalenessGate
 from asyncrl.manager.rollouts.workers import Suspects
-from asyncrl.plugins.datasets.queue.curriculum import Curriculum
-from asyncrl.plugins.datasets.queue.order import DataOrder
-from asyncrl.plugins.datasets.queue.prompt_queue import NextTry, PromptQueue
-from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 
 NOBODY = "nobody/0"
 """Worker of a rollout that only the trainer knows."""

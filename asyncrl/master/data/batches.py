@@ -24,13 +24,12 @@ from asyncrl.comm.request_reply import RequestClient
 from asyncrl.comm.waits import HOLD_S, LOOK_S
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.client import ManagerClient
-from asyncrl.master.data.buffer_order import ConfiguredOrder
 from asyncrl.master.data.collector import Collector, Reports
-from asyncrl.master.data.sample_buffer import SampleBuffer, TrainBatch
+from asyncrl.master.data.sample_buffer import ConfiguredOrder, SampleBuffer, TrainBatch
 from asyncrl.master.data.stall import PromptsUsedUp, StallWatch
-from asyncrl.master.graph.call_graph import Call, Graph
-from asyncrl.master.metrics.evaluations import Row
-from asyncrl.master.peers.rank_clients import RankClients
+from asyncrl.master.evaluations import Row
+from asyncrl.master.graph import Call, Graph
+from asyncrl.master.peers import RankClients
 from asyncrl.master.settings import OnStale
 from asyncrl.runtime.process.waiting import cancel
 from asyncrl.trainer.messages import RunCall, ScoreAhead

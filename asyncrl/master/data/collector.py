@@ -31,10 +31,10 @@ from asyncrl.comm.ended_rollouts import PolicyTokens, RolloutCounts
 from asyncrl.comm.names import ACTOR
 from asyncrl.comm.request_reply import R, Request, RequestClient, RequestTimeout
 from asyncrl.comm.waits import ANSWER_S, BURST_S, CALL_S, GATHER_S, HOLD_S
+from asyncrl.data.prompt_queue import UsedPrompts
 from asyncrl.manager.client import GateStatus, ManagerClient
 from asyncrl.manager.messages import ConsumedReply, GateCheckpoint, ReceivedRollout, RunBegin, TrainedRollout
 from asyncrl.master.data.sample_buffer import Drop, SampleBuffer, TrainBatch
-from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.runtime.process.waiting import StopRequested, cancel, or_stop
 from asyncrl.trainer.messages import Discard, PollBuffer, PolledBuffer, RolloutRecord
 

@@ -12,7 +12,7 @@ while there are signs. For a wait for rollouts these are, by counters of buffer 
 
 An evaluation pins the served version, and with it the gate, so while one runs no rollout is expected; nor is one while
 all generation servers or all RolloutWorkers are still starting. Both have limits of their own. The ranks' signs are
-those of `asyncrl.master.peers.rank_clients`; a rank that does not answer makes all other signs void.
+those of `asyncrl.master.peers`; a rank that does not answer makes all other signs void.
 
 Rollouts may show signs of life and yet complete no batch: a wait for them also warns if filters drop nearly all.
 """
@@ -27,17 +27,16 @@ from pathlib import Path
 from typing import Any, Final, NoReturn, TypeVar
 
 from asyncrl.comm.ended_rollouts import DropReason, is_filter_reason
-from asyncrl.comm.http.calls import HttpError
+from asyncrl.comm.http_client import HttpError
 from asyncrl.comm.waits import ANSWER_S, ASK_S, LOOK_S, RunningClock, running_wait
 from asyncrl.manager.client import GateStatus, ManagerClient, ManagerGone
 from asyncrl.master.data.collector import Collector
 from asyncrl.master.data.sample_buffer import SampleBuffer
-from asyncrl.master.peers.connections import NameBoard
-from asyncrl.master.peers.policy_versions import VersionAnnouncer
-from asyncrl.master.peers.rank_clients import Stalled
+from asyncrl.master.peers import NameBoard, Stalled
+from asyncrl.master.policy_versions import VersionAnnouncer
 from asyncrl.observe.metrics.learning import ADVICE
-from asyncrl.runtime.process.remarks import remark
 from asyncrl.runtime.process.waiting import StopRequested, cancel
+from asyncrl.runtime.run_log import remark
 
 _T = TypeVar("_T")
 

@@ -1,29 +1,9 @@
-"""A finding of the doctor, its text, and parts of sentences that the rules on speed share."""
+"""A finding of the doctor, and its text."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum, auto
-
-from asyncrl.observe.doctor.measured import Measured
-
-
-def bottleneck(
-    m: Measured, kind: str, title: str, sentence: str, advice: str, at_best_s: float | None = None
-) -> Finding:
-    """Return the finding that a stage sets the pace; `at_best_s`: seconds of a step without it, None if unknown."""
-    return Finding(kind, Level.bottleneck, title, sentence, advice, m.step_s, at_best_s)
-
-
-def waits(m: Measured) -> str:
-    """Return text on how long the trainer waits for rollouts."""
-    return f"training waits for rollouts {percent(m.wait)} of the time ({m.wait_s:.2f} of {m.step_s:.2f} s a step)"
-
-
-def percent(share: float) -> str:
-    """Return `share` as text in percent."""
-    return f"{100 * share:.0f} %"
-
 
 PAGE = "docs/troubleshooting.md"
 
@@ -76,3 +56,8 @@ class Finding:
         """Return the finding in one line."""
         parts = [f"{self.title}: {self.sentence}", self.advice, self.gain]
         return " ".join(part for part in parts if part)
+
+
+def percent(share: float) -> str:
+    """Return `share` as text in percent."""
+    return f"{100 * share:.0f} %"

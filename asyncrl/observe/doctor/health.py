@@ -15,8 +15,7 @@ from typing import Any
 from asyncrl.comm.ended_rollouts import DropReason, failure, is_filter_reason
 from asyncrl.observe.doctor.finding import Finding, Level
 from asyncrl.observe.doctor.measured import WINDOW_STEPS, Measured
-from asyncrl.observe.history import History, Process
-from asyncrl.observe.history.history import Row
+from asyncrl.observe.history import History, Process, Row
 from asyncrl.observe.metrics.learning import FLAT_STEPS, is_constant, is_flat
 
 FEWEST_EVALUATIONS = 6

@@ -1,4 +1,4 @@
-"""Measurements for the doctor's rules: means over a window of a run's newest steps.
+"""Measurements for the doctor's rules: means over a window of a run's newest steps, and of its generation servers.
 
 The laws are those of operational analysis (Denning and Buzen 1978), which assume nothing about distributions:
 
@@ -17,33 +17,25 @@ from statistics import median
 from typing import Any
 
 from asyncrl.comm.ended_rollouts import DropReason
+from asyncrl.comm.names import GENERATION_SERVER, POLICY_SERVER
 from asyncrl.inference.settings import ALL_GUESTS, NO_GUESTS
-from asyncrl.observe.doctor.server_load import POLICY_SERVER, SERVER, Fleet, ServerLoad, server_loads
-from asyncrl.observe.history import History, Process, Rollout
-from asyncrl.observe.history.history import Row
+from asyncrl.observe.history import History, Process, Rollout, Row
+from asyncrl.observe.observer import Activity
 
 WINDOW_STEPS = 50
 """Number of newest steps that are measured."""
-SETTINGS = (
-    "generation.backend",
-    "manager.update_mode",
-    "manager.weight_transport",
-    "rollout.pacing",
-    "trainer.ppo_minibatches",
-    "trainer.tokens_per_micro_batch",
-)
-SCARCE_CORES = 0.2
-"""Share of the time without a core, of that in which threads could run, from which on cores are all taken."""
+FEWEST_STEPS = 3
 LITTLE_WAITING = 0.15
 """A trainer that waits less than this share of the time sets the pace itself."""
-FEWEST_STEPS = 3
-TRAINER_PARTS = ("switch", "train", "publish", "memory_checkpoint", "wait_eval")
-FEW_EVALUATIONS = 0.1
-FEWEST_LOADS = 8
+SCARCE_CORES = 0.2
+"""Share of the time without a core, of that in which threads could run, from which on cores are all taken."""
 GUESSED = 2.5
 """A server counts as being at its limit if its batch is full to one part in this number."""
+FEW_EVALUATIONS = 0.1
+FEWEST_LOADS = 8
 LEAST_SPREAD = 0.2
 """Difference of the logarithms of the number of running samples below which saturation is unknown."""
+TRAINER_PARTS = ("switch", "train", "publish", "memory_checkpoint", "wait_eval")
 CALLS = {
     "generate_s": "generation",
     "reward_s": "reward",
@@ -55,6 +47,14 @@ CALLS = {
     "thread_wait_s": "a place for user code",
 }
 """Metrics of a rollout's seconds, and the names of the activities."""
+SETTINGS = (
+    "generation.backend",
+    "manager.update_mode",
+    "manager.weight_transport",
+    "rollout.pacing",
+    "trainer.ppo_minibatches",
+    "trainer.tokens_per_micro_batch",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +224,8 @@ def measure(history: History) -> Measured | None:
         [each for each in history.processes.values() if each.kind == kind]
         for kind in ("rollout_worker", "model_worker")
     )
-    servers, policy_servers = (server_loads(history, kind, begin, end) for kind in (SERVER, POLICY_SERVER))
+    latest = max(workers, key=lambda worker: worker.mean("loop_late_s", begin, end) or 0.0, default=None)
+    servers, policy_servers = (server_loads(history, kind, begin, end) for kind in (GENERATION_SERVER, POLICY_SERVER))
     admitted, dropped = history.ledger.dropped_since(first)
     places = int(history.setting("rollout.max_concurrent", 0)) * int(history.setting("rollout.workers", 1))
     return Measured(
@@ -239,11 +240,12 @@ def measure(history: History) -> Measured | None:
         waited_s=_mean(step.waited_s for step in steps),
         calls=_calls(rows, rollout_s),
         places=places,
-        busy_places=_alive(history.rollouts.values(), begin, end) or _little(steps, begin, end, rollout_s),
+        busy_places=_alive(history.rollouts.values(), begin, end)
+        or sum(step.admitted for step in steps) / max(end - begin, 1e-9) * rollout_s,  # Little's law
         servers=servers,
         worker_loop_late_s=_worst_mean(workers, "loop_late_s", begin, end),
         worker_late_s=_worst_mean(workers, "late_s", begin, end),
-        worker_no_core=_latest_loop(workers, begin, end).rate("no_core_s", begin, end) if workers else None,
+        worker_no_core=latest.rate("no_core_s", begin, end) if latest else None,
         evaluations=_mean(any(name.startswith("eval/") for name in row) for row in rows),
         evaluating=_evaluating(history, servers, begin, end),
         saturation=_saturation(history, begin, end),
@@ -295,10 +297,6 @@ def _alive(rollouts: Iterable[Rollout], begin: float, end: float) -> float:
     return running_s / max(end - begin, 1e-9)
 
 
-def _little(steps: list, begin: float, end: float, rollout_s: float) -> float:  # type: ignore[type-arg]
-    return float(sum(step.admitted for step in steps) / max(end - begin, 1e-9) * rollout_s)
-
-
 def _evaluating(history: History, servers: tuple[ServerLoad, ...], begin: float, end: float) -> float:
     """Return the share of the servers' samples over the window that belong to evaluations, estimated from the
     additional samples while an evaluation runs.
@@ -330,7 +328,7 @@ def _loads(history: History, begin: float, end: float) -> list[tuple[float, floa
     return [
         (line["at"], line["running"], line["tokens_per_s"])
         for process in history.processes.values()
-        if process.kind == SERVER
+        if process.kind == GENERATION_SERVER
         for line in process.between(begin, end)
         if line.get("running") and line.get("tokens_per_s")
     ]
@@ -360,10 +358,125 @@ def _worst_mean(processes: list[Process], gauge: str, begin: float, end: float) 
     return max(means, default=None)
 
 
-def _latest_loop(workers: list[Process], begin: float, end: float) -> Process:
-    return max(workers, key=lambda worker: worker.mean("loop_late_s", begin, end) or 0.0)
-
-
 def _mean(values: Iterable[float]) -> float:
     found = list(values)
     return sum(found) / len(found) if found else 0.0
+
+
+QUEUE_SHARE = 0.25
+"""Samples queue in the servers if they are more than this share of the running ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLoad:
+    """A generation server over the window; figures that its engine does not report are None.
+
+    `tokens_s` are generated a second. `busy`, `cpu` and `no_core` are shares of the time in engine steps, on a
+    processor, and ready without one; the last two are sums over threads and may exceed 1. `updating` is the share of
+    time in weight updates.
+    """
+
+    name: str
+    stage: str
+    serves: bool
+    """True if it served at some time."""
+    running: float | None
+    queued: float | None
+    max_running: float | None
+    kv_share: float | None
+    retracted_s: float | None
+    tokens_s: float | None
+    busy: float | None
+    cpu: float | None
+    no_core: float | None
+    late_s: float | None
+    silent: float
+    updating: float
+    policy: str = ""
+    """One of `policies`; empty: the run's own policy."""
+
+    @property
+    def tokens_per_sample(self) -> float | None:
+        """Tokens a second for each running sample."""
+        if not self.tokens_s or not self.running:
+            return None
+        return self.tokens_s / self.running
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The servers that generate with one policy."""
+
+    servers: tuple[ServerLoad, ...]
+
+    @property
+    def name(self) -> str:
+        """The servers in a few words."""
+        policy = self.servers[0].policy if self.servers else ""
+        return f"the servers of policy {policy}" if policy else "the servers"
+
+    @property
+    def samples(self) -> float:
+        """Samples that run in them or wait there."""
+        return sum((server.running or 0.0) + (server.queued or 0.0) for server in self.servers)
+
+    def total(self, name: str) -> float | None:
+        """Return the sum of the servers' figure `name`; None if one of them does not report it."""
+        values = [getattr(server, name) for server in self.servers]
+        return sum(values) if values and None not in values else None
+
+    @property
+    def queues(self) -> bool:
+        """True if samples queue in its servers."""
+        running, queued = self.total("running"), self.total("queued")
+        return running is not None and queued is not None and queued > QUEUE_SHARE * max(1.0, running)
+
+
+def server_loads(history: History, kind: str, begin: float, end: float) -> tuple[ServerLoad, ...]:
+    """Measure the servers of a kind that wrote lines from `begin` to `end`, in seconds since 1970."""
+    policies = policy_of_server(history)
+    return tuple(
+        _load(each, history, policies.get(each.name, ""), begin, end)
+        for each in history.processes.values()
+        if each.kind == kind and each.between(begin, end)
+    )
+
+
+def _load(process: Process, history: History, policy: str, begin: float, end: float) -> ServerLoad:
+    def mean(name: str) -> float | None:
+        return process.mean(name, begin, end)
+
+    def rate(name: str) -> float | None:
+        return process.rate(name, begin, end)
+
+    updating_s = sum(
+        max(0.0, min(span["end"], end) - max(span["begin"], begin))
+        for each in history.processes.values()
+        for span in each.spans
+        if span["span"] == "update" and span.get("lane") == process.name
+    )
+    lines = process.between(begin, end)
+    return ServerLoad(
+        name=process.name,
+        stage=lines[-1]["stage"],
+        serves=any(line.get("activity", Activity.serves) == Activity.serves for line in lines),
+        running=mean("running"),
+        queued=mean("queued"),
+        max_running=process.greatest("max_running", begin, end),
+        kv_share=mean("kv_share"),
+        retracted_s=rate("retracted_total"),
+        tokens_s=rate("generated_total"),
+        busy=rate("busy_s"),
+        cpu=rate("cpu_s"),
+        no_core=rate("no_core_s"),
+        late_s=mean("late_s"),
+        silent=sum("silent" in line for line in lines) / len(lines) if lines else 0.0,
+        updating=updating_s / max(end - begin, 1e-9),
+        policy=policy,
+    )
+
+
+def policy_of_server(history: History) -> dict[str, str]:
+    """Return the policy of each process of the kind `policy_server`, by its name."""
+    named = [each["name"] for each in history.setting("policies") or () for _ in range(int(each.get("servers", 1)))]
+    return {f"{POLICY_SERVER}/{index}": policy for index, policy in enumerate(named)}

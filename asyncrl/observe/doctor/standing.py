@@ -7,9 +7,8 @@ from statistics import median
 from typing import NamedTuple
 
 from asyncrl.observe.doctor.finding import Finding, Level, percent
-from asyncrl.observe.doctor.server_load import policy_of_server
-from asyncrl.observe.history import History, Process, State
-from asyncrl.observe.history.ledger_history import Rollout
+from asyncrl.observe.doctor.measured import policy_of_server
+from asyncrl.observe.history import History, Process, Rollout, State
 from asyncrl.observe.observer import Activity
 
 SILENT_S = 10.0

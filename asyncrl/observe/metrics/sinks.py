@@ -98,7 +98,6 @@ def _cell(text: str) -> str:
 
 Row = Mapping[str, Any]
 """Numbers by name; a few entries are lists of numbers, which only `metrics.jsonl` keeps."""
-
 TENSORBOARD_DIR = "tensorboard"
 _VERSION = "brain.Event:2"
 """Version of the format of event files."""
@@ -317,26 +316,18 @@ class MetricsWriter:
             )
         self._jsonl.write(step, row)
         for watcher in self._watchers:
-            watcher.do(partial(_write, step, row))
+            watcher.do(lambda sink: sink.write(step, row))
 
     def samples(self, step: int, table: Table) -> None:
         """Send a few samples that `step` trained to all sinks that show them."""
         for watcher in self._watchers:
-            watcher.do(partial(_samples, step, table))
+            watcher.do(lambda sink: sink.samples(step, table))
 
     def close(self) -> None:
         """Close every sink."""
         self._jsonl.close()
         for watcher in self._watchers:
             watcher.close()
-
-
-def _write(step: int, row: Row, sink: Sink) -> None:
-    sink.write(step, row)
-
-
-def _samples(step: int, table: Table, sink: Sink) -> None:
-    sink.samples(step, table)
 
 
 def _scalars(row: Row) -> dict[str, float]:

@@ -21,7 +21,7 @@ from asyncrl.api import (
 )
 from asyncrl.api.picture import PictureError
 from asyncrl.api.trajectory import with_turn_rewards
-from asyncrl.plugins.datasets.templates.picture_parts import Content, joined, observed
+from asyncrl.data.picture_parts import Content, joined, observed
 
 
 class GameAgent(Agent):
@@ -48,13 +48,15 @@ class GameAgent(Agent):
     async def run(self, prompt: Prompt, env: Environment, client: ChatClient) -> Sequence[Sample]:
         """Play one game. Return its conversations, mostly one."""
         observation, _ = await env.reset(seed=prompt.data.get("seed"), options={"data": prompt.data})
-        talk: Talk = (
-            MessageTalk(prompt, client) if self._chat else TokenTalk(prompt, client, self._tokenizer, self._separator)
-        )
+        dialogue: Dialogue
+        if self._chat:
+            dialogue = MessageDialogue(prompt, client)
+        else:
+            dialogue = TokenDialogue(prompt, client, self._tokenizer, self._separator)
         rewards: list[float] = []
         ended = False
         while not ended and len(rewards) < self._max_turns:
-            action, answer = await talk.answer(observed(observation))
+            action, answer = await dialogue.answer(observed(observation))
             if not answer.token_ids:
                 break  # the context is full
             observation, reward, terminated, truncated, _ = await env.step(action)
@@ -68,7 +70,7 @@ class GameAgent(Agent):
         return [replace(sample, truncated=cut_off, metrics=metrics) for sample in samples]
 
 
-class Talk(Protocol):
+class Dialogue(Protocol):
     """A conversation."""
 
     async def answer(self, observation: Content) -> tuple[str, Completion]:
@@ -76,14 +78,14 @@ class Talk(Protocol):
         ...
 
 
-class MessageTalk:
+class MessageDialogue:
     """A conversation in messages, which begins with the prompt's."""
 
     def __init__(self, prompt: Prompt, client: ChatClient) -> None:
         self._client, self._messages = client, messages_of(prompt)
 
     async def answer(self, observation: Content) -> tuple[str, Completion]:
-        """See `Talk`."""
+        """See `Dialogue`."""
         last: dict[str, Any] = self._messages[-1]
         if last["role"] == "user":  # the prompt's own
             self._messages[-1] = {**last, "content": joined(last["content"], "\n\n", observation)}
@@ -94,7 +96,7 @@ class MessageTalk:
         return without_thoughts(reply.content), reply.completion
 
 
-class TokenTalk:
+class TokenDialogue:
     """A conversation in text that is appended to the prompt.
 
     Args:
@@ -109,7 +111,7 @@ class TokenTalk:
         self._ids, self._turn, self._name = prompt.input_ids, 0, name
 
     async def answer(self, observation: Content) -> tuple[str, Completion]:
-        """See `Talk`.
+        """See `Dialogue`.
 
         Raises:
             PictureError: the observation is a picture.
@@ -121,6 +123,6 @@ class TokenTalk:
         name = f"{self._prompt.prompt_id}/{self._name}{self._turn}/{self._prompt.member}"
         request = GenerationRequest(name, self._ids, 1, self._prompt.sampling, self._prompt.pictures)
         (answer,) = (await self._client.generate(request)).completions
-        said = without_thoughts(answer_text(self._tokenizer, self._ids, answer.token_ids))
+        action = without_thoughts(answer_text(self._tokenizer, self._ids, answer.token_ids))
         self._ids, self._turn = (*self._ids, *answer.token_ids), self._turn + 1
-        return said, answer
+        return action, answer

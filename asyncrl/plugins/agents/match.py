@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from asyncrl.api import Agent, ChatClient, Environment, Prompt, Sample, Tokenizer
 from asyncrl.api.trajectory import with_turn_rewards
-from asyncrl.plugins.agents.game import MessageTalk, Talk, TokenTalk
-from asyncrl.plugins.datasets.templates.picture_parts import observed
+from asyncrl.data.picture_parts import observed
+from asyncrl.plugins.agents.game import Dialogue, MessageDialogue, TokenDialogue
 
 
 class MatchAgent(Agent):
@@ -53,16 +53,16 @@ class MatchAgent(Agent):
         if unknown := sorted(self._players.keys() - set(info.get("players", ()))):
             raise ValueError(f"agent players: the game has no {', '.join(unknown)}; {info.get('players')} play it")
         seats: dict[str, ChatClient] = {}
-        talks: dict[str, Talk] = {}
+        dialogues: dict[str, Dialogue] = {}
         rewards: defaultdict[str, list[float]] = defaultdict(list)
         returns: defaultdict[str, float] = defaultdict(float)
         moves, terminated, truncated = 0, False, False
         while not (terminated or truncated) and moves < self._max_moves:
             player = info["player"]
-            if player not in talks:
+            if player not in dialogues:
                 seats[player] = self._seat(client, player)
-                talks[player] = self._talk(prompt, seats[player], player)
-            action, answer = await talks[player].answer(observed(observation))
+                dialogues[player] = self._dialogue(prompt, seats[player], player)
+            action, answer = await dialogues[player].answer(observed(observation))
             if not answer.token_ids:
                 break  # the context is full
             observation, _, terminated, truncated, info = await env.step(action)
@@ -85,10 +85,10 @@ class MatchAgent(Agent):
         policy = self._players.get(player, "")
         return (client.policy(policy) if policy else client).conversation(player)
 
-    def _talk(self, prompt: Prompt, seat: ChatClient, player: str) -> Talk:
+    def _dialogue(self, prompt: Prompt, seat: ChatClient, player: str) -> Dialogue:
         if self._chat:
-            return MessageTalk(prompt, seat)
-        return TokenTalk(prompt, seat, self._tokenizer, self._separator, f"{player}/")
+            return MessageDialogue(prompt, seat)
+        return TokenDialogue(prompt, seat, self._tokenizer, self._separator, f"{player}/")
 
     def _won(self, returns: Mapping[str, float]) -> Mapping[str, float]:
         """Return the results of the run's own policy against the others, by their names."""

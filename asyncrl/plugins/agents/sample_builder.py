@@ -10,10 +10,7 @@ from numpy.typing import NDArray
 
 from asyncrl.api import Completion, Sample
 from asyncrl.api.picture import PlacedPicture
-from asyncrl.api.trajectory import routing_of_turns
-
-NOT_GENERATED = -1
-"""The version of a token that no policy produced."""
+from asyncrl.api.trajectory import NOT_GENERATED, routing_of_turns
 
 
 class SampleBuilder:

@@ -10,7 +10,7 @@ import asyncio
 from dataclasses import replace
 
 from asyncrl.api import Agent, ChatClient, Environment, Prompt, Sample, Tokenizer, ToolCall, ToolResult, messages_of
-from asyncrl.plugins.datasets.templates.picture_parts import Content, joined
+from asyncrl.data.picture_parts import Content, joined
 from asyncrl.plugins.tools.toolbox import Toolbox
 
 

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from asyncrl.api import Agent, ChatClient, Environment, Prompt, Sample, Tokenizer, messages_of
 from asyncrl.api.picture import Picture, evenly
-from asyncrl.plugins.datasets.templates.picture_parts import Content, joined, observed
+from asyncrl.data.picture_parts import Content, joined, observed
 
 SUCCESSES = ("success", "is_success")
 """Keys of an info that report success. Without them, an episode that terminates with a reward above 0 is a success."""

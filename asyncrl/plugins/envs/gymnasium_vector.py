@@ -21,8 +21,8 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 
 from asyncrl.api import Environment, StepResult
-from asyncrl.plugins.datasets.templates.picture_parts import Content
-from asyncrl.plugins.envs.game_text import DRAWN, GameText
+from asyncrl.data.picture_parts import Content
+from asyncrl.plugins.envs.gymnasium_env import DRAWN, GameText
 
 Call = Callable[..., Awaitable[Any]]
 """Calls a plain function with its arguments, off the event loop."""

@@ -10,8 +10,8 @@ from gymnasium import Space
 
 from asyncrl.api import Environment, RewardFunction, StepResult
 from asyncrl.config.plugin_code.import_paths import load_plugin
-from asyncrl.plugins.datasets.templates.picture_parts import Content
-from asyncrl.plugins.envs.game_text import GameText, own_options
+from asyncrl.data.picture_parts import Content
+from asyncrl.plugins.envs.gymnasium_env import GameText, own_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class PettingZooEnv(Environment):
         game: import path of the function that makes the game, such as `pettingzoo.classic.tictactoe_v3:env`.
         reward: not called, because the game has its own rewards.
         kwargs: arguments of that function.
-        observe, act, actions: see `asyncrl.plugins.envs.game_text`.
+        observe, act, actions: see `asyncrl.plugins.envs.gymnasium_env.GameText`.
         invalid_reward: reward of an answer that is not an action.
 
     Raises:

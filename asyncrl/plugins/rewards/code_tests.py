@@ -6,7 +6,6 @@ import ast
 import builtins
 import importlib.util
 import logging
-import math
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,8 +27,6 @@ _DEEPER = 3
 _MOST_PARSED = 100_000
 """Characters of a block that is parsed to see what it defines."""
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-WALL_BY_CPU = 3.0
-"""Wall-clock limit as a multiple of the CPU limit, so that a busy machine does not make a right program fail."""
 _NOT_FOUND = re.compile(r"ModuleNotFoundError: No module named '(\w+)")
 _CASES, _ASSERTS = "tests", "test_code"
 _CASE_FORM = '{"input": ..., "output": ...}'
@@ -77,9 +74,7 @@ class CodeTestsReward:
         ):
             if not limit >= least:
                 raise ValueError(f"{name} is {limit}; give {least} or more")
-        limits = Limits(
-            WALL_BY_CPU * timeout_s, math.ceil(timeout_s), memory_mb, processes, output_bytes=output_mb << 20
-        )
+        limits = Limits.of_cpu(timeout_s, memory_mb, processes, output_bytes=output_mb << 20)
         self._sandbox = Sandbox(limits, packages=packages)
         self._missing: set[str] = set()
         self._all_or_nothing = all_or_nothing

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.api import run_in, without_thoughts
-from asyncrl.comm.http.calls import HttpError, HttpRefused, JsonHttp
+from asyncrl.comm.http_client import HttpError, HttpRefused, JsonHttp
 from asyncrl.comm.waits import Backoff
 
 ATTEMPTS = 5

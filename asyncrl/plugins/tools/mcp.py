@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 from asyncrl.api import Tool, ToolResult, ToolSchema
 from asyncrl.api.picture import Picture, PictureError
 from asyncrl.comm.waits import RunningTimeout
-from asyncrl.plugins.tools.settings import PYTHON, McpServerConfig
+from asyncrl.plugins.settings import PYTHON, McpServerConfig
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 """Pauses in s before a restart that follows a failed start, or a start after which no call succeeded: the first one,

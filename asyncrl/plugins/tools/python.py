@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.api import Tool, ToolResult, ToolSchema
 from asyncrl.plugins.sandbox import Ended, Limits, Sandbox
-
-WALL_BY_CPU = 3.0
-"""Wall-clock limit as a multiple of the CPU limit, so that a busy machine does not fail a program within its limit."""
 
 
 class PythonTool(Tool):
@@ -34,8 +30,7 @@ class PythonTool(Tool):
         self, *, name: str = "python", cpu_s: float = 5.0, memory_mb: int = 512, output_chars: int = 100_000
     ) -> None:
         self.name = name
-        limits = Limits(WALL_BY_CPU * cpu_s, max(1, math.ceil(cpu_s)), memory_mb, output_bytes=output_chars)
-        self._sandbox = Sandbox(limits)
+        self._sandbox = Sandbox(Limits.of_cpu(cpu_s, memory_mb, output_bytes=output_chars))
 
     def schema(self) -> ToolSchema:
         """Return the schema: a program, under `code`."""

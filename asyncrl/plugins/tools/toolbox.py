@@ -25,8 +25,7 @@ from typing import Any, Protocol, Self
 
 from asyncrl.api import Tool, ToolCall, ToolResult, ToolSchema
 from asyncrl.api.picture import Picture
-from asyncrl.api.tool import as_result
-from asyncrl.api.tool_schema import Checker, wrong_arguments
+from asyncrl.api.tool import Checker, as_result, wrong_arguments
 
 MAX_ARGUMENT_CHARS = 200_000
 """Limit on the arguments of a call, as JSON in UTF-8, in bytes."""

@@ -22,17 +22,22 @@ import numpy as np
 from asyncrl.api import GenerationClient, GenerationRequest, GenerationResult, Prompt, Sample, SamplingParams
 from asyncrl.api.columns import ColumnError, with_columns
 from asyncrl.api.trajectory import GREEDY_REWARD
-from asyncrl.config.evaluation_sets import with_code_of
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.setting import ConfigError
-from asyncrl.config.token_ids import token_ids
+from asyncrl.config.setting import ConfigError, token_ids
+from asyncrl.config.variants import with_code_of
+from asyncrl.data.prompt_format import PromptFormat
 from asyncrl.models.model_config import read_model_config
-from asyncrl.plugins.datasets.prompt_format import PromptFormat
 from asyncrl.plugins.tools.toolbox import Toolbox
 from asyncrl.rollout.checks import code_problems
 from asyncrl.rollout.episode import Played, RetryLimits, run_group
-from asyncrl.rollout.user_code.agents import adapted_agent, load_agent, offers_tools, play_in_process, plays_at_once
-from asyncrl.rollout.user_code.conversations import Conversations
+from asyncrl.rollout.user_code.agents import (
+    Conversations,
+    adapted_agent,
+    load_agent,
+    offers_tools,
+    play_in_process,
+    plays_at_once,
+)
 from asyncrl.rollout.user_code.environments import Environments
 from asyncrl.rollout.user_code.prompts import Prompts, load_prompt_format
 from asyncrl.rollout.user_code.rewards import SOURCE, Rewards, load_rewards

@@ -17,7 +17,7 @@ from typing import Any
 
 from asyncrl.api import Environment, RewardFunction, RunIn, StepResult, scored
 from asyncrl.config.setting import ConfigError, PluginConfig
-from asyncrl.plugins.envs.settings import GYMNASIUM, GYMNASIUM_ENV, EnvConfig
+from asyncrl.plugins.settings import GYMNASIUM, GYMNASIUM_ENV, EnvConfig
 from asyncrl.rollout.user_code_pool.call_records import Activity, UserCodeError, plain_number
 from asyncrl.rollout.user_code_pool.child import MAKE, USE, ChildCall, CodeTarget
 from asyncrl.rollout.user_code_pool.process_pool import START_LIMIT_S, GroupSlots, PoolProcess

@@ -8,20 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.api import Prompt, SamplingParams, ToolSchema
-from asyncrl.config.evaluation_sets import EvaluationSet, evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.import_paths import PluginError
-from asyncrl.config.setting import ConfigError
-from asyncrl.config.token_ids import token_ids
+from asyncrl.config.setting import ConfigError, token_ids
+from asyncrl.config.variants import EvaluationSet, evaluation_sets
+from asyncrl.data.datasets import DataRecord, Dataset, Mixture, load_dataset
+from asyncrl.data.files import is_data_path
+from asyncrl.data.prompt_format import PromptFormat, load_chat_template, make_prompt
+from asyncrl.data.prompt_queue import PromptRef
+from asyncrl.data.tokenizers import load_tokenizer
 from asyncrl.models.model_config import read_model_config
-from asyncrl.models.pictures.picture_rules import PictureRules, picture_rules
-from asyncrl.plugins.datasets import Dataset, load_dataset
-from asyncrl.plugins.datasets.prompt_format import PromptFormat, load_chat_template, make_prompt
-from asyncrl.plugins.datasets.queue.order import PromptRef
-from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
-from asyncrl.plugins.datasets.rows.mixture import Mixture
-from asyncrl.plugins.datasets.rows.readers import is_data_path
-from asyncrl.plugins.datasets.tokenizers import load_tokenizer
+from asyncrl.models.picture_rules import PictureRules, picture_rules
 from asyncrl.trainer.settings import VisionMode
 
 

@@ -23,7 +23,7 @@ from asyncrl.api.agent import play_with_retries
 from asyncrl.api.picture import Picture
 from asyncrl.api.reward import ROW_CHECK, is_verdict
 from asyncrl.config.setting import ConfigError
-from asyncrl.plugins.rewards.settings import ROW_METRICS, NamedRewardConfig, RewardConfig
+from asyncrl.plugins.settings import ROW_METRICS, NamedRewardConfig, RewardConfig
 from asyncrl.rollout.user_code_pool.call_records import Activity, UserCodeError, current_meter, plain_number
 from asyncrl.rollout.user_code_pool.child import CodeTarget
 from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner, built, is_async, is_built_in, loaded, place_of

@@ -9,17 +9,16 @@ from types import TracebackType
 from typing import Any, Self
 
 from asyncrl.api import RunIn, Tool, ToolResult
-from asyncrl.api.tool import FunctionTool, as_result, as_tool
-from asyncrl.api.tool_schema import ToolSchemaError
+from asyncrl.api.tool import FunctionTool, ToolSchemaError, as_result, as_tool
+from asyncrl.chat.parsers import FORMATS, why_thoughts_unread, why_unread
 from asyncrl.comm.waits import CLOSE_S
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.import_paths import load_plugin
 from asyncrl.config.setting import ConfigError
-from asyncrl.plugins.chat.parsers import FORMATS, why_thoughts_unread, why_unread
-from asyncrl.plugins.datasets.settings import AUTO
-from asyncrl.plugins.datasets.templates.chat_template import ChatTemplate
+from asyncrl.data.chat_template import ChatTemplate
+from asyncrl.data.settings import AUTO
+from asyncrl.plugins.settings import McpServerConfig, ToolConfig
 from asyncrl.plugins.tools.mcp import McpError, McpServer, McpTool, installed
-from asyncrl.plugins.tools.settings import McpServerConfig, ToolConfig
 from asyncrl.plugins.tools.toolbox import HostedTool, Toolbox, ToolFailure
 from asyncrl.rollout.user_code_pool.call_records import Activity, UserCodeError, current_meter, timed
 from asyncrl.rollout.user_code_pool.child import CodeTarget

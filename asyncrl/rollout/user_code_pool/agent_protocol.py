@@ -29,8 +29,8 @@ from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.api.trajectory import check_group
 from asyncrl.comm.typed import convert
 from asyncrl.config.plugin_code.import_paths import load_plugin
-from asyncrl.plugins.datasets.templates.picture_parts import with_content
-from asyncrl.plugins.datasets.tokenizers import load_tokenizer
+from asyncrl.data.picture_parts import with_content
+from asyncrl.data.tokenizers import load_tokenizer
 
 Ask = Callable[..., Any]
 """Ask the worker by name, positional arguments and keyword arguments; returns its answer."""

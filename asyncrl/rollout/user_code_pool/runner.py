@@ -35,15 +35,12 @@ from typing import Any, Self, TypeVar
 
 from asyncrl.api.reward import RunIn, marked_run_in
 from asyncrl.comm.waits import LOOK_S, REPEAT_S, RunningTimeout
-from asyncrl.config.machine_limits import usable_cores
-from asyncrl.config.plugin_code.daemon_threads import DaemonThreads, UnusualExit
+from asyncrl.config.machine import usable_cores
 from asyncrl.config.plugin_code.import_paths import PluginError, load_plugin
+from asyncrl.config.plugin_code.interfaces import DaemonThreads, UnusualExit
 from asyncrl.config.setting import ConfigError, PluginConfig
 from asyncrl.observe import observer
-from asyncrl.plugins.agents.settings import AgentConfig
-from asyncrl.plugins.envs.settings import EnvConfig
-from asyncrl.plugins.rewards.settings import RewardConfig
-from asyncrl.plugins.tools.settings import ToolConfig
+from asyncrl.plugins.settings import AgentConfig, EnvConfig, RewardConfig, ToolConfig
 from asyncrl.rollout.settings import UserCodeConfig
 from asyncrl.rollout.user_code_pool.call_records import TOO_SLOW, Activity, UserCodeError, timed
 from asyncrl.rollout.user_code_pool.child import CodeTarget

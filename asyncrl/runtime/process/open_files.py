@@ -14,7 +14,7 @@ from typing import NamedTuple
 from asyncrl.comm import names
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
-from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS
+from asyncrl.runtime.plan import PROCESS_KINDS
 
 OTHERS = 128
 """Descriptors of a process beside its connections: logs, journals, name resolution, HTTP servers."""

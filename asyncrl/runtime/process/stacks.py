@@ -17,8 +17,8 @@ import psutil
 from asyncrl.comm.waits import TOOL_S
 from asyncrl.config.run_dir import PROFILE_DIR
 from asyncrl.observe.settings import ProfileConfig
-from asyncrl.runtime.process.remarks import remark
 from asyncrl.runtime.process.waiting import cancel
+from asyncrl.runtime.run_log import remark
 from asyncrl.runtime.supervisor import LAUNCH_VARIABLE, marked
 
 _log = logging.getLogger(__name__)

@@ -41,7 +41,7 @@ from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameResolveError, NameResolveUnavailable
 from asyncrl.comm.request_reply import RemoteError
 from asyncrl.comm.security import RunSecret
-from asyncrl.config.no_proxy import bypass_proxy
+from asyncrl.config.machine import bypass_proxy
 from asyncrl.config.run_dir import SECRET_FILE, read_run_config
 from asyncrl.config.setting import ConfigError
 from asyncrl.observe import observer
@@ -65,7 +65,7 @@ class CannotContinue(RuntimeError):
 
 
 class OutOfMemory(CannotContinue):
-    """The process ran out of its device's memory (`asyncrl.config.memory_advice`).
+    """The process ran out of its device's memory (`asyncrl.config.memory`).
 
     It is not restarted: the run would continue with the same step, or load the same models, which need as much. The
     process's lines have what happened and the settings to lower, for the doctor.
@@ -87,7 +87,7 @@ class WorkerSpec:
     """Identity of a worker process.
 
     Attributes:
-        kind: kind of the process, as in `process_kinds`.
+        kind: kind of the process, as in `PROCESS_KINDS`.
         index: its number among those of its kind.
         run_dir: the run's folder.
         incarnation: number of its predecessors that died.

@@ -49,7 +49,7 @@ from asyncrl.comm.typed import decode_json
 from asyncrl.comm.waits import PAUSE_S
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import INBOXES_DIR, MEMORY_CHECKPOINT_FILE, versions_in
-from asyncrl.runtime.process.remarks import remark
+from asyncrl.runtime.run_log import remark
 
 _log = logging.getLogger(__name__)
 _MEMORY = Path("/dev/shm")

@@ -23,10 +23,9 @@ from asyncrl.observe.display import Display
 from asyncrl.observe.doctor import examine
 from asyncrl.observe.doctor.measured import WINDOW_STEPS
 from asyncrl.observe.doctor.standing import outlook, standing_lines
-from asyncrl.observe.history import History
-from asyncrl.observe.history.process_history import Process, ProcessHistory
-from asyncrl.observe.history.tail import JsonlTail
+from asyncrl.observe.history import History, Process, ProcessHistory
 from asyncrl.observe.observer import Activity
+from asyncrl.observe.tail import JsonlTail
 
 REFRESH_S = 0.2
 """Between two looks at the metrics file."""

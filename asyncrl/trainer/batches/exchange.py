@@ -27,8 +27,8 @@ from asyncrl.comm.trajectory_codec import decode_trajectories, encode_trajectori
 from asyncrl.models.ranks import Ranks
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.messages import GridShare, MoveColumns
-from asyncrl.trainer.parallel.rank_position import World
-from asyncrl.trainer.parallel.worker_grid import WorkerGrid
+from asyncrl.trainer.parallel.placement import WorkerGrid
+from asyncrl.trainer.parallel.world import World
 
 _LENGTH_BYTES = 8
 
@@ -124,7 +124,7 @@ def move_columns(request: MoveColumns, world: World, shares: Shares, batches: Ma
         arrived = _exchange_column(key, column, (source, target), world, shares, batches)
         if target in batches:
             batch, place = batches[target], world.places[target]
-            batch[key] = _hand_down(arrived, batch, place.copy).to(batch.device)
+            batch[key] = _hand_down_column(arrived, batch, place.copy).to(batch.device)
 
 
 def _exchange_column(
@@ -209,7 +209,7 @@ def _rows(column: Tensor, batch: StepBatch, rollout: int, key: str) -> Tensor:
     return column[bounds[rollout] : bounds[rollout + 1]]
 
 
-def _hand_down(column: Tensor | None, batch: StepBatch, copy: Ranks) -> Tensor:
+def _hand_down_column(column: Tensor | None, batch: StepBatch, copy: Ranks) -> Tensor:
     """Broadcast the column of the head of `copy` to all its ranks; an empty column if the copy has no samples."""
     if column is None and batch.num_seqs == 0:
         return torch.empty(0)

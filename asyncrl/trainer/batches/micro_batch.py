@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.models.host_copies import upload
-from asyncrl.models.pictures.picture_ids import SeenPicture
-from asyncrl.models.pictures.picture_rows import Pictures
+from asyncrl.models.pictures import Pictures, SeenPicture
 from asyncrl.models.transformers_internals import packing_arguments
 from asyncrl.trainer.batches.micro_batch_layout import (
     WORTHWHILE,

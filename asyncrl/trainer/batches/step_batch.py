@@ -20,6 +20,12 @@ Where the engine's choices of experts are replayed, `StepBatch.routing` has them
 
 A call adds keys with `batch[key] = tensor`. `defer` adds a key whose tensor is computed when it is first read. Proximal
 log-probabilities are deferred: the first minibatch gets them for free, and samples without a signal need none.
+
+Scores ahead of the step
+------------------------
+Frozen models may score a rollout while it waits for its step. The scores are kept and sent with it in token columns
+(`ahead/<key>`); a score of a whole sample is stored at each of its generated tokens. If nothing was scored ahead, or a
+number is not finite, there is no column, and the step computes the missing scores.
 """
 
 from __future__ import annotations
@@ -36,8 +42,8 @@ from torch import Tensor
 
 from asyncrl.api.columns import TOKEN, column
 from asyncrl.api.picture import Picture, PlacedPicture
-from asyncrl.api.trajectory import SampleColumns, Trajectory, compared_episodes, join_routing, unrecorded
-from asyncrl.master.graph.call_graph import BATCH_KEYS
+from asyncrl.api.trajectory import SampleColumns, SharedPrompt, Trajectory, compared_episodes, join_routing, unrecorded
+from asyncrl.master.graph import BATCH_KEYS
 from asyncrl.models.routing import UNRECORDED
 from asyncrl.trainer.batches.micro_batch_layout import Prefixes, PrefixOrder, picture_symbols, symbols
 
@@ -61,7 +67,7 @@ class StepBatch:
         pictures: [S], each sample's pictures with their positions in it; empty if no sample has any. Equal pictures are
             one `Picture` object.
         ahead: by the key that a call writes, scores of generated tokens [T] from frozen models before the step; NaN
-            marks a token without one (`asyncrl.trainer.trajectories.scored`).
+            marks a token without one (`asyncrl.trainer.batches.step_batch`).
     """
 
     def __init__(
@@ -230,6 +236,7 @@ def build_step_batch(
     mask: NDArray[np.bool_] = _join([group.loss_mask for group in groups], np.bool_) & (versions >= min_version)
     routing = _routing(groups)
     group_ids, group_names = _comparison_groups(groups)
+    by_pass = np.array(minibatches, dtype=np.int64)
     columns = {
         "tokens": _join([group.tokens for group in groups], np.int64),
         "loss_mask": mask,
@@ -242,7 +249,7 @@ def build_step_batch(
         "rollouts": np.repeat(np.arange(len(sizes)), sizes),
         "group_ids": group_ids,
         "episodes": _join([_episodes(group) for group in groups], np.int64),
-        "minibatches": np.repeat(_by_pass(minibatches), sizes, axis=0),
+        "minibatches": np.repeat(by_pass if by_pass.ndim == 2 else by_pass[:, None], sizes, axis=0),
         **{name: _join([column(group, name) for group in groups], _dtype_of(name)) for name in own},
     }
     return StepBatch(
@@ -277,19 +284,13 @@ def _dtype_of(name: str) -> type[np.floating[Any]]:
     return np.float32 if name.startswith(f"{TOKEN}/") else np.float64
 
 
-def _by_pass(minibatches: Sequence[int] | Sequence[Sequence[int]]) -> NDArray[np.int64]:
-    """Return the minibatches of each group, `[G, E]`."""
-    given: NDArray[np.int64] = np.array(minibatches, dtype=np.int64)
-    return given if given.ndim == 2 else given[:, None]
-
-
 def _routing(groups: Sequence[SampleColumns]) -> Tensor | None:
     """Return the routing of all groups' tokens, `StepBatch.routing`."""
-    told = join_routing([group.routing for group in groups]) if groups else None
-    if told is None:
+    recorded = join_routing([group.routing for group in groups]) if groups else None
+    if recorded is None:
         return None
-    routing = told.astype(np.int16)
-    routing[told == unrecorded(told.dtype)] = UNRECORDED
+    routing = recorded.astype(np.int16)
+    routing[recorded == unrecorded(recorded.dtype)] = UNRECORDED
     return torch.from_numpy(routing)
 
 
@@ -311,3 +312,72 @@ def _token_rewards(group: SampleColumns) -> NDArray[np.float32]:
 
 def _join(parts: Sequence[NDArray[Any]], dtype: type[_Scalar]) -> NDArray[_Scalar]:
     return np.concatenate(parts).astype(dtype) if parts else np.empty(0, dtype=dtype)
+
+
+PREFIX = "ahead/"
+
+Scores = Mapping[str, NDArray[np.float32]]
+"""By key that a call writes: a number for each token [T] of a rollout's samples; 0 at tokens not generated."""
+
+
+def scores_of(batch: StepBatch, keys: Sequence[str]) -> dict[str, Scores]:
+    """Return the columns `keys` of `batch`, by rollout id."""
+    mask_T = batch["loss_mask"]
+    columns: dict[str, NDArray[np.float32]] = {}
+    for key in keys:
+        column = batch[key]
+        column_T = column if len(column) == batch.num_tokens else column[batch.seq_ids_T]
+        columns[key] = torch.where(mask_T, column_T.float(), 0.0).cpu().numpy()
+    rollouts_T = batch["rollouts"][batch.seq_ids_T].cpu().numpy()
+    bounds = np.searchsorted(rollouts_T, np.arange(1, len(batch.rollout_ids)))
+    parts = {key: np.split(column, bounds) for key, column in columns.items()}
+    return {
+        rollout_id: {key: of_all[index] for key, of_all in parts.items() if np.isfinite(of_all[index]).all()}
+        for index, rollout_id in enumerate(batch.rollout_ids)
+    }
+
+
+def attach(trajectory: Trajectory, scores: Scores) -> Trajectory:
+    """Return `trajectory` with `scores` in its token columns."""
+    samples, named = trajectory.samples, {f"{PREFIX}{key}": column for key, column in scores.items()}
+    if not isinstance(samples, SharedPrompt):
+        columns = SampleColumns.join(samples)
+        return replace(trajectory, samples=replace(columns, token_columns={**columns.token_columns, **named}))
+    lengths, prompt = samples.rest.lengths, len(samples.prompt)
+    starts = np.cumsum(lengths + prompt) - lengths
+    after_prompt = np.concatenate([np.arange(start, start + size) for start, size in zip(starts, lengths, strict=True)])
+    own = {name: column[after_prompt] for name, column in named.items()}
+    rest = replace(samples.rest, token_columns={**samples.rest.token_columns, **own})
+    return replace(trajectory, samples=replace(samples, rest=rest))
+
+
+def detach(trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory], dict[str, NDArray[np.float32]]]:
+    """Return `trajectories` without their scores, and the scores end to end; NaN marks a token without one."""
+    keys = {name: None for trajectory in trajectories for name in _columns_of(trajectory) if name.startswith(PREFIX)}
+    if not keys:
+        return list(trajectories), {}
+    whole = [trajectory.columns for trajectory in trajectories]
+    scores = {
+        name.removeprefix(PREFIX): np.concatenate(
+            [columns.token_columns.get(name, np.full(len(columns.tokens), np.nan, np.float32)) for columns in whole]
+        )
+        for name in keys
+    }
+    left = [
+        replace(
+            trajectory,
+            samples=replace(
+                columns,
+                token_columns={name: own for name, own in columns.token_columns.items() if name not in keys},
+            ),
+        )
+        for trajectory, columns in zip(trajectories, whole, strict=True)
+    ]
+    return left, scores
+
+
+def _columns_of(trajectory: Trajectory) -> Mapping[str, NDArray[np.float32]]:
+    """Return the token columns; only those that an agent gave if the samples are not in columns."""
+    samples = trajectory.samples
+    columns = samples.rest if isinstance(samples, SharedPrompt) else samples
+    return columns.token_columns if isinstance(columns, SampleColumns) else {}

@@ -23,7 +23,7 @@ class Engine:
 
 
 ENGINES = {
-    "flat": Engine(f"{__name__}.flat.loader:FlatLoader", in_parts=False),
+    "flat": Engine(f"{__name__}.flat:FlatLoader", in_parts=False),
     "sharded": Engine(f"{__name__}.sharded.loader:ShardedLoader", in_parts=True),
 }
 """Engines by the setting's value. `auto` chooses the first one that can train the run's layout."""

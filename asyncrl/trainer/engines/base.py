@@ -36,12 +36,12 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.models.chunked_logprobs import EntropyMode
 from asyncrl.models.host_copies import HostCopy
-from asyncrl.models.weights.versions.published import TensorSpec as TensorSpec
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines import ENGINES
-from asyncrl.trainer.parallel.rank_position import RankPosition
+from asyncrl.trainer.parallel.world import RankPosition
 from asyncrl.trainer.settings import OptimizerConfig
+from asyncrl.weights.folder_tensors import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The common part of both engines' optimizers: clipping, torch's AdamW and Muon, their state for checkpoints.
+"""The common part of both engines' optimizers: decayed parameters, clipping, torch's AdamW and Muon, their state.
 
 An engine's optimizer decides where parameters and moments are stored, as torch's cannot: in one fp32 vector beside
 weights of lower precision (flat), or in shards. The steps are torch's own, on tensors of this rank. The caller gives
@@ -6,24 +6,81 @@ each step its learning rate.
 
 Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) orthogonalises the updates of whole matrices, which
 no rank of a sharded engine has. It is made for the matrices of layers; embeddings, heads and norms use AdamW.
+
+Weight decay
+------------
+Decay pulls towards 0. That regularises a matrix; a norm's scale is not neutral there and a bias has nothing to
+regularise, so both are left out, as in minGPT, Megatron-LM and transformers' Trainer. Shape and name decide; they are
+the same for a sharded module and for a stage of a pipeline. Parameters without decay are
+
+- those with at most one dimension: norms, biases, the per-channel parameters of recurrent layers,
+- those called a bias (the biases of a layer of experts are a matrix),
+- those of a norm (Cohere's have one row per head),
+- those that the caller names, such as `embedding_names`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Muon
 from torch.optim.adamw import adamw
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from asyncrl.models.host_copies import host_buffer
 from asyncrl.trainer.engines.base import StepOutcome
-from asyncrl.trainer.engines.decay_groups import NamedParameter
-from asyncrl.trainer.engines.host_offload import local, zeros_on_host
 from asyncrl.trainer.settings import KeptOn, OptimizerConfig
+
+NamedParameter = tuple[str, nn.Parameter]
+
+
+class DecayGroups(NamedTuple):
+    """Parameters with and without weight decay, with their names, in the order given."""
+
+    decayed: list[NamedParameter]
+    undecayed: list[NamedParameter]
+
+    def with_decay(self, weight_decay: float) -> list[tuple[list[NamedParameter], float]]:
+        """Return the groups that are not empty, each with its weight decay."""
+        groups = [(self.decayed, weight_decay), (self.undecayed, 0.0)]
+        return [(parameters, decay) for parameters, decay in groups if parameters]
+
+
+def decay_groups(named_parameters: Iterable[NamedParameter], undecayed: Collection[str] = ()) -> DecayGroups:
+    """Sort parameters by whether weight decay acts on them.
+
+        groups = decay_groups(model.named_parameters()).with_decay(0.1)
+        AdamW([{"params": [p for _, p in named], "weight_decay": decay} for named, decay in groups])
+
+    Args:
+        undecayed: names of further parameters without weight decay.
+    """
+    groups = DecayGroups([], [])
+    for name, parameter in named_parameters:
+        decays = name not in undecayed and _is_weight_matrix(name, parameter)
+        (groups.decayed if decays else groups.undecayed).append((name, parameter))
+    return groups
+
+
+def embedding_names(module: nn.Module) -> frozenset[str]:
+    """Return the names of the embeddings' weights in `module.named_parameters()`; a tied weight is the head's too."""
+    return frozenset(
+        f"{path}.weight" if path else "weight"
+        for path, part in module.named_modules()
+        if isinstance(part, nn.Embedding)
+    )
+
+
+def _is_weight_matrix(name: str, parameter: nn.Parameter) -> bool:
+    *owners, own = name.lower().split(".")
+    owner = owners[-1] if owners else ""
+    return parameter.ndim > 1 and "bias" not in own and "norm" not in owner and "norm" not in own
+
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of the moments in the state of torch's AdamW, and in checkpoints. The first is Muon's momentum too."""
@@ -32,6 +89,21 @@ PIECE = 1 << 24
 
 Moments = Mapping[str, Tensor]
 """Optimizer moments of one parameter, by the names in `MOMENTS`."""
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, as a view; all of a plain tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def zeros_on_host(like: Tensor) -> Tensor:
+    """Return zeros of the type, shape and placement of `like` in host memory, pinned if `like` is on a GPU."""
+    mine = local(like)
+    zeros = host_buffer(mine.shape, like.dtype, mine.device).zero_()
+    if not isinstance(like, DTensor):
+        return zeros
+    # As FSDP2 makes the parameters that it off-loads; DTensor.from_local would move them to the mesh's device.
+    return DTensor(zeros, like._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def zero_moments(like: Tensor, config: OptimizerConfig) -> dict[str, Tensor]:

@@ -1,37 +1,182 @@
-"""Common parts of the engines: a role's optimizer, its state for checkpoints, the cut into micro-batches."""
+"""Common parts of the engines: a role's optimizer, its state for checkpoints, the cut into micro-batches, its pictures,
+and its time off the device.
+
+Off the device
+--------------
+A role's tensors may be on the device while the role works, and in host memory while it is idle (`HostOffload`):
+
+    on the device   ──▶  storages filled: copied from the host
+    idle            ──▶  copied to the host (pinned if the device is a GPU), storages emptied
+
+Tensors and their views stay the same objects. Only storages are emptied and filled, as FSDP does with gathered
+parameters. So the holders of a tensor (an optimizer, a flat vector's views, FSDP2) need not know. While a role is idle
+its tensors have shape and type but no values, and reading them crashes.
+
+On a CPU the host is the device: the same happens, without a benefit.
+"""
 
 from __future__ import annotations
 
 import logging
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from asyncrl.api.picture import Picture
-from asyncrl.models.host_copies import HostCopy
-from asyncrl.models.pictures.picture_rows import Pictures
+from asyncrl.algorithms.arithmetic import Stats
+from asyncrl.api.picture import Picture, PlacedPicture
+from asyncrl.models.host_copies import HostCopy, host_buffer, own_storage, storages
+from asyncrl.models.pictures import Pictures, SeenPicture
 from asyncrl.models.routing import Routers
-from asyncrl.models.storages import own_storage
-from asyncrl.models.weights.versions.published import Published, TensorSpec
-from asyncrl.trainer.batches.micro_batch import MicroBatch, micro_batches, wanted_lengths
+from asyncrl.trainer.batches.micro_batch import MicroBatch, ShownTokens, micro_batches, wanted_lengths
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import StepBatch
-from asyncrl.trainer.engines.base import StepOutcome, TrainingEngine
-from asyncrl.trainer.engines.host_offload import HostOffload, local
-from asyncrl.trainer.engines.optimizer import EngineOptimizer
-from asyncrl.trainer.engines.vision import RoleVision
+from asyncrl.trainer.engines.base import PolicyEngine, StepOutcome, TrainingEngine
+from asyncrl.trainer.engines.optimizer import EngineOptimizer, local
 from asyncrl.trainer.model.flops import FlopCount, ForwardPass
 from asyncrl.trainer.model.lora import adapters_off
-from asyncrl.trainer.parallel.rank_position import RankPosition
+from asyncrl.trainer.parallel.world import RankPosition
+from asyncrl.weights.folder_tensors import Published, TensorSpec
+
+
+class RoleVision:
+    """The pictures of a role's model. Those of a batch are prepared once for all calls of its step.
+
+    Args:
+        pictures: picture processing of the model; None if the model is used for text alone.
+        trained: True if the role is trained.
+    """
+
+    def __init__(self, pictures: Pictures | None, *, trained: bool) -> None:
+        self.pictures = pictures
+        self._shown: WeakKeyDictionary[StepBatch, ShownTokens] = WeakKeyDictionary()
+        tower = () if pictures is None or not trained else pictures.tower.parameters()
+        self._trains_tower = any(parameter.requires_grad for parameter in tower)
+
+    def weights_changed(self) -> None:
+        """Forget the rows of pictures that were computed with earlier weights."""
+        if self.pictures is not None:
+            self.pictures.tower.weights_changed()
+
+    def seeing(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
+        """Within this block the model sees the pictures of `micro_batch`.
+
+        If the vision tower is trained and gradients are recorded, it computes their rows with gradients. Otherwise the
+        rows are computed once per version of the weights.
+        """
+        if self.pictures is None or micro_batch.shown is None:
+            return nullcontext()
+        keep = not (self._trains_tower and torch.is_grad_enabled())
+        return self.pictures.holding(micro_batch.shown, keep=keep)
+
+    def shown_tokens(self, batch: StepBatch) -> ShownTokens | None:
+        """Return the tokens of `batch` with its pictures; None if it has no pictures.
+
+        Raises:
+            ValueError: the batch has pictures, and the model is used for text alone.
+        """
+        if not batch.pictures:
+            return None
+        if self.pictures is None:
+            raise ValueError("the batch has pictures, and the model is used for text alone (model.vision)")
+        shown = self._shown.get(batch)
+        if shown is None:
+            tokens = batch["tokens"].tolist()
+            ends = (batch.starts_S + batch.lengths_S).tolist()
+            parts = [tokens[start:end] for start, end in zip(batch.starts_S.tolist(), ends, strict=True)]
+            ids, held = self.shown_ids(parts, batch.pictures)
+            shown = self._shown[batch] = ShownTokens.of(self.pictures, ids, batch.device, held)
+        return shown
+
+    def shown_ids(
+        self, sequences: Sequence[Sequence[int]], pictures: Sequence[Sequence[PlacedPicture]]
+    ) -> tuple[list[Sequence[int]], list[SeenPicture]]:
+        """Return `sequences` with the ids of their pictures' rows, and the pictures, which the caller must keep
+        alive.
+        """
+        if self.pictures is None or not pictures:
+            return list(sequences), []
+        made = [self.pictures.ids.shown(*each) for each in zip(sequences, pictures, strict=True)]
+        return [ids for ids, _ in made], [seen for _, held in made for seen in held]
+
+    def placeholders(self, picture: Picture) -> list[int]:
+        """Return the token ids that stand for `picture` in a prompt; none if the model is used for text alone."""
+        if self.pictures is None:
+            return []
+        return [self.pictures.ids.token_id] * self.pictures.ids.seen(picture).rows
+
+
+Kept = Callable[[], Iterable[Tensor]]
+
+
+class HostOffload:
+    """Keeps a role on its device only within `on_device`.
+
+    Args:
+        kept: returns the tensors to bring back; called each time, because FSDP2 replaces some of them.
+        scratch: returns tensors whose values are not needed while the role is idle.
+        leave: called before the role leaves the device.
+    """
+
+    def __init__(self, kept: Kept, scratch: Kept, leave: Callable[[], None]) -> None:
+        self._kept, self._scratch, self._leave = kept, scratch, leave
+        self._hosts: dict[int, Tensor] = {}
+        self._away: list[tuple[torch.UntypedStorage, torch.device, int, Tensor | None]] = []
+        self._users = 1  # the creator of the role
+        self._release()
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Keep the role on its device within this block. Blocks may be nested."""
+        self._enter()
+        try:
+            yield
+        finally:
+            self._release()
+
+    def _enter(self) -> None:
+        self._users += 1
+        if self._users > 1:
+            return
+        away, self._away = self._away, []
+        for storage, device, size, host in away:
+            storage.resize_(size)
+            if host is not None:
+                _bytes_of(storage, device, size).copy_(host, non_blocking=True)
+
+    def _release(self) -> None:
+        self._users -= 1
+        if self._users:
+            return
+        self._leave()
+        for device, storage in storages(self._kept()):
+            size = storage.nbytes()
+            self._away.append((storage, device, size, self._on_host(storage, device, size)))
+        self._away += [(storage, device, storage.nbytes(), None) for device, storage in storages(self._scratch())]
+        for device in {device for _, device, _, _ in self._away if device.type == "cuda"}:
+            torch.cuda.synchronize(device)  # the copied storages are freed below
+        for storage, *_ in self._away:
+            storage.resize_(0)
+
+    def _on_host(self, storage: torch.UntypedStorage, device: torch.device, size: int) -> Tensor:
+        key = storage._cdata
+        if key not in self._hosts or len(self._hosts[key]) != size:  # pinning is slow, so each buffer is pinned once
+            self._hosts[key] = host_buffer([size], torch.uint8, device)
+        return self._hosts[key].copy_(_bytes_of(storage, device, size), non_blocking=True)
+
+
+def _bytes_of(storage: torch.UntypedStorage, device: torch.device, size: int) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (size,), (1,))
+
 
 Optimizer = TypeVar("Optimizer", bound=EngineOptimizer)
 _log = logging.getLogger(__name__)
@@ -61,16 +206,12 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
     ) -> None:
         self.attention = attention
         self.routers = routers
+        self.pictures = pictures
         self.vision = RoleVision(pictures, trained=optimizer is not None)
         self._budget, self._optimizer, self._place = tokens_per_micro_batch, optimizer, place
         self._offload: HostOffload | None = None
         self._reading: list[HostCopy] = []
         self._flops: FlopCount | None = None
-
-    @property
-    def pictures(self) -> Pictures | None:
-        """The picture processing of the model; None if the model is used for text alone."""
-        return self.vision.pictures
 
     def replaying(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
         """Within this block the routers choose the experts recorded in `micro_batch`."""
@@ -224,27 +365,97 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
 
         All are laid out, and their copies to the device begun, before the first is yielded.
         """
-        made = deque(self._laid_out(batch, wanted, lengths, seqs))
+        made = deque(
+            micro_batches(
+                batch["tokens"],
+                wanted,
+                batch.starts_S,
+                lengths,
+                seqs,
+                budget=self._budget,
+                kind=self.attention,
+                prefixes=batch.prefixes if self.attention.shares_prefixes else None,
+                routing=batch.routing if self.routers is not None else None,
+                shown=self.vision.shown_tokens(batch),
+            )
+        )
         while made:
             self._count(made[0])
             yield made.popleft()  # frees a computed micro-batch, with the masks that it made
 
-    def _laid_out(
-        self, batch: StepBatch, wanted: NDArray[np.bool_], lengths: NDArray[np.int64], seqs: Sequence[int]
-    ) -> Iterator[MicroBatch]:
-        return micro_batches(
-            batch["tokens"],
-            wanted,
-            batch.starts_S,
-            lengths,
-            seqs,
-            budget=self._budget,
-            kind=self.attention,
-            prefixes=batch.prefixes if self.attention.shares_prefixes else None,
-            routing=batch.routing if self.routers is not None else None,
-            shown=self.vision.shown_tokens(batch),
-        )
-
     def placeholders(self, picture: Picture) -> list[int]:
         """See `PolicyEngine`."""
         return self.vision.placeholders(picture)
+
+
+class LoraReference(PolicyEngine):
+    """`actor` with its adapters off. What is not documented here is in `asyncrl.trainer.engines.base`."""
+
+    def __init__(self, actor: PolicyEngine) -> None:
+        self._actor = actor
+
+    @property
+    def trained(self) -> bool:
+        return False
+
+    @property
+    def flops(self) -> float:
+        return 0.0  # included in the actor's count
+
+    @property
+    def model_config(self) -> PretrainedConfig:
+        return self._actor.model_config
+
+    def step(self, lr: float) -> StepOutcome:
+        self._is_frozen()
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return nothing: the role's weights are those of the model folder."""
+        return {}, {}
+
+    def let_end(self, copy: HostCopy) -> None:
+        """Do nothing: the role has no state."""
+
+    def offload(self) -> None:
+        """Do nothing: the role has no tensors of its own."""
+
+    def on_device(self) -> AbstractContextManager[None]:
+        return self._actor.on_device()
+
+    def load_state(self, meta: Mapping[str, Any]) -> None:
+        """Do nothing: there is nothing to load."""
+
+    def logprobs(self, batch: StepBatch, wanted_T: Tensor) -> Tensor:
+        with self._actor.without_adapters():
+            return self._actor.logprobs(batch, wanted_T)
+
+    def placeholders(self, picture: Picture) -> list[int]:
+        return self._actor.placeholders(picture)
+
+    def score_sequences(
+        self, sequences: Sequence[Sequence[int]], pictures: Sequence[Sequence[PlacedPicture]] = ()
+    ) -> list[list[float]]:
+        with self._actor.without_adapters():
+            return self._actor.score_sequences(sequences, pictures)
+
+    def distributions(self, micro_batch: MicroBatch) -> Tensor:
+        with self._actor.without_adapters():
+            return self._actor.distributions(micro_batch)
+
+    def compute_gradients(self, *_: Any, **__: Any) -> tuple[Tensor, list[Stats]]:
+        self._is_frozen()
+
+    def average_towards(self, source: PolicyEngine, decay: float) -> None:
+        self._is_frozen()
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def published_specs(self) -> list[TensorSpec]:
+        self._is_frozen()
+
+    def gather(self, owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
+        self._is_frozen()
+
+    def _is_frozen(self) -> NoReturn:
+        raise RuntimeError("this role is frozen: it is the base of the actor's adapters")

@@ -19,8 +19,7 @@ from asyncrl.algorithms.kl import KLController
 from asyncrl.algorithms.objective import Objective
 from asyncrl.algorithms.registry import Choice, KLPlace, ObjectiveSpec, ValueNormalisation
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.plugin_code.catalog import resolve
-from asyncrl.config.plugin_code.signatures import MODEL_FUNCTION
+from asyncrl.config.plugin_code.catalog import MODEL_FUNCTION, resolve
 from asyncrl.config.setting import ChoiceConfig
 from asyncrl.models.ranks import Ranks
 from asyncrl.trainer.batches.step_batch import StepBatch

@@ -1,1 +1,1 @@
-"""A role's model: loading, LoRA, the attention that training packs for, the parity check of its layout, and scoring."""
+"""A role's model: loading, LoRA, attention for packing, recomputed layers, the count of its operations, parity."""

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from asyncrl.models.model_facts import ModelFacts
+from asyncrl.models.model_config import ModelFacts
 from asyncrl.models.transformers_internals import layer_memories, text_part
 
 EXPERTS = "experts"

@@ -13,7 +13,7 @@ Padded rows have their padding at the end, which no causal model sees, by attent
 are right for every causal model, at the price of computing the padding.
 
 The run's sequences or rows may be longer than a length in the model's config. Then a layout must also be right on a
-copy of the model with short lengths (`asyncrl.models.short_lengths`).
+copy of the model with short lengths (`asyncrl.models.parity`).
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ from asyncrl.models.parity import (
     forks,
     picture_probes,
     probe_for,
+    short_model,
+    spoken,
     told,
 )
-from asyncrl.models.pictures.picture_rows import Pictures
-from asyncrl.models.short_lengths import short_model, spoken
+from asyncrl.models.pictures import Pictures
 from asyncrl.models.torch_device import attention_kernel
 from asyncrl.models.transformers_internals import (
     PLAIN_LAYERS,
@@ -69,7 +70,7 @@ class ParityTestable(Protocol):
     def weights(self) -> Mapping[str, Tensor]:
         """Return the parameters of `network` by their names in a new model."""
 
-    def around(self, network: PreTrainedModel) -> ParityTestable:
+    def with_network(self, network: PreTrainedModel) -> ParityTestable:
         """Return an engine that computes `network` as this one computes its own."""
 
     @property
@@ -204,8 +205,8 @@ def _runs_on(network: PreTrainedModel, layout: SequenceLayout) -> bool:
     return layout.attention != VARLEN or kernel_exists(network.device, network.dtype)
 
 
-def ways(layout: SequenceLayout) -> tuple[SequenceLayout, ...]:
-    """Return the ways in which micro-batches of `layout` are computed; a separate kernel may do those that share
+def kernel_variants(layout: SequenceLayout) -> tuple[SequenceLayout, ...]:
+    """Return the layouts by which micro-batches of `layout` are computed: a separate kernel may do those that share
     nothing.
     """
     if layout == SequenceLayout(AttentionKind.tree, VARLEN):
@@ -290,7 +291,7 @@ class _Subject:
         """
         fitting = max(len(tokens) for tokens in self.sequences)
         short = short_model(self._engine.network, self._engine.weights(), reach, fitting)
-        return None if short is None else _Subject(self._engine.around(short.model), self, short.lengths)
+        return None if short is None else _Subject(self._engine.with_network(short.model), self, short.lengths)
 
     @property
     def shortest(self) -> int:
@@ -299,7 +300,7 @@ class _Subject:
 
     def fault(self, layout: SequenceLayout) -> str | None:
         """Return the fault of the model under `layout`; None if it has none. The model stays set to `layout`."""
-        return next(filter(None, map(self._fault, ways(layout))), None)
+        return next(filter(None, map(self._fault, kernel_variants(layout))), None)
 
     def _fault(self, layout: SequenceLayout) -> str | None:
         network = self._engine.network

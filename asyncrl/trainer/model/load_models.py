@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,21 +20,14 @@ from transformers import (
 from asyncrl.config.setting import Dtype
 from asyncrl.models.folder_checks import ModelPart
 from asyncrl.models.parity import UnsupportedModelError
-from asyncrl.models.pictures.picture_processor import PictureModelError
-from asyncrl.models.pictures.picture_rows import Pictures
-from asyncrl.models.pictures.vision_tower import tower_parameters
+from asyncrl.models.picture_rules import PictureModelError
+from asyncrl.models.pictures import Pictures, tower_parameters
 from asyncrl.models.transformers_internals import language_model, set_attention
-from asyncrl.models.weights.model_files.whole_folder import HEAD, check_whole, head_shapes, read_tensor
-from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.model.layout_parity import first_layout
 from asyncrl.trainer.settings import AttentionImplementation, VisionMode
+from asyncrl.weights.whole_folder import HEAD, check_whole, head_shapes, read_tensor
 
 logger = logging.getLogger(__name__)
-
-
-def attention_kind(attn_implementation: AttentionImplementation) -> AttentionKind:
-    """Return the layout that `model.attn_implementation` requests; `layout_parity` checks that the model allows it."""
-    return first_layout(attn_implementation)[0]
 
 
 def load_causal_lm(
@@ -97,7 +90,7 @@ def _pretrained(
         str(path), dtype=str(dtype), attn_implementation=str(attn_implementation) if flash else None, **more
     )
     if not flash:
-        set_attention(model, first_layout(attn_implementation)[1])
+        set_attention(model, first_layout(attn_implementation).attention)
     return model
 
 
@@ -134,13 +127,6 @@ def load_critic(
     return critic.eval().to(device)
 
 
-class RewardModel(NamedTuple):
-    """A sequence classifier with one label: its trunk, its head, and the transformers model that contains both."""
-
-    critic: Critic
-    classifier: PreTrainedModel
-
-
 def load_reward_model(
     path: str | Path,
     dtype: Dtype,
@@ -148,8 +134,8 @@ def load_reward_model(
     device: torch.device,
     *,
     trained: bool = False,
-) -> RewardModel:
-    """Return the sequence classifier with one label in `path`.
+) -> tuple[Critic, PreTrainedModel]:
+    """Return the sequence classifier with one label in `path`: its trunk and head, and transformers' model of both.
 
     Args:
         trained: `path` may be a language model's folder: its trunk then gets a new head, at 0.
@@ -168,7 +154,7 @@ def load_reward_model(
     model.score = critic.head
     model.config.architectures = [type(model).__name__]
     model.eval().to(device)
-    return RewardModel(critic.eval(), model)
+    return critic.eval(), model
 
 
 def is_classifier(config: PretrainedConfig) -> bool:

@@ -23,10 +23,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from asyncrl.models.transformers_internals import language_model_on_meta, text_part, trunk_of
-from asyncrl.models.weights.model_files.adapters import Adapters, model_name, published_name
-from asyncrl.models.weights.model_files.folder_tensors import FolderTensor, held_tensors
-from asyncrl.models.weights.versions.published import Published, TensorSpec, WholeModel
 from asyncrl.trainer.settings import ALL_LINEAR, LoraConfig
+from asyncrl.weights.adapters import Adapters, model_name, published_name
+from asyncrl.weights.folder_tensors import FolderTensor, Published, TensorSpec, WholeModel, held_tensors
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftConfig
@@ -56,7 +55,8 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, vision: bool = F
         for name, module in trunk.named_modules()
         if isinstance(module, nn.Linear | Conv1D) and module is not head
     }
-    names = [name for name in linear if _wanted(name, config.targets)]
+    chosen = config.targets
+    names = [name for name in linear if ALL_LINEAR in chosen or name.rsplit(".", 1)[-1] in chosen]
     kinds = {name.rsplit(".", 1)[-1] for name in linear}
     for target in config.targets:
         if target not in (ALL_LINEAR, *kinds):
@@ -82,10 +82,6 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, vision: bool = F
             parameter.data = parameter.data.float()
 
 
-def _wanted(name: str, targets: list[str]) -> bool:
-    return ALL_LINEAR in targets or name.rsplit(".", 1)[-1] in targets
-
-
 def is_adapter(name: str) -> bool:
     """True if the parameter `name` belongs to an adapter."""
     return ".lora_A." in name or ".lora_B." in name
@@ -108,8 +104,7 @@ class WholeBase(WholeModel):
 class Merged:
     """Publishable tensors of `base` with `adapters` merged; see `Published`.
 
-    A merged layer equals, bit for bit, the result of `models.weights.model_files.adapters` for a published base and
-    adapters.
+    A merged layer equals, bit for bit, the result of `weights.adapters` for a published base and adapters.
 
     Args:
         config: the settings of the adapters.
@@ -172,7 +167,7 @@ def are_transposed(model_config: PretrainedConfig, specs: Iterable[TensorSpec]) 
 
 
 class WholeAdapters:
-    """The adapters of a `model` that every rank holds whole; see `models.weights.versions.published.Published`."""
+    """The adapters of a `model` that every rank holds whole; see `weights.folder_tensors.Published`."""
 
     def __init__(self, model: PreTrainedModel, worker: int) -> None:
         self._model, self._worker = model, worker

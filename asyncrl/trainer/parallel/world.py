@@ -1,15 +1,20 @@
-"""Join the `torch.distributed` world of the training ranks, and lay it out as a DeviceMesh.
+"""Join the `torch.distributed` world of the training ranks, and find this rank's position in each role's grid.
 
 The ranks find each other through name resolution and meet in a file of the run's folder, so the rendezvous needs no
 port. Gloo carries tensors on the CPU (small collectives, trajectories), NCCL tensors on GPUs.
+
+`training_world` joins the ranks and lays out each grid as a DeviceMesh. `RankPosition` is the position of this rank in
+one grid, `World` has all of its positions. Worker index, rank and data index may differ (`placement`): ask
+`RankPosition` which rank takes trajectories, which one publishes, and over which ranks to sum.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,16 +24,88 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
 from asyncrl.comm.name_resolve import NameResolver
-from asyncrl.comm.names import TRAINING_WORLD_KEY
+from asyncrl.comm.names import ACTOR, TRAINING_WORLD_KEY
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import MEETING_PREFIX
 from asyncrl.models.ranks import Ranks
 from asyncrl.runtime.process.hardware import interface_of
 from asyncrl.trainer.engines import ENGINES
-from asyncrl.trainer.parallel.placement import engine_of
+from asyncrl.trainer.parallel.placement import Coordinates, Placement, WorkerGrid, engine_of
 from asyncrl.trainer.parallel.process_groups import Collectives
-from asyncrl.trainer.parallel.rank_position import MESH_AXES, RankPosition, World
-from asyncrl.trainer.parallel.worker_grid import Coordinates, Placement, WorkerGrid
+
+MESH_AXES = ("pipeline", "replica", "shard", "tensor")
+"""Names of the mesh's dimensions, outermost first. The weights are sharded over data-parallel copies and parts of the
+tokens: with c parts, shard s is part s % c of the copy s // c of its replica.
+"""
+
+
+@dataclass(frozen=True)
+class RankPosition:
+    """Position of a ModelWorker in a grid; by default it is alone.
+
+    Attributes:
+        everyone: the grid's ranks, in the order of their workers; its leader is the grid's publisher.
+        data: the ranks with the same part of the model and other samples, numbered by data index.
+        copy: the ranks that together have one whole model, and the same samples; its leader takes trajectories.
+        context: the ranks with the same part of the model and the same samples, each with another part of the tokens.
+        mesh: device mesh of the grid's ranks, with the axes `MESH_AXES`; None for a rank that is alone.
+        backwards: this rank's pipeline, for tensors sent against the stages' order; None if there is one stage.
+        ends: first and last stage of this rank's pipeline, if there are several and this rank has one of the two.
+    """
+
+    worker: int = 0
+    grid: WorkerGrid = field(default_factory=WorkerGrid)
+    everyone: Ranks = field(default_factory=Ranks)
+    data: Ranks = field(default_factory=Ranks)
+    copy: Ranks = field(default_factory=Ranks)
+    context: Ranks = field(default_factory=Ranks)
+    mesh: DeviceMesh | None = None
+    backwards: dist.ProcessGroup | None = None
+    ends: dist.ProcessGroup | None = None
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """This rank's place on each axis."""
+        return self.grid.coordinates(self.worker)
+
+
+@dataclass(frozen=True)
+class World:
+    """All ModelWorkers, and the position of this one in each role's grid; by default it is alone.
+
+    Attributes:
+        everyone: all ranks, numbered by worker index.
+        places: this worker's position, by grid; only the grids that it is in.
+        rank_hosts: addresses of the ranks' hosts.
+    """
+
+    worker: int = 0
+    placement: Placement = field(default_factory=lambda: Placement({ACTOR: WorkerGrid()}))
+    everyone: Ranks = field(default_factory=Ranks)
+    places: Mapping[WorkerGrid, RankPosition] = field(default_factory=lambda: {WorkerGrid(): RankPosition()})
+    rank_hosts: tuple[str, ...] = ("",)
+
+    def hosts(self, role: str) -> bool:
+        """True if this worker holds a part of `role`."""
+        return self.placement.grid(role) in self.places
+
+    def place(self, role: str) -> RankPosition:
+        """Return this worker's position in the grid of `role`.
+
+        Raises:
+            KeyError: this worker has no part of the role.
+        """
+        return self.places[self.placement.grid(role)]
+
+    @property
+    def takes_trajectories(self) -> bool:
+        """True if this rank receives trajectories, for its data-parallel copy of the actor."""
+        return self.worker in self.placement.actor.data_heads
+
+    @property
+    def publishes(self) -> bool:
+        """True if this rank completes published weights and sends them from its memory."""
+        return self.worker == self.placement.actor.publisher
 
 
 @contextmanager
@@ -89,7 +166,7 @@ def training_world(
                 if (place := _lay_out(worker, grid, groups, device)) is not None:
                     places[grid] = place
             everyone = Ranks(worker, placement.workers)
-            hosts = tuple(told.decode() for told in everyone.all_gather_bytes(config.system.host.encode()))
+            hosts = tuple(host.decode() for host in everyone.all_gather_bytes(config.system.host.encode()))
         yield World(worker, placement, everyone, places, hosts)
     finally:
         for place in places.values():  # torch's caches keep meshes alive, and meshes the threads of their groups

@@ -1,1 +1,1 @@
-"""One rank: its request handlers, roles, published versions and measurements."""
+"""One rank: the trajectories that it receives, its request handlers, roles, published versions and measurements."""

@@ -30,15 +30,14 @@ from asyncrl.api.trajectory import Trajectory, policy_of
 from asyncrl.comm.names import ACTOR
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import SAMPLES_DIR
-from asyncrl.config.trained_policies import role_of_policy
+from asyncrl.config.variants import role_of_policy
+from asyncrl.data.tokenizers import load_tokenizer
 from asyncrl.observe.samples import TOKEN_SCORES, Row, forget_after, rows_of, write_samples
-from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.trainer.batches.exchange import exchange_trajectories, hand_down, move_columns
-from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
+from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch, detach
 from asyncrl.trainer.messages import BeginStep, GridShare, MoveColumns, RunCall
-from asyncrl.trainer.parallel.rank_position import World
-from asyncrl.trainer.parallel.worker_grid import WorkerGrid
-from asyncrl.trainer.trajectories.scored import detach
+from asyncrl.trainer.parallel.placement import WorkerGrid
+from asyncrl.trainer.parallel.world import World
 
 _log = logging.getLogger(__name__)
 

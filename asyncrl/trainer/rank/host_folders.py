@@ -25,10 +25,10 @@ import msgspec
 from asyncrl.comm.typed import decode_json
 from asyncrl.config.run_dir import versions_in
 from asyncrl.models.ranks import Ranks
-from asyncrl.models.weights import atomic_dir
-from asyncrl.models.weights.checkpoints.distributed_checkpoint import shard_name
-from asyncrl.models.weights.versions.manifest import MANIFEST_FILE, ManifestError, checksum, whole_files
-from asyncrl.trainer.parallel.rank_position import World
+from asyncrl.trainer.parallel.world import World
+from asyncrl.weights import atomic_dir
+from asyncrl.weights.checkpoint_shards import shard_name
+from asyncrl.weights.manifest import MANIFEST_FILE, ManifestError, checksum, whole_files
 
 _log = logging.getLogger(__name__)
 

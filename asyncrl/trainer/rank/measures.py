@@ -30,7 +30,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.memory_advice import OUT_OF_MEMORY, in_order, is_out_of_memory, trainer_settings
+from asyncrl.config.memory import OUT_OF_MEMORY, in_order, is_out_of_memory, trainer_settings
 from asyncrl.models.ranks import PeerFailed
 from asyncrl.models.torch_device import on_gpu_with_others, shortage
 from asyncrl.observe.settings import ProfileConfig

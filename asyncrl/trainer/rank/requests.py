@@ -22,14 +22,14 @@ import torch
 from asyncrl.comm.names import ACTOR
 from asyncrl.comm.request_reply import Done
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.trained_policies import config_of_policy, policy_and_role
-from asyncrl.master.graph.call_graph import Graph
+from asyncrl.config.variants import config_of_policy, policy_and_role
+from asyncrl.master.graph import Graph
 from asyncrl.observe import observer
 from asyncrl.observe.observer import Activity
 from asyncrl.runtime.process.starting import io_bytes
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.batches.exchange import hand_down
-from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
+from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch, detach, scores_of
 from asyncrl.trainer.functions.model_functions import CallContext, StatValues, find_function, run_call
 from asyncrl.trainer.messages import (
     AskPulse,
@@ -57,11 +57,8 @@ from asyncrl.trainer.messages import (
 )
 from asyncrl.trainer.rank.current_step import CurrentStep
 from asyncrl.trainer.rank.measures import MemoryShortage, StepMeasures
-from asyncrl.trainer.rank.training_rank import TrainingRank
-from asyncrl.trainer.rank.versions import Versions
-from asyncrl.trainer.trajectories.inbox import Inbox
-from asyncrl.trainer.trajectories.receiver import TrajectoryReceiver
-from asyncrl.trainer.trajectories.scored import detach, scores_of
+from asyncrl.trainer.rank.receiver import TrajectoryReceiver
+from asyncrl.trainer.rank.training_rank import TrainingRank, Versions
 
 
 class ModelCalls:
@@ -95,51 +92,7 @@ class ModelCalls:
         return run_call(self._functions[call.function], context, batch)
 
 
-class RolloutScorer:
-    """Scores rollouts by frozen models while they wait for their step.
-
-    Args:
-        columns: the user's columns, which every batch has.
-        inbox: holds the rollouts, and then their scores.
-        device: device of the batches.
-    """
-
-    def __init__(
-        self,
-        rank: TrainingRank,
-        calls: ModelCalls,
-        inbox: Inbox,
-        measures: StepMeasures,
-        columns: Sequence[str],
-        device: torch.device,
-    ) -> None:
-        self._world = rank.world
-        self._calls, self._inbox, self._measures = calls, inbox, measures
-        self._columns, self._device = columns, device
-
-    def score(self, request: ScoreAhead) -> None:
-        """Score what the head of each copy received, and keep the scores there. Called by all ranks of the actor."""
-        place = self._world.place(ACTOR)
-        held = self._inbox.get(request.rollout_ids[place.coordinates.data]) if place.copy.leads else {}
-        trajectories, _ = detach(hand_down(list(held.values()), place.copy))
-        batch = build_step_batch(
-            trajectories,
-            [0] * len(trajectories),
-            version=request.version,
-            num_minibatches=1,
-            own=self._columns,
-            device=self._device,
-        )
-        with self._measures.computing():
-            for call in request.calls:
-                self._calls.run(call, batch)
-            scores = scores_of(batch, [key for call in request.calls for key in call.writes])
-        if place.copy.leads:
-            self._inbox.keep_scores(scores)
-
-
 WAITING = "waits for the master"
-
 
 _Request = TypeVar("_Request")
 _Reply = TypeVar("_Reply")
@@ -168,9 +121,10 @@ class QueuedRequests:
         memory_checkpoint: folder of the checkpoint in the host's memory.
         step: the batches of the step in training.
         calls: runs model functions.
-        scorer: scores rollouts ahead of their step.
         measures: measures the steps.
         memory: explains errors of the device's memory.
+        columns: the user's columns, which every batch has.
+        device: device of the batches.
     """
 
     def __init__(
@@ -182,14 +136,15 @@ class QueuedRequests:
         memory_checkpoint: MemoryCheckpoint,
         step: CurrentStep,
         calls: ModelCalls,
-        scorer: RolloutScorer,
         measures: StepMeasures,
         memory: MemoryShortage,
+        columns: Sequence[str],
+        device: torch.device,
     ) -> None:
         self._rank, self._receiver, self._versions = rank, receiver, versions
         self._memory_checkpoint = memory_checkpoint
-        self._step, self._calls, self._scorer, self._measures = step, calls, scorer, measures
-        self._memory = memory
+        self._step, self._calls, self._measures, self._memory = step, calls, measures, memory
+        self._columns, self._device = columns, device
         self._newest = 0
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
@@ -220,8 +175,26 @@ class QueuedRequests:
         return observed
 
     def score_ahead(self, request: ScoreAhead) -> Done:
-        """Score what the head of each copy received, and keep the scores there."""
-        self._scorer.score(request)
+        """Score rollouts that wait for their step by frozen models. The head of each copy has received them, and keeps
+        the scores. Called by all ranks of the actor.
+        """
+        place, inbox = self._rank.world.place(ACTOR), self._receiver.inbox
+        held = inbox.get(request.rollout_ids[place.coordinates.data]) if place.copy.leads else {}
+        trajectories, _ = detach(hand_down(list(held.values()), place.copy))
+        batch = build_step_batch(
+            trajectories,
+            [0] * len(trajectories),
+            version=request.version,
+            num_minibatches=1,
+            own=self._columns,
+            device=self._device,
+        )
+        with self._measures.computing():
+            for call in request.calls:
+                self._calls.run(call, batch)
+            scores = scores_of(batch, [key for call in request.calls for key in call.writes])
+        if place.copy.leads:
+            inbox.keep_scores(scores)
         return Done()
 
     def begin_step(self, step: BeginStep) -> Done:

@@ -1,15 +1,18 @@
-"""One rank's engines and training state, by trained policy and role, and their checkpoints.
+"""One rank's engines and training state, by trained policy and role; their checkpoints, and the versions for servers.
 
 Roles are built from the config and the graph. `actor` and `critic` learn; `ref` is frozen or follows the actor;
 teachers are frozen. Any other role that a graph names is a reward model, loaded from the `path` in the arguments of one
-of its calls. Further trained policies have separate roles (`asyncrl.config.trained_policies`), built by the same rules
+of its calls. Further trained policies have separate roles (`asyncrl.config.variants`), built by the same rules
 with the policy's settings.
+
+Versions of a policy are published to the servers as folders, or from this rank's memory (`Versions`).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,22 +21,30 @@ from typing import Any
 import torch
 
 from asyncrl.comm.names import ACTOR
+from asyncrl.comm.security import HttpSecurity
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.memory import context_length
+from asyncrl.config.run_dir import ANNOUNCED_DIR, WEIGHTS_DIR
 from asyncrl.config.setting import Dtype
-from asyncrl.config.trained_policies import CRITIC, REFERENCE, SEPARATOR, config_of_policy, is_changing, policy_and_role
-from asyncrl.master.graph.call_graph import Graph
-from asyncrl.models.weights.checkpoints.restore import restore, restore_newest
-from asyncrl.models.weights.checkpoints.writer import CheckpointWriter
+from asyncrl.config.variants import CRITIC, REFERENCE, SEPARATOR, config_of_policy, is_changing, policy_and_role
+from asyncrl.master.graph import Graph
 from asyncrl.trainer.engines.base import EngineLoader, PolicyEngine, TrainingEngine, engine_loader
-from asyncrl.trainer.engines.host_offload import local
-from asyncrl.trainer.engines.lora_reference import LoraReference
+from asyncrl.trainer.engines.optimizer import local
+from asyncrl.trainer.engines.role import LoraReference
 from asyncrl.trainer.functions.model_functions import TrainState
-from asyncrl.trainer.messages import SaveCheckpoint
-from asyncrl.trainer.parallel.placement import engine_of
-from asyncrl.trainer.parallel.rank_position import World
-from asyncrl.trainer.parallel.worker_grid import Placement
+from asyncrl.trainer.messages import CollectWeights, Publish, SaveCheckpoint
+from asyncrl.trainer.model.lora import adapter_config
+from asyncrl.trainer.model.lora_checks import publishes_adapters
+from asyncrl.trainer.parallel.placement import Placement, engine_of
+from asyncrl.trainer.parallel.world import World
 from asyncrl.trainer.rank.host_folders import HostFolders
 from asyncrl.trainer.settings import ReferenceMode
+from asyncrl.weights import publishing
+from asyncrl.weights.checkpoints import CheckpointWriter, restore, restore_newest
+from asyncrl.weights.folder_tensors import Published, Rounded
+from asyncrl.weights.logprob_probe import LogprobProbe, probe_picture, probe_tokens, with_picture
+from asyncrl.weights.publishing import SharedFiles
+from asyncrl.weights.transports.base import TrainerEnd, weight_transport
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,3 +254,99 @@ def _model_path(config: ExperimentConfig) -> str:
     if config.model.path is None:
         raise ValueError("model.path is null; the launcher sets it to the base model's folder")
     return str(Path(config.model.path).expanduser())
+
+
+class Versions:
+    """This rank's part of publishing versions.
+
+    Args:
+        security: the servers' token and certificate.
+        device: device of the rank.
+    """
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        run_dir: Path,
+        world: World,
+        rank: TrainingRank,
+        security: HttpSecurity | None,
+        device: torch.device,
+    ) -> None:
+        self._config, self._run_dir, self._world, self._rank = config, run_dir, world, rank
+        self._assets = publishing.tokenizer_assets(Path(str(config.model.path)))
+        self._shared: dict[str, SharedFiles] = {}
+        self._transport = weight_transport(config.manager.weight_transport)
+        self.to_servers = TrainerEnd()
+        """Sender of versions from memory to servers; used on the request server's loop."""
+        if world.publishes:
+            self.to_servers = self._transport.trainer_end(config, security, device)
+
+    def publish(self, request: Publish) -> Path:
+        """Make a version available, on disk if `to_disk`, and in memory if servers get it from there; return its
+        folder.
+
+        Called by all ranks of the role.
+        """
+        policy = self._rank.policy(request.role)
+        with policy.on_device():
+            probe = self._probe(policy)
+            chosen = self._config.model.publish_dtype  # the type in which versions are published
+            published: Published = policy if chosen == Dtype.auto else Rounded(policy, getattr(torch, chosen))
+            if not self._transport.needs_folders:
+                owners = dict.fromkeys(
+                    (spec.name for spec in published.published_specs()), self._world.placement.actor.publisher
+                )
+                self.to_servers.hold(request.version, published.gather(owners))
+            if request.role not in self._shared:
+                self._shared[request.role] = self._shared_files(policy)
+            place = self._world.place(request.role)
+            return publishing.publish(
+                published,
+                self._run_dir / (WEIGHTS_DIR if request.to_disk else ANNOUNCED_DIR),
+                role=request.role,
+                version=request.version,
+                ranks=place.everyone,
+                shared=self._shared[request.role] if request.to_disk else None,
+                probe=probe,
+                first_worker=place.grid.first,
+            )
+
+    def collect(self, request: CollectWeights) -> None:
+        """Remove all versions but those that `request` keeps."""
+        if self._world.worker == self._world.placement.grid(request.role).publisher:  # others may be writing one
+            for root in (WEIGHTS_DIR, ANNOUNCED_DIR):
+                publishing.collect(self._run_dir / root, request.role, request.keep)
+        if self._world.publishes:
+            self.to_servers.keep(request.keep)
+
+    def _shared_files(self, policy: PolicyEngine) -> SharedFiles:
+        """Return the files beside the weights, the same for every version of `policy`."""
+        if not publishes_adapters(self._config):
+            described = deepcopy(policy.model_config)
+            if self._config.model.publish_dtype != Dtype.auto:
+                described.dtype = getattr(torch, self._config.model.publish_dtype)
+            return SharedFiles(described, self._assets)
+        base, specs = str(Path(str(self._config.model.path))), policy.published_specs()
+        return SharedFiles(adapter_config(self._config.model.lora, base, specs, policy.model_config))
+
+    def _probe(self, policy: PolicyEngine) -> LogprobProbe | None:
+        """Return the probe of the current `policy`; None if probes are off, or if the sequences leave no room for
+        a probe.
+        """
+        model_config = policy.model_config
+        context = context_length(self._config, model_config.to_dict())
+        vocabulary = model_config.get_text_config().vocab_size
+        tokens = probe_tokens(vocabulary, context)
+        if not tokens or self._config.manager.logprob_check_tolerance == 0:
+            return None
+        picture = probe_picture()
+        transport = self._config.manager.weight_transport
+        served = self._config.generation.engine.takes_pictures(transport, model_config.model_type)
+        placeholders = policy.placeholders(picture) if served else []
+        shown = with_picture(vocabulary, context, placeholders, picture) if placeholders else None
+        if shown is None:
+            return LogprobProbe.of(tokens, policy.score_sequences(tokens))
+        prompt, placed = shown
+        sequences, pictures = [*tokens, prompt], [*((),) * len(tokens), (placed,)]
+        return LogprobProbe.of(sequences, policy.score_sequences(sequences, pictures), placed)

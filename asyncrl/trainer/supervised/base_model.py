@@ -4,7 +4,7 @@ The folder's name holds a digest of every setting that affects the result, so a 
 folder is searched under `fileroot`, then in the default cache: an experiment with another `fileroot` need not train it
 again.
 The models of the built-in recipes come with the package, in `experiments/base_models`. They are copied to `fileroot`,
-which all hosts of a run share. `benchmarks/base_model.py --ship` makes them from their recipes.
+which all hosts of a run share. `experiments/recipes/ship_base_models.py` makes them from their recipes.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from asyncrl.comm.files import NotPrivate, check_tree, make_private_folder
 from asyncrl.config.load import experiments_dir
 from asyncrl.config.run_dir import CHECKPOINTS_DIR, plain_settings
 from asyncrl.config.values import to_yaml
+from asyncrl.data.files import files_of, is_data_path
+from asyncrl.data.tokenizers import CharTokenizer, model_files
 from asyncrl.models.model_config import for_all_versions, read_model_config
-from asyncrl.models.weights import atomic_dir
 from asyncrl.observe.display import wrapped
-from asyncrl.plugins.datasets.rows.readers import files_of, is_data_path
-from asyncrl.plugins.datasets.tokenizers import CharTokenizer, model_files
 from asyncrl.trainer.settings import VisionMode
 from asyncrl.trainer.supervised.settings import CROSS_ENTROPY, DEFAULT_FILEROOT, DEMO_MODEL, SFTConfig
+from asyncrl.weights import atomic_dir
 
 NOT_IN_DIGEST = ("fileroot", "experiment_name", "tokens_per_micro_batch", "eval", "checkpoint")
 """Settings that change the place or the speed of training, but not the model."""
@@ -216,13 +216,13 @@ def _show_progress(process: subprocess.Popen[str], title: str) -> list[str]:
                 continue
             row = json.loads(line)
             if (held_out := row["held_out_loss"]) is not None:
-                told = f"{title}: step {row['step']}/{row['total']}  held-out loss {held_out:.4f}"
-                told += "".join(
+                measured = f"{title}: step {row['step']}/{row['total']}  held-out loss {held_out:.4f}"
+                measured += "".join(
                     f"  {name} {row[key]:.3f}"
                     for name, key in (("accuracy", "held_out_accuracy"), ("margin", "held_out_margin"))
                     if key in row
                 )
-                console.print(told, markup=False, soft_wrap=True)
+                console.print(measured, markup=False, soft_wrap=True)
             bar.update(task, total=row["total"], completed=row["step"], loss=row["loss"])
             if not console.is_terminal and row["step"] % PLAIN_LINE_EVERY == 0:
                 text = f"{title}: step {row['step']}/{row['total']}  loss {row['loss']:.3f}  {row['eta_s']:.0f} s left"

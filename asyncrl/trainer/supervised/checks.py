@@ -1,4 +1,4 @@
-"""Checks of a supervised experiment's settings."""
+"""Checks of a supervised experiment's settings, and its losses by name. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,18 +7,36 @@ from pathlib import Path
 
 from asyncrl.config.plugin_code import catalog
 from asyncrl.config.plugin_code.import_paths import PluginError
-from asyncrl.config.setting import ConfigError, Device
+from asyncrl.config.setting import ChoiceConfig, ConfigError, Device, did_you_mean
+from asyncrl.data.checks import source_problems
+from asyncrl.data.files import is_data_path
+from asyncrl.data.settings import TrainOn
 from asyncrl.models.folder_checks import hugging_face_folder
-from asyncrl.plugins.datasets.checks import source_problems
-from asyncrl.plugins.datasets.rows.readers import is_data_path
-from asyncrl.plugins.datasets.settings import TrainOn
 from asyncrl.runtime.process.hardware import count_gpus
 from asyncrl.trainer.model.lora_checks import lora_problems
-from asyncrl.trainer.parallel.placement import layout_of
-from asyncrl.trainer.parallel.worker_grid import WorkerGrid
+from asyncrl.trainer.parallel.placement import WorkerGrid, layout_of
 from asyncrl.trainer.settings import LoraPublish, OptimizerName
-from asyncrl.trainer.supervised.losses import LABEL_LOSS, REWARD_LOSS, loss_kind
 from asyncrl.trainer.supervised.settings import CROSS_ENTROPY, MUON_LR, SFTConfig
+
+REWARD_LOSS, PAIR_LOSS, LABEL_LOSS = "reward_loss", "pair_loss", "label_loss"
+KINDS = (REWARD_LOSS, PAIR_LOSS, LABEL_LOSS)
+
+
+def loss_kind(loss: ChoiceConfig) -> str | None:
+    """Return the kind of a loss on judged answers, one of `KINDS`; None for the loss on demonstrations.
+
+    Raises:
+        PluginError: there is no such loss.
+    """
+    if loss.name == CROSS_ENTROPY:
+        return None
+    kinds = {name: kind for kind in KINDS for name in catalog.known(kind)}
+    if loss.name not in kinds:
+        raise PluginError(
+            f"unknown loss {loss.name!r}{did_you_mean(loss.name, (CROSS_ENTROPY, *kinds))}; known: "
+            f"{', '.join((CROSS_ENTROPY, *kinds))}"
+        )
+    return kinds[loss.name]
 
 
 def check(config: SFTConfig) -> Iterator[str]:

@@ -1,12 +1,19 @@
-"""Make the folder of a model by supervised training: its first weights, the loop, and the files beside the weights."""
+"""Make the folder of a model by supervised training: ranks, first weights, the loop, the files beside the weights.
+
+The first rank starts the others, and all join as in RL training.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self, cast
@@ -16,24 +23,29 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.api import Tokenizer
 from asyncrl.comm.files import make_private_folder
-from asyncrl.config.run_dir import METRICS_FILE, write_run_config
-from asyncrl.models.model_config import CONFIG_FILE as MODEL_CONFIG
-from asyncrl.models.model_config import TOKENIZER_CONFIG_FILE, for_all_versions
-from asyncrl.models.torch_device import choose_device
-from asyncrl.models.weights import atomic_dir
-from asyncrl.observe.history.tail import read_rows
-from asyncrl.plugins.datasets.tokenizers import (
+from asyncrl.comm.name_resolve import NameBackend, make_resolver
+from asyncrl.comm.names import ACTOR
+from asyncrl.config.run_dir import LOCK_FILE, METRICS_FILE, NAMES_DIR, write_run_config
+from asyncrl.config.setting import Device
+from asyncrl.data.tokenizers import (
     CharTokenizer,
     FastTokenizer,
     HuggingFaceTokenizer,
     load_tokenizer,
     model_files,
 )
+from asyncrl.models.model_config import CONFIG_FILE as MODEL_CONFIG
+from asyncrl.models.model_config import TOKENIZER_CONFIG_FILE, for_all_versions
+from asyncrl.models.torch_device import choose_device
+from asyncrl.observe.tail import read_rows
+from asyncrl.runtime.process.hardware import visible_gpus
+from asyncrl.trainer.parallel.placement import Placement, worker_grid
+from asyncrl.trainer.parallel.world import World, training_world
 from asyncrl.trainer.supervised.base_model import run_dir_of
-from asyncrl.trainer.supervised.engine_learner import EngineLearner
+from asyncrl.trainer.supervised.objectives import engine_settings
 from asyncrl.trainer.supervised.settings import DEMO_MODEL, SFTConfig
-from asyncrl.trainer.supervised.start_ranks import joined
 from asyncrl.trainer.supervised.supervised_loop import (
+    EngineLearner,
     NoteCallback,
     ProgressCallback,
     SFTPhase,
@@ -41,6 +53,50 @@ from asyncrl.trainer.supervised.supervised_loop import (
     phases_of,
     train_on_demonstrations,
 )
+from asyncrl.weights import atomic_dir
+
+END_S = 10.0
+"""Time limit in seconds for the other ranks to end after the first one is done."""
+
+
+@contextmanager
+def joined(config: SFTConfig, run_dir: Path, rank: int, total: int, device: torch.device) -> Iterator[World]:
+    """Join the world of all ranks of `trainer.parallel`, with this process as `rank`, which computes on `device`."""
+    settings = engine_settings(config, run_dir, total)
+    placement = Placement({ACTOR: worker_grid(settings)})
+    with ExitStack() as stack:
+        resolver = make_resolver(NameBackend.file, str(run_dir / NAMES_DIR))
+        stack.callback(resolver.close)
+        yield stack.enter_context(training_world(settings, rank, placement, device, run_dir, resolver))
+
+
+@contextmanager
+def other_ranks(config: SFTConfig, arguments: Sequence[str], run_dir: Path) -> Iterator[None]:
+    """Start the other ranks as processes with these `arguments` and their rank; end them with this process.
+
+    On GPUs each rank sees one: this process the first, as torch chooses by itself, and each other rank the next.
+
+    Within this block no other process trains in `run_dir`. An earlier process whose launcher was killed ends at its
+    next step, because its progress has no reader; this function waits for that.
+    """
+    make_private_folder(run_dir)
+    count = worker_grid(engine_settings(config, run_dir, 1)).workers
+    command = [sys.executable, "-m", "asyncrl.trainer.supervised", *arguments]
+    gpus = () if config.device == Device.cpu else visible_gpus()
+    seen = [{"CUDA_VISIBLE_DEVICES": gpus[rank]} if gpus else {} for rank in range(count)]
+    with (run_dir / LOCK_FILE).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        shutil.rmtree(run_dir / NAMES_DIR, ignore_errors=True)  # else a rank may use the meeting file of an earlier run
+        others = [subprocess.Popen([*command, str(rank)], env=os.environ | seen[rank]) for rank in range(1, count)]
+        try:
+            yield
+            with suppress(subprocess.TimeoutExpired):  # the model is complete, even if a rank does not end
+                for other in others:
+                    other.wait(END_S)
+        finally:
+            for other in others:
+                other.kill()
+                other.wait()
 
 
 def make_base_model(
@@ -88,13 +144,13 @@ def make_base_model(
             learner = EngineLearner(initial, run_dir, config, sum(steps), world, device)
             file = run_dir / METRICS_FILE if rank == 0 else None
             before = [] if file is None else [row for row in read_rows(file) if row["step"] <= learner.steps_done]
-            with _Rows(file, before) as rows:
+            with _Rows(file, before, progress) as rows:
                 loss = train_on_demonstrations(
                     learner,
                     tokenizer,
                     phases,
                     config,
-                    progress=_both(rows.write, progress),
+                    progress=rows.write,
                     note=note,
                     last_loss=before[-1]["loss"] if before else 0.0,
                 )
@@ -106,11 +162,13 @@ def make_base_model(
 
 class _Rows:
     """The lines of `metrics.jsonl`: those from `before`, and new ones, each written to the file at once if there is
-    one.
+    one, and then reported to `progress`.
     """
 
-    def __init__(self, file: Path | None, before: Sequence[Mapping[str, Any]]) -> None:
-        self.all = list(before)
+    def __init__(
+        self, file: Path | None, before: Sequence[Mapping[str, Any]], progress: ProgressCallback | None
+    ) -> None:
+        self.all, self._progress = list(before), progress
         self._file = None if file is None else file.open("w", encoding="utf-8")
         for row in before:
             self._append(row)
@@ -126,20 +184,13 @@ class _Rows:
         """Add the row of `report`."""
         self.all.append(report.row())
         self._append(self.all[-1])
+        if self._progress is not None:
+            self._progress(report)
 
     def _append(self, row: Mapping[str, Any]) -> None:
         if self._file is not None:
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
-
-
-def _both(first: ProgressCallback, second: ProgressCallback | None) -> ProgressCallback:
-    def tell(report: SFTProgress) -> None:
-        first(report)
-        if second is not None:
-            second(report)
-
-    return tell
 
 
 def _records(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from asyncrl.config.setting import MOST_SEED, ChoiceConfig, Device, setting
-from asyncrl.plugins.datasets.settings import AUTO, TrainOn
+from asyncrl.data.settings import AUTO, TrainOn
 from asyncrl.trainer.settings import LoraConfig, OptimizerName, VisionMode
 
 # OmegaConf resolves annotations at run time and knows Optional[X], not X | None.

@@ -2,10 +2,15 @@
 
 A run is a list of phases: a number of steps on the demonstrations of one dataset. The demo has two phases, correct
 demonstrations and then a few careless ones, so that the model has both behaviours and RL can select between them.
-`asyncrl.plugins.datasets.supervised.demonstrations` decides which tokens of a demonstration carry loss.
+`asyncrl.data.demonstrations` decides which tokens of a demonstration carry loss.
 
-There is one loop. A learner takes a step on a batch (`engine_learner`), and `loss` decides what is learnt
-(`objectives`). `make_model` gives the loop its learner, and makes the folder of the model.
+There is one loop. `EngineLearner` takes a step on a batch by the engines of RL training: packed if that is proven
+correct, with adapters and layouts. `loss` decides what is learnt (`objectives`). `make_model` gives the loop its
+learner, and makes the folder of the model.
+
+A run's folder holds its checkpoints and, in `weights/`, the models at its start and at its end, so `asyncrl export`
+works as on an RL run. An interrupted run resumes from its newest checkpoint with the same result as without the
+interruption: the data order depends only on the step, and a checkpoint has the optimizer's whole state.
 """
 
 from __future__ import annotations
@@ -17,11 +22,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncrl.models.pictures.picture_rules import picture_rules
-from asyncrl.plugins.datasets import DemonstrationDataset, Placed
-from asyncrl.plugins.datasets.prompt_format import PromptFormat, load_chat_template
-from asyncrl.plugins.datasets.prompt_stats import shown
-from asyncrl.plugins.datasets.supervised.demonstration_rows import (
+import msgspec
+import torch
+
+from asyncrl.comm.names import ACTOR
+from asyncrl.comm.typed import decode_json
+from asyncrl.config.run_dir import CHECKPOINTS_DIR, WEIGHTS_DIR
+from asyncrl.data.datasets import DemonstrationDataset, Placed
+from asyncrl.data.demonstrations import (
+    Demonstration,
+    DemonstrationFormat,
     EncodedRows,
     LazyRows,
     RowFormat,
@@ -30,13 +40,123 @@ from asyncrl.plugins.datasets.supervised.demonstration_rows import (
     load_demonstrations,
     shown_with_loss,
 )
-from asyncrl.plugins.datasets.supervised.demonstrations import Demonstration, DemonstrationFormat
-from asyncrl.plugins.datasets.supervised.preferences import PreferenceFormat
-from asyncrl.plugins.datasets.tokenizers import ChatTokenizer
-from asyncrl.trainer.settings import VisionMode
-from asyncrl.trainer.supervised.engine_learner import EngineLearner
-from asyncrl.trainer.supervised.losses import LABEL_LOSS, loss_kind
+from asyncrl.data.preferences import PreferenceFormat
+from asyncrl.data.prompt_format import PromptFormat, load_chat_template, shown
+from asyncrl.data.tokenizers import ChatTokenizer
+from asyncrl.models.picture_rules import picture_rules
+from asyncrl.trainer.model.lora import adapter_config
+from asyncrl.trainer.model.lora_checks import publishes_adapters
+from asyncrl.trainer.parallel.world import World
+from asyncrl.trainer.settings import OptimizerName, VisionMode
+from asyncrl.trainer.supervised.checks import LABEL_LOSS, loss_kind
+from asyncrl.trainer.supervised.objectives import Measures, engine_settings, make_objective
 from asyncrl.trainer.supervised.settings import SFTConfig
+from asyncrl.weights import atomic_dir
+from asyncrl.weights.adapters import CONFIG_FILE as ADAPTERS_FILE
+from asyncrl.weights.checkpoints import CheckpointWriter, restore_newest
+from asyncrl.weights.manifest import FileEntry, verify
+from asyncrl.weights.publishing import SharedFiles, publish, tokenizer_assets, write_model
+from asyncrl.weights.stored import MergedModel, StoredModel, from_folder
+
+
+class EngineLearner:
+    """Trains a model by the engines of RL training. All ranks call its methods together.
+
+    Args:
+        model: Hugging Face folder to begin with.
+        run_dir: the run's folder.
+        total: number of steps.
+
+    Attributes:
+        steps_done: steps of the checkpoint that this run resumed from; 0 without one.
+
+    Raises:
+        ValueError: the model cannot be trained correctly, or the newest checkpoint is of another model.
+    """
+
+    def __init__(
+        self, model: Path, run_dir: Path, config: SFTConfig, total: int, world: World, device: torch.device
+    ) -> None:
+        self._model, self._run_dir, self._checkpoint, self._world = model, run_dir, config.checkpoint, world
+        settings = self._settings = engine_settings(config, model, total)
+        self._objective = make_objective(config, settings, world.place(ACTOR), device)
+        self._engine = self._objective.engine
+        engines = {ACTOR: self._engine}
+        state = restore_newest(engines, run_dir / CHECKPOINTS_DIR, world.everyone)
+        self.steps_done = 0 if state is None else int(state["version"])
+        self._steps = self.steps_done
+        self._writer = CheckpointWriter(engines, (ACTOR,), world.everyone)
+        self._lora = config.model.lora if publishes_adapters(settings) else None  # a version holds only adapters
+        if config.checkpoint.interval and not self.steps_done:
+            self._publish(0)
+
+    def learn(self, batch: Sequence[Demonstration]) -> Measures:
+        """Take a step on `batch`, which is the same on all ranks. Return the figures of `batch` before the step.
+
+        Raises:
+            FloatingPointError: the gradient is not finite.
+        """
+        measures = self._objective.compute_gradients(batch)
+        outcome = self._engine.step(self._settings.learning_rate(self._steps))
+        self._steps += 1
+        if not outcome.applied:
+            rates = "lr and adamw_lr" if self._settings.optimizer.name == OptimizerName.muon else "adamw_lr"
+            raise FloatingPointError(f"the gradient's norm is {outcome.grad_norm}; lower {rates}")
+        return measures
+
+    def measure(self, batch: Sequence[Demonstration]) -> Measures:
+        """Return the figures of `batch`, without a step."""
+        return self._objective.measure(batch)
+
+    def complete(self, step: int) -> None:
+        """Write a checkpoint if one is due after `step` (from 1), which is complete and reported."""
+        if not self._checkpoint.interval or step % self._checkpoint.interval:
+            return
+        path = self._run_dir / CHECKPOINTS_DIR / f"v{step}"
+        self._writer.begin(path, version=step, state={})
+        mine = msgspec.json.encode(self._writer.share(path).result())
+        files: dict[str, FileEntry] = {}
+        for written in self._world.everyone.all_gather_bytes(mine):
+            files |= decode_json(written, dict[str, FileEntry])
+
+        def commit() -> None:
+            if self._world.everyone.leads:
+                self._writer.commit(path, files, keep=self._checkpoint.keep, protected=())
+
+        self._world.everyone.together(commit, f"completing {path}")
+
+    def finish(self, step: int, out_dir: Path, beside: dict[str, bytes]) -> None:
+        """Publish the model after `step` steps, and write it, adapters merged, as the Hugging Face folder `out_dir`,
+        with the files `beside` by name.
+        """
+        self._writer.close()
+        published, ranks = self._publish(step), self._world.everyone
+
+        def write() -> None:
+            if not ranks.leads:
+                return
+            stored = StoredModel(verify(published), from_folder(published))
+            if self._lora is None:
+                model: StoredModel | MergedModel = stored
+                files = {"config.json": published / "config.json", **tokenizer_assets(published)}
+                own = {name: file.read_bytes() for name, file in files.items()}
+            else:
+                model = merged = MergedModel(stored, (published / ADAPTERS_FILE).read_bytes())
+                own = merged.beside()
+            if out_dir.exists():
+                atomic_dir.remove(out_dir)
+            write_model(model, out_dir, {**own, **beside}, ranks)
+
+        ranks.together(write, f"writing {out_dir}")
+
+    def _publish(self, version: int) -> Path:
+        """Write the model, or its adapters, as `version`; return the folder."""
+        shared = SharedFiles(self._engine.model_config, tokenizer_assets(self._model))
+        if self._lora is not None:
+            specs, model_config = self._engine.published_specs(), self._engine.model_config
+            shared = SharedFiles(adapter_config(self._lora, str(self._model), specs, model_config))
+        root, ranks = self._run_dir / WEIGHTS_DIR, self._world.everyone
+        return publish(self._engine, root, role=ACTOR, version=version, ranks=ranks, shared=shared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +253,7 @@ def train_on_demonstrations(
         ValueError: a setting is out of range, or a row cannot be used.
     """
     total = sum(phase.steps for phase in phases)
-    form, tell = row_format(config, tokenizer), note or _nobody
+    form, tell = row_format(config, tokenizer), note or (lambda text: None)
     rows = [_encoded(phase.dataset, form, config.dataset.max_tokens, "dataset", tell) for phase in phases]
     held_out = held_out_of(config)
     held_out_batch: list[Demonstration] = []
@@ -177,7 +297,3 @@ def _encoded(dataset: DemonstrationDataset, form: RowFormat, max_tokens: int, na
     for line in encoded.notes:
         tell(f"{name}: {line}")
     return encoded.rows
-
-
-def _nobody(told: object) -> None:
-    """Ignore a note: the default callback."""

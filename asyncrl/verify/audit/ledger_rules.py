@@ -11,6 +11,8 @@
   clock that is set back during a long pause looks the same.
 - Order: steps are numbered without a gap and have train_batch_size rollouts each, in the data order; a prompt's id is
   the one that the seed gives its place in the data order; no prompt was passed over.
+- Policies: opponents' versions existed, and no policy is trained on more tokens than its servers generated for the
+  rollout, or on samples that belong to another one.
 """
 
 from __future__ import annotations
@@ -41,7 +43,6 @@ from asyncrl.comm.ended_rollouts import (
 )
 from asyncrl.verify.audit.ledger_files import Entry, Report
 from asyncrl.verify.audit.outcome import Outcome, StepTotals
-from asyncrl.verify.audit.policy_checks import wrong_opponents, wrong_policies
 
 CLOCKS_S = 60.0
 """Largest correction of a clock, in seconds, that is not reported."""
@@ -483,7 +484,7 @@ class Replay:
             )
         self._check_lineage(line.lineage)
         self._check_ages(line, known)
-        for wrong in (*wrong_opponents(line), *wrong_policies(line)):
+        for wrong in (*_wrong_opponents(line), *_wrong_policies(line)):
             self._report(wrong)
         self._rollouts.move(known, TRAINED)
         self._prompts.end(known.prompt, line.rollout)
@@ -561,3 +562,32 @@ class Replay:
         if known is None:
             self._report(f"rollout {rollout_id} was never admitted")
         return known
+
+
+def _wrong_opponents(line: Trained) -> Iterator[str]:
+    """Yield a message for each opponent of a version that did not exist."""
+    for policy, (oldest, newest) in line.opponents.items():
+        if not 0 <= oldest <= newest < line.step:
+            yield (
+                f"rollout {line.rollout}, trained at step {line.step}, met versions {oldest} to {newest} of policy "
+                f"{policy!r}: these versions did not exist then"
+            )
+
+
+def _wrong_policies(line: Trained) -> Iterator[str]:
+    """Yield a message for each policy that was trained on tokens that it did not generate."""
+    if not line.policies:
+        return
+    for policy, share in line.policies.items():
+        if share.trained > share.generated:
+            yield (
+                f"rollout {line.rollout} trains policy {policy!r} on {share.trained} tokens, and it generated "
+                f"{share.generated} in it: samples of another policy"
+            )
+    trained, tokens = sum(share.trained for share in line.policies.values()), sum(line.versions.values())
+    samples = sum(share.samples for share in line.policies.values())
+    if (trained, samples) != (tokens, line.samples):
+        yield (
+            f"rollout {line.rollout} has {tokens} tokens in {line.samples} samples, and its policies {trained} in "
+            f"{samples}"
+        )

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from asyncrl.comm.ended_rollouts import RolloutCounts, RunSettings, Trained
-from asyncrl.plugins.datasets.queue.order import epoch_of
+from asyncrl.data.prompt_queue import epoch_of
 
 
 @dataclass(slots=True)

@@ -22,10 +22,10 @@ from asyncrl.comm.ended_rollouts import Admitted, Begin, Dropped, End, PromptGoe
 from asyncrl.comm.typed import convert
 from asyncrl.config.run_dir import BOOKS_FILE, CONFIG_FILE, DATA_RECORD_FILE, SUMMARY_FILE
 from asyncrl.config.run_dir import CHECKPOINT_STATE_FILE as STATE_FILE
-from asyncrl.models.weights.versions.manifest import MANIFEST_FILE, FileEntry, TensorEntry, checksum
-from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
+from asyncrl.data.datasets import DataRecord
 from asyncrl.verify.audit.ledger_files import Entry, Report, is_ruled_out, leading_to
 from asyncrl.verify.audit.outcome import Outcome
+from asyncrl.weights.manifest import MANIFEST_FILE, FileEntry, TensorEntry, checksum
 
 MAX_ROWS = 1 << 32
 """Rows in prompt ids are below this."""

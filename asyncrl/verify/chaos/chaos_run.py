@@ -25,17 +25,16 @@ from typing import Any
 import psutil
 
 from asyncrl.comm import names
-from asyncrl.comm.http.calls import HttpError, JsonHttp
+from asyncrl.comm.http_client import HttpError, JsonHttp
 from asyncrl.comm.name_resolve import NameResolveError, NameResolver
 from asyncrl.comm.security import HttpSecurity, RunSecret, SecretError
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import METRICS_FILE, OBSERVED_DIR, RESTARTS_FILE, SECRET_FILE, run_dir_of
 from asyncrl.manager.messages import StatusReply
-from asyncrl.observe.history.process_history import ProcessHistory
-from asyncrl.observe.history.tail import JsonlTail
+from asyncrl.observe.history import ProcessHistory
+from asyncrl.observe.tail import JsonlTail
 from asyncrl.runtime.trials.claim import open_resolver
-from asyncrl.verify.chaos.fault_costs import LAUNCHER, InjectedFault
-from asyncrl.verify.chaos.fault_plan import DELAY_S, Fault, FaultKind, PlanClock
+from asyncrl.verify.chaos.faults import DELAY_S, LAUNCHER, Fault, FaultKind, InjectedFault, PlanClock
 from asyncrl.verify.chaos.links import Links
 
 LARGEST_BYTES = 2 << 30

@@ -9,8 +9,7 @@ from rich.table import Table
 
 from asyncrl.comm import names
 from asyncrl.verify.chaos.chaos_run import Watched
-from asyncrl.verify.chaos.fault_costs import InjectedFault
-from asyncrl.verify.chaos.fault_plan import FaultKind
+from asyncrl.verify.chaos.faults import FaultKind, InjectedFault
 
 WIDTH = 80
 _SHORT = {

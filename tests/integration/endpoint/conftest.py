@@ -16,13 +16,12 @@ from transformers import PreTrainedTokenizerFast
 
 from asyncrl.api import Completion, FinishReason, GenerationRequest, GenerationResult, Sample, SamplingParams
 from asyncrl.api.chat import ChatFinish, ChatReply, Message, ToolCall, ToolSchema
-from asyncrl.inference.openai.endpoint import Endpoint
-from asyncrl.inference.openai.session import Session
-from asyncrl.plugins.chat.parsers import Parsed
-from asyncrl.plugins.chat.template import ChatFormat
-from asyncrl.plugins.datasets.prompt_format import PromptFormat
-from asyncrl.plugins.datasets.templates.chat_template import ChatTemplate
-from asyncrl.plugins.datasets.tokenizers import load_tokenizer, special_tokens
+from asyncrl.chat.parsers import Parsed
+from asyncrl.chat.template import ChatFormat
+from asyncrl.data.chat_template import ChatTemplate
+from asyncrl.data.prompt_format import PromptFormat
+from asyncrl.data.tokenizers import load_tokenizer, special_tokens
+from asyncrl.inference.openai.endpoint import Endpoint, Session
 
 LONG = SamplingParams(max_new_tokens=64, temperature=0.7, seed=3)
 

@@ -13,8 +13,8 @@ import pytest_asyncio
 from pydantic import BaseModel
 
 from asyncrl.api.chat import ChatFinish
-from asyncrl.inference.openai import sse
-from asyncrl.inference.openai.session import Session
+from asyncrl.inference.openai import api_call
+from asyncrl.inference.openai.endpoint import Session
 
 QUESTION: Any = [{"role": "user", "content": "2+2?"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -330,7 +330,7 @@ def without(value: Any, path: list[str]) -> None:
 async def test_each_needed_field_is_missed_where_it_is_removed(
     scenario: str, clients: Clients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encoded = sse.encoded
+    encoded = api_call.encoded
     for path in NEEDED[scenario].split():
 
         def mutilated(value: Any, path: str = path) -> bytes:
@@ -338,7 +338,7 @@ async def test_each_needed_field_is_missed_where_it_is_removed(
             without(value, path.split("."))
             return encoded(value)
 
-        monkeypatch.setattr(sse, "encoded", mutilated)
+        monkeypatch.setattr(api_call, "encoded", mutilated)
         assert await stumbles(scenario, clients), f"{path} is not missed"
 
 
@@ -354,7 +354,7 @@ EVENTS = {
 async def test_each_needed_event_is_missed_where_it_is_left_out(
     scenario: str, clients: Clients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    frame = sse.frame
+    frame = api_call.frame
     for kind in EVENTS[scenario].split():
 
         def without_it(event: Any, name: str | None = None, kind: str = kind) -> bytes:

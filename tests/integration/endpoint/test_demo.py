@@ -12,12 +12,12 @@ import pytest_asyncio
 from transformers import AutoModelForCausalLM
 
 from asyncrl.api import GenerationRequest, GenerationResult, Sample
-from asyncrl.comm.http.calls import JsonHttp
+from asyncrl.comm.http_client import JsonHttp
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.data.prompt_queue import PromptRef
 from asyncrl.inference.client import GenerateItem, GenerationServerClient, derive_seed
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.server import serve
-from asyncrl.plugins.datasets.queue.order import PromptRef
 from asyncrl.rollout.episode import run_group
 from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code_pool.call_records import UserCodeError
@@ -138,7 +138,7 @@ async def samples(components: UserComponents, policy: EnginePolicy, prompts: int
                 made += group
         assert len(components.conversations.endpoint) == 0, "every session is closed with its episode"
     finally:
-        await components.conversations.endpoint.close()
+        await components.conversations.close()
     return made
 
 

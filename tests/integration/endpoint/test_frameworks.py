@@ -6,7 +6,7 @@ import os
 import subprocess
 from typing import Any
 
-from asyncrl.inference.openai.session import Session
+from asyncrl.inference.openai.endpoint import Session
 
 AGENT = """
 import asyncio, sys

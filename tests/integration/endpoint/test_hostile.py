@@ -17,9 +17,8 @@ import pytest
 import pytest_asyncio
 
 from asyncrl.api import SamplingParams
-from asyncrl.inference.openai.endpoint import Endpoint
-from asyncrl.inference.openai.session import Session
-from asyncrl.plugins.datasets.templates.chat_template import ChatError
+from asyncrl.data.chat_template import ChatError
+from asyncrl.inference.openai.endpoint import Endpoint, Session
 
 QUESTION: Any = [{"role": "user", "content": "2+2?"}]
 Until = Callable[[Callable[[], bool]], Awaitable[None]]

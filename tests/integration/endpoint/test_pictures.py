@@ -15,14 +15,14 @@ import pytest
 
 from asyncrl.api import Completion, FinishReason, GenerationRequest, GenerationResult, Prompt, SamplingParams
 from asyncrl.api.picture import Picture
+from asyncrl.chat.episode_client import EpisodeClient
+from asyncrl.chat.parsers import parser
+from asyncrl.chat.template import ChatFormat
+from asyncrl.data.chat_template import ChatTemplate, template_source
+from asyncrl.data.prompt_format import PromptFormat
+from asyncrl.data.tokenizers import load_tokenizer, special_tokens
 from asyncrl.inference.openai.endpoint import Endpoint
-from asyncrl.models.pictures.picture_rules import picture_rules
-from asyncrl.plugins.chat.client import EpisodeClient
-from asyncrl.plugins.chat.parsers import parser
-from asyncrl.plugins.chat.template import ChatFormat
-from asyncrl.plugins.datasets.prompt_format import PromptFormat
-from asyncrl.plugins.datasets.templates.chat_template import ChatTemplate, template_source
-from asyncrl.plugins.datasets.tokenizers import load_tokenizer, special_tokens
+from asyncrl.models.picture_rules import picture_rules
 
 ONE, TWO = (Picture.from_array(np.random.default_rng(seed).integers(0, 256, (56, 84, 3), np.uint8)) for seed in (1, 2))
 

@@ -24,14 +24,13 @@ from asyncrl.api import (
     Sample,
     SamplingParams,
 )
-from asyncrl.inference.openai.endpoint import Endpoint
-from asyncrl.inference.openai.session import Session
-from asyncrl.plugins.chat.client import ChatPolicy, EpisodeClient
-from asyncrl.plugins.chat.conversation import ChatLimits
-from asyncrl.plugins.chat.settings import DriftCheck
-from asyncrl.plugins.chat.stop_strings import kept_tokens
-from asyncrl.plugins.chat.template import ChatFormat
-from asyncrl.rollout.user_code.conversations import ServedEpisodeClient
+from asyncrl.chat.conversation import ChatLimits
+from asyncrl.chat.episode_client import ChatPolicy, EpisodeClient
+from asyncrl.chat.settings import DriftCheck
+from asyncrl.chat.stop_strings import kept_tokens
+from asyncrl.chat.template import ChatFormat
+from asyncrl.inference.openai.endpoint import Endpoint, Session
+from asyncrl.rollout.user_code.agents import ServedEpisodeClient
 
 FEEDBACK = ("Are you sure? 2 + 2 is more than that.", "Really?  Say it\n\n again: \u4f60\u597d.")
 TOOLS: Any = [{"type": "function", "function": {"name": "look", "description": "d", "parameters": {}}}]
@@ -258,7 +257,9 @@ async def test_agents_at_one_address_are_told_apart_by_their_session_id(world: W
     """Both ask the same, so that without it the second would be a branch of the first's conversation."""
     assert world.chat.findings.end_id is not None
     prompt = Prompt("p", 0, {"prompt": "?"}, (), 1, SamplingParams(max_new_tokens=10, seed=1))
-    client = ServedEpisodeClient(Policy(world.chat.findings.end_id, 500), prompt, world.chat, endpoint=world.endpoint)
+    client = ServedEpisodeClient(
+        Policy(world.chat.findings.end_id, 500), prompt, world.chat, endpoint=lambda: world.endpoint
+    )
     session = await client.endpoint(apart=True)
     there = world.openai.with_options(base_url=session.base_url, api_key=session.api_key)
     for name in ("first", "second", "first"):

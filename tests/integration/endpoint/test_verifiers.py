@@ -16,10 +16,10 @@ import pytest
 import pytest_asyncio
 
 from asyncrl.api import Completion, FinishReason, GenerationRequest, GenerationResult, Prompt, Sample, SamplingParams
+from asyncrl.chat.template import ChatFormat
 from asyncrl.inference.openai.endpoint import Endpoint
 from asyncrl.plugins.agents.verifiers_env import HOST, VerifiersAgent, VerifiersDataset, VerifiersError
-from asyncrl.plugins.chat.template import ChatFormat
-from asyncrl.rollout.user_code.conversations import ServedEpisodeClient
+from asyncrl.rollout.user_code.agents import ServedEpisodeClient
 
 from ...warm import Template, stand_in
 
@@ -255,7 +255,7 @@ class World:
 
     def client(self, prompt: Prompt, *texts: str) -> ServedEpisodeClient:
         return ServedEpisodeClient(
-            Speaker(self.chat, list(texts), self.gate), prompt, self.chat, endpoint=self.endpoint
+            Speaker(self.chat, list(texts), self.gate), prompt, self.chat, endpoint=lambda: self.endpoint
         )
 
     async def run(self, agent: VerifiersAgent, env: Path, row: int, *texts: str, split: str = "train") -> list[Sample]:
@@ -544,7 +544,7 @@ async def told_by(
     """Return what `program` prints of an episode in which the policy spells `texts`, and the episode's client."""
     prompt = Prompt("p0", 0, {"prompt": "?"}, (1,), 1, SamplingParams(max_new_tokens=64, seed=1))
     policy = Spells(world.chat, list(texts), world.gate)
-    client = ServedEpisodeClient(policy, prompt, world.chat, endpoint=world.endpoint)
+    client = ServedEpisodeClient(policy, prompt, world.chat, endpoint=lambda: world.endpoint)
     session = await client.endpoint()
     given = [str(HOST.parent), session.base_url, session.api_key, *what]
     process = await asyncio.create_subprocess_exec(

@@ -20,19 +20,16 @@ from asyncrl.comm.names import TrainerTurn
 from asyncrl.comm.request_reply import Done, Reply, Request, RequestTimeout
 from asyncrl.comm.waits import RunningClock
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.data.curriculum import make_curriculum
+from asyncrl.data.prompt_queue import DataOrder
 from asyncrl.manager import messages as m
 from asyncrl.manager.client import GateStatus, ManagerGone
 from asyncrl.manager.rollouts.ledger import Ledger
 from asyncrl.manager.rollouts.staleness_gate import RolloutTicket
 from asyncrl.manager.service import ManagerService
-from asyncrl.master.graph.builtin import grpo
-from asyncrl.master.parts import Parts, Peers
-from asyncrl.master.train_loop import TrainLoop
-from asyncrl.models.weights.checkpoints.checkpoint_folder import prune
-from asyncrl.models.weights.versions.manifest import FileEntry
-from asyncrl.observe.history.tail import read_rows
-from asyncrl.plugins.datasets.queue.curriculum import make_curriculum
-from asyncrl.plugins.datasets.queue.order import DataOrder
+from asyncrl.master.graph import grpo
+from asyncrl.master.train_loop import Peers, TrainLoop
+from asyncrl.observe.tail import read_rows
 from asyncrl.rollout.messages import EvaluatedAnswer, EvaluationResult, StillThere
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import (
@@ -57,9 +54,11 @@ from asyncrl.trainer.messages import (
     SaveCheckpoint,
     WrittenShare,
 )
-from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
+from asyncrl.trainer.parallel.placement import Placement, WorkerGrid
 from asyncrl.verify.audit.ledger_files import read_ledger, surviving
 from asyncrl.verify.audit.ledger_rules import Replay
+from asyncrl.weights.checkpoint_folder import prune
+from asyncrl.weights.manifest import FileEntry
 
 _Q = TypeVar("_Q", bound=Request[Any])
 WORKER, SILENT = "rollout_worker/0", "rollout_worker/1"
@@ -531,8 +530,9 @@ class Run:
         graph = grpo(config)
         assert self.workers.placed is not None
         fakes: list[Any] = [list(self.workers), self.workers.placed, self.manager, [self.rollouts], self.board]
-        parts = Parts(config, run_dir, graph, Peers(*fakes), self.stop, clock, self.memory_checkpoint)
-        self.loop = TrainLoop(parts, ready=self._begin)
+        self.loop = TrainLoop(
+            config, run_dir, graph, Peers(*fakes), self.stop, self._begin, clock, self.memory_checkpoint
+        )
         self.begun = 0
 
     def _begin(self) -> None:
@@ -611,5 +611,5 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def kill(run: Run) -> None:
     """Disconnect the run: the end of anything from here on is not reported."""
-    announcer: Any = run.loop.parts.announcer
+    announcer: Any = run.loop.announcer
     announcer._board, announcer._metrics_log.evaluated = FakeBoard(), lambda *_: None

@@ -55,35 +55,35 @@ def points(of: Callable[[Run], Any], *names: str, after: bool = False, whose: st
 
 AROUND_A_REPORT = {
     **points(lambda run: run.manager, "received", after=True),
-    **points(lambda run: run.loop.parts.collector, "discard"),
+    **points(lambda run: run.loop.collector, "discard"),
     **points(lambda run: run.manager.ledger, "step", "written", whose="ledger."),
     **points(lambda run: run.manager.ledger, "step", "written", after=True, whose="ledger."),
     **points(lambda run: run.manager, "consumed", after=True),
 }
 STEP_END = {
-    **points(lambda run: run.loop.parts.memory_checkpointer, "begin", "finish", whose="memory_checkpointer."),
-    **points(lambda run: run.loop.parts.memory_checkpointer, "begin", after=True, whose="memory_checkpointer."),
-    **points(lambda run: run.loop.parts.publishing, "publish"),
-    **points(lambda run: run.loop.parts.announcer, "published"),
-    **points(lambda run: run.loop.parts.announcer, "published", after=True),
+    **points(lambda run: run.loop.memory_checkpointer, "begin", "finish", whose="memory_checkpointer."),
+    **points(lambda run: run.loop.memory_checkpointer, "begin", after=True, whose="memory_checkpointer."),
+    **points(lambda run: run.loop.publishing, "publish"),
+    **points(lambda run: run.loop.announcer, "published"),
+    **points(lambda run: run.loop.announcer, "published", after=True),
     **points(lambda run: run.loop, "_record"),
-    **points(lambda run: run.loop.parts.metrics_log, "step", after=True, whose="metrics_log."),
-    **points(lambda run: run.loop.parts.checkpoints, "begin", whose="checkpoints."),
-    **points(lambda run: run.loop.parts.checkpoints, "begin", after=True, whose="checkpoints."),
+    **points(lambda run: run.loop.metrics_log, "step", after=True, whose="metrics_log."),
+    **points(lambda run: run.loop.checkpoints, "begin", whose="checkpoints."),
+    **points(lambda run: run.loop.checkpoints, "begin", after=True, whose="checkpoints."),
     **AROUND_A_REPORT,
 }
 BEGINNING = {
     **points(lambda run: run.loop, "_load_state"),
-    **points(lambda run: run.loop.parts.reports, "look", "begin", whose="reports."),
-    **points(lambda run: run.loop.parts.publishing, "publish"),
-    **points(lambda run: run.loop.parts.announcer, "announce"),
+    **points(lambda run: run.loop.reports, "look", "begin", whose="reports."),
+    **points(lambda run: run.loop.publishing, "publish"),
+    **points(lambda run: run.loop.announcer, "announce"),
     **points(lambda run: run.loop, "_ready"),
     **points(lambda run: run.loop, "_ready", after=True),
     **points(lambda run: run.manager, "begin_run", after=True),
     **points(lambda run: run.manager.ledger, "begin", whose="ledger."),
     **points(lambda run: run.manager.ledger, "begin", after=True, whose="ledger."),
-    **points(lambda run: run.loop.parts.collector, "held", "start"),
-    **points(lambda run: run.loop.parts.collector, "start", after=True),
+    **points(lambda run: run.loop.collector, "held", "start"),
+    **points(lambda run: run.loop.collector, "start", after=True),
     **AROUND_A_REPORT,
 }
 
@@ -246,9 +246,9 @@ def arm(run: Run, point: Point | None, every: Mapping[str, Point]) -> Callable[[
 
 async def succeed(run: Run) -> Run:
     """Take away what the brain's processes take along, and return the next. All that is late has come by then."""
-    parts, manager = run.loop.parts, workers_of(run)
-    await parts.collector.close()
-    parts.checkpoints.close()
+    loop, manager = run.loop, workers_of(run)
+    await loop.collector.close()
+    loop.checkpoints.close()
     for name in ("received", "consumed", "begin_run"):
         vars(manager).pop(name, None)
     await manager.deliver_late(lambda order: True)
@@ -307,8 +307,8 @@ async def test_a_stop_request_while_a_successor_begins_saves_the_last_step_with_
     if during == "status":
         run.manager.status = stopped  # type: ignore[method-assign]
     else:  # the evaluation of an earlier version is cut off, and this one waits for its repetition
-        run.loop.parts.metrics_log.awaits_evaluation = lambda: 1  # type: ignore[method-assign]
-        run.loop.parts.announcer.published = stopped  # type: ignore[assignment,method-assign]
+        run.loop.metrics_log.awaits_evaluation = lambda: 1  # type: ignore[method-assign]
+        run.loop.announcer.published = stopped  # type: ignore[assignment,method-assign]
     async with asyncio.timeout(60):
         await run.loop.run()
     memory_checkpoint.remove()
@@ -339,16 +339,16 @@ async def play(folder: Path, memory_checkpoint: MemoryCheckpoint, at: Point, the
     run = await begin(run, then)
     if not run.begun:
         run = await begin(run, None)
-    assert run.loop.parts.run.version == whole, "it goes on after the last step whose state is whole"
-    await run.loop.parts.collector.refresh()
+    assert run.loop.run_state.version == whole, "it goes on after the last step whose state is whole"
+    await run.loop.collector.refresh()
     check_that_each_prompt_is_at_one_place(run)
     check_that_none_is_lost(run)
-    while run.loop.parts.run.version < STEPS:
+    while run.loop.run_state.version < STEPS:
         await deliver(run)
         await run.loop.step()
     await deliver(run)
     await workers_of(run).report_ends()
-    await run.loop.parts.collector.refresh()
+    await run.loop.collector.refresh()
     check_that_each_prompt_is_at_one_place(run)
     check_that_none_is_lost(run)
     await run.loop.finish()
@@ -369,13 +369,13 @@ def check_that_none_is_lost(run: Run) -> None:
     """What the gate counts is played, or waits for its step; else the ranks have only what the next step reports as
     dropped.
     """
-    gate, buffer = run.manager.service.gate, run.loop.parts.run.buffer
+    gate, buffer = run.manager.service.gate, run.loop.run_state.buffer
     running = {*workers_of(run).held, *gate.live.running_of(SILENT)}
     waiting = {record.rollout_id for record in buffer.live()}
     assert sorted(gate.live) == sorted([*running, *waiting])
     assert gate.finished == len(waiting)
     at_the_ranks = [record for received in run.workers.received.values() for record in run.workers.held(received)]
-    to_be_reported = {drop.record.rollout_id for drop in [*run.loop.parts.reports._drops, *buffer._drops]}
+    to_be_reported = {drop.record.rollout_id for drop in [*run.loop.reports._drops, *buffer._drops]}
     assert {record.rollout_id for record in at_the_ranks} == waiting | to_be_reported
 
 

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from asyncrl.config.setting import ChoiceConfig
+from asyncrl.data.prompt_queue import NextTry, UsedPrompts
 from asyncrl.manager import messages as m
 from asyncrl.master.data.collector import BooksError
-from asyncrl.master.peers.rank_clients import Stalled
-from asyncrl.plugins.datasets.queue.prompt_queue import NextTry
-from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
+from asyncrl.master.peers import Stalled
 from tests.integration.master.fakes import (
     FakeWorkers,
     Run,
@@ -40,7 +39,7 @@ async def test_what_workers_dropped_for_good_is_used_and_never_comes_again(tmp_p
     async with running(first) as task:  # killed in step 4
         await until(lambda: first.workers.saved() == [2])
         first.manager.give_up("e0-21", "failed")
-        await until(lambda: first.loop.parts.run.version == 3)
+        await until(lambda: first.loop.run_state.version == 3)
         task.cancel()
 
     second = Run(tmp_path, make_config(total_train_steps=4), FakeWorkers(stored=first.workers.stored))
@@ -83,11 +82,11 @@ async def test_the_checkpoint_that_a_run_leaves_has_exactly_the_used_prompts_of_
         folder.mkdir()
         run = Run(folder, make_config(checkpoint__interval=interval))
         if end == "failure":
-            run.workers.on_train = lambda: setattr(run.loop.parts.stall, "limit_s", 0.05)  # noqa: B023 - for the next
+            run.workers.on_train = lambda: setattr(run.loop.stall, "limit_s", 0.05)  # noqa: B023 - for the next
         await run.deliver(range(4))
         run.manager.give_up("e0-20")
         async with running(run) as task:
-            await until(lambda: run.loop.parts.checkpoints.saved == interval and run.loop.parts.run.recorded == 1)  # noqa: B023
+            await until(lambda: run.loop.checkpoints.saved == interval and run.loop.run_state.recorded == 1)  # noqa: B023
             run.manager.give_up("e0-21")
             if end == "stop":
                 run.stop.set()
@@ -118,7 +117,7 @@ async def test_a_resumed_run_tries_again_what_was_dropped_after_the_last_step_wi
     manager.once_begun(lambda: manager.admit("r7", 7))
     manager.once_begun(lambda: fails("before", as_next_attempt=False))
     async with running(first) as task:
-        await until(lambda: first.loop.parts.run.recorded == 1)
+        await until(lambda: first.loop.run_state.recorded == 1)
         fails("after", as_next_attempt=True)
         manager.give_up("e0-9")
         assert (manager.service.rollouts.queue.waiting(8), "e0-9" in manager.used) == (NextTry(8, 1, 0), True)
@@ -151,11 +150,11 @@ async def test_a_rollout_that_expires_leaves_the_gate_while_the_step_waits(tmp_p
         run.manager.give_up("e0-20")
         await run.deliver([8], oldest=0)
         await until(lambda: run.manager.dropped.get("stale") == 1)
-        assert run.loop.parts.run.version == 2
+        assert run.loop.run_state.version == 2
         await until(lambda: run.workers.discarded == ["r8"])
     assert "e0-20" in run.manager.used
     assert "e0-8" not in run.manager.used
-    assert len(run.loop.parts.run.buffer) == 0
+    assert len(run.loop.run_state.buffer) == 0
 
 
 async def test_a_stale_rollouts_prompt_is_not_used_but_a_filtered_group_of_the_batch_is(tmp_path: Path) -> None:
@@ -163,7 +162,7 @@ async def test_a_stale_rollouts_prompt_is_not_used_but_a_filtered_group_of_the_b
     run.workers.filtered_in_graph = 2.0
     await run.deliver(range(8), oldest=1)
     async with running(run) as task:
-        await until(lambda: run.loop.parts.run.version == 2)
+        await until(lambda: run.loop.run_state.version == 2)
         await run.deliver(range(8, 9), oldest=0, tag="late")
         await run.deliver(range(9, 13), oldest=2)
         await task

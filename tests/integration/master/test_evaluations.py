@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.master.peers import policy_versions
-from asyncrl.master.peers.rank_clients import Stalled
+from asyncrl.master import policy_versions
+from asyncrl.master.peers import Stalled
 from asyncrl.rollout.settings import EvalSetConfig
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import (
@@ -34,7 +34,7 @@ async def test_an_evaluation_pins_its_version_while_training_goes_on(tmp_path: P
     run.rollouts.finish = asyncio.Event()
     await run.deliver(range(8), oldest=1)
     async with running(run) as task:
-        await until(lambda: run.loop.parts.run.version == 2)
+        await until(lambda: run.loop.run_state.version == 2)
         assert run.rollouts.started == [0]
         assert run.board.versions == []  # version 0 is being measured
         run.rollouts.finish.set()
@@ -102,16 +102,16 @@ async def test_an_evaluation_whose_worker_is_silent_has_failed_and_says_so(
 async def test_a_slow_evaluation_that_holds_the_data_back_is_no_stall(tmp_path: Path) -> None:
     """The gate has no room before a newer version is served, and none is while the evaluation goes on."""
     run = Run(tmp_path, make_config(eval__interval=10))
-    stall, looks = run.loop.parts.stall, itertools.count()
+    stall, looks = run.loop.stall, itertools.count()
     stalls_at = stall._stalls_at
     stall._stalls_at = lambda: (next(looks), stalls_at())[1]  # type: ignore[method-assign]
     run.rollouts.finish = asyncio.Event()
     await run.deliver(range(8), oldest=1)
     async with running(run) as task:
-        await until(lambda: run.loop.parts.run.version == 2)
+        await until(lambda: run.loop.run_state.version == 2)
         usual, stall.limit_s = stall.limit_s, 0.05  # below the setting's least value
         await run.deliver(range(8, 9), oldest=2)  # from here on it counts
-        await until(lambda: len(run.loop.parts.run.buffer) == 1)
+        await until(lambda: len(run.loop.run_state.buffer) == 1)
         before = next(copy(looks))
         await until(lambda: next(copy(looks)) > before + 10 or task.done())
         assert not task.done()
@@ -124,7 +124,7 @@ async def test_a_slow_evaluation_that_holds_the_data_back_is_no_stall(tmp_path: 
 
 async def test_no_data_after_an_evaluation_is_a_stall(tmp_path: Path) -> None:
     run = Run(tmp_path, make_config(eval__interval=10))
-    run.loop.parts.stall.limit_s = 0.1  # below the setting's least value
+    run.loop.stall.limit_s = 0.1  # below the setting's least value
     run.rollouts.fail = RuntimeError("no server")
     with pytest.raises(Stalled, match="step 0 waits for trajectories"):
         await run.loop.run()
@@ -153,7 +153,7 @@ async def test_a_finished_run_is_saved_before_its_last_evaluation_ends(tmp_path:
     run = Run(tmp_path, make_config(total_train_steps=1, eval__interval=1))
     await run.deliver(range(4))
     async with running(run) as task:
-        await until(lambda: run.loop.parts.run.version == 1)
+        await until(lambda: run.loop.run_state.version == 1)
         run.rollouts.finish = asyncio.Event()
         await until(lambda: run.rollouts.started == [0, 1])
         await until(lambda: run.workers.saved() == [1])
@@ -237,7 +237,7 @@ async def test_the_best_checkpoint_stays_and_one_whose_evaluation_runs(tmp_path:
     async with running(run) as task:
         for step in range(1, 7):
             if step == 4:
-                await until(lambda: 2 in run.loop.parts.metrics_log.evaluations.scores("eval/held_out/len_mean"))
+                await until(lambda: 2 in run.loop.metrics_log.evaluations.scores("eval/held_out/len_mean"))
                 run.rollouts.finish = of_4
             await run.deliver(range(4 * step, 4 * step + 4), oldest=step - 1)
             if step == 6:

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from asyncrl.comm.http.calls import HttpRefused
+from asyncrl.comm.http_client import HttpRefused
 from asyncrl.comm.request_reply import RequestTimeout
 from asyncrl.comm.waits import RunningClock
 from asyncrl.manager.client import GateStatus, ManagerGone
 from asyncrl.manager.messages import RunBegin
+from asyncrl.master import peers
 from asyncrl.master.data import collector
 from asyncrl.master.data.collector import BooksError
-from asyncrl.master.graph.executor import ExecutionError
-from asyncrl.master.peers import rank_clients
-from asyncrl.master.peers.rank_clients import Stalled
+from asyncrl.master.peers import Stalled
+from asyncrl.master.step import ExecutionError
 from asyncrl.trainer.messages import (
     AskPulse,
     BeginStep,
@@ -45,8 +45,8 @@ async def test_a_stall_says_who_waits_for_what_on_which_counter(tmp_path: Path) 
     run = Run(tmp_path, make_config(), clock=RunningClock(lambda: now))
     await run.deliver(range(3))
     async with running(run) as task:
-        await until(lambda: run.begun == 1 and len(run.loop.parts.run.buffer) == 3)
-        run.loop.parts.stall.limit_s = 0.05  # below the setting's least value
+        await until(lambda: run.begun == 1 and len(run.loop.run_state.buffer) == 3)
+        run.loop.stall.limit_s = 0.05  # below the setting's least value
         while not task.done():  # what passes between two waits is no silence
             now += 0.1
             await asyncio.sleep(0.01)
@@ -78,15 +78,15 @@ async def test_a_pause_of_the_master_is_no_stall(tmp_path: Path) -> None:
     run = Run(tmp_path, make_config(total_train_steps=2), clock=RunningClock(lambda: now))
     await run.deliver(range(4))
     async with running(run) as task:
-        await until(lambda: run.loop.parts.run.version == 1 and len(run.rows()) == 1)
+        await until(lambda: run.loop.run_state.version == 1 and len(run.rows()) == 1)
         await run.deliver(range(4, 5), oldest=1)
-        await until(lambda: len(run.loop.parts.run.buffer) == 1)
+        await until(lambda: len(run.loop.run_state.buffer) == 1)
         now += 2 * run.config.system.stall_timeout_s  # the process is stopped
         await run.deliver(range(5, 6), oldest=1)
-        await until(lambda: len(run.loop.parts.run.buffer) == 2)
+        await until(lambda: len(run.loop.run_state.buffer) == 2)
         await run.deliver(range(6, 8), oldest=1)
         await task
-    assert run.loop.parts.run.version == 2
+    assert run.loop.run_state.version == 2
 
 
 async def test_the_stall_clock_begins_once_generation_servers_and_rollout_workers_have_started(
@@ -94,7 +94,7 @@ async def test_the_stall_clock_begins_once_generation_servers_and_rollout_worker
 ) -> None:
     monkeypatch.setattr("asyncrl.master.data.stall.LOOK_S", 0.01)
     run = Run(tmp_path, make_config())
-    run.loop.parts.stall.limit_s = 0.02
+    run.loop.stall.limit_s = 0.02
     looks = 0
 
     def starting() -> bool:
@@ -110,10 +110,10 @@ async def test_the_stall_clock_begins_once_generation_servers_and_rollout_worker
 
 async def test_a_stall_names_a_worker_that_is_silent(tmp_path: Path) -> None:
     run = Run(tmp_path, make_config())
-    run.loop.parts.stall.limit_s = 0.3
+    run.loop.stall.limit_s = 0.3
     async with running(run) as task:
         await until(lambda: run.manager.told is not None)
-        run.loop.parts.collector._heads[0].silent = True
+        run.loop.collector._heads[0].silent = True
         with pytest.raises(Stalled, match=r"data head 0 \(a ModelWorker\) is silent"):
             await task
 
@@ -130,13 +130,13 @@ async def test_what_is_at_work_may_take_any_time(
     monkeypatch.setattr("asyncrl.master.data.stall.ASK_S", 0.0)
     now, asked = 0.0, itertools.count()
     run = Run(tmp_path, make_config(), clock=RunningClock(lambda: now))
-    run.loop.parts.stall.limit_s = 1.0
+    run.loop.stall.limit_s = 1.0
 
     async def status() -> GateStatus:
         nonlocal now
         next(asked)
         now += 0.3
-        run.loop.parts.stall.clock()  # else it looks like a pause of this process
+        run.loop.stall.clock()  # else it looks like a pause of this process
         return seen
 
     run.manager.status = status  # type: ignore[method-assign]
@@ -159,17 +159,17 @@ async def test_what_is_at_work_may_take_any_time(
 )
 async def test_rollouts_that_cannot_arrive_are_no_sign_of_life(tmp_path: Path, seen: GateStatus, why: str) -> None:
     run = Run(tmp_path, make_config())
-    run.manager.seen, run.loop.parts.stall.limit_s = seen, 0.3
+    run.manager.seen, run.loop.stall.limit_s = seen, 0.3
     async with running(run) as task:
         await until(lambda: run.manager.told is not None)
-        run.loop.parts.collector._heads[0].silent = "head" in why
+        run.loop.collector._heads[0].silent = "head" in why
         with pytest.raises(Stalled, match=why):
             await task
 
 
 async def test_rollouts_that_only_fail_are_no_sign_of_life_and_the_message_counts_them(tmp_path: Path) -> None:
     run = Run(tmp_path, make_config())  # 8 rollouts may be ahead
-    run.loop.parts.stall.limit_s, lost = 0.1, itertools.count()
+    run.loop.stall.limit_s, lost = 0.1, itertools.count()
 
     async def status() -> GateStatus:
         return GateStatus(running=7, dropped={"timeout": next(lost), "failed: reward": 2})
@@ -184,11 +184,11 @@ async def test_a_step_may_take_any_time_while_its_ranks_compute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run(tmp_path, make_config(total_train_steps=1))
-    run.loop.parts.executor._limit_s = 0.04  # below the setting's least value
+    run.loop.executor._limit_s = 0.04  # below the setting's least value
     run.workers.train_gate, run.workers.pulse = asyncio.Event(), lambda asked: RankPulse(pieces=asked)
     await run.deliver(range(4))
     async with running(run) as task:
-        await until(lambda: len(run.workers.requests(AskPulse)) > 5 * rank_clients.BUSY_LIMITS or task.done())
+        await until(lambda: len(run.workers.requests(AskPulse)) > 5 * peers.BUSY_LIMITS or task.done())
         assert not task.done()
         run.workers.train_gate.set()
         await task
@@ -205,7 +205,7 @@ async def test_a_step_may_take_any_time_while_its_ranks_compute(
 )
 async def test_ranks_that_stand_still_end_the_run_which_says_how(tmp_path: Path, pulse: Any, why: str) -> None:
     run = Run(tmp_path, make_config())
-    run.loop.parts.executor._limit_s = 0.04  # below the setting's least value
+    run.loop.executor._limit_s = 0.04  # below the setting's least value
     run.workers.train_gate, run.workers.pulse = asyncio.Event(), pulse
     if pulse is None:
         run.workers.on_train = lambda: run.workers.fail.update({AskPulse: RequestTimeout("no answer")})
@@ -232,7 +232,7 @@ async def test_without_the_manager_a_stopped_run_saves_its_last_step_and_the_nex
     run = Run(tmp_path, make_config(total_train_steps=3))
     await run.deliver(range(6))
     async with running(run) as task:
-        await until(lambda: run.loop.parts.run.recorded == 1)
+        await until(lambda: run.loop.run_state.recorded == 1)
         run.manager.give_up("e0-20")
         setattr(run.manager, manager, True)
         run.stop.set()
@@ -257,7 +257,7 @@ async def test_a_stop_saves_before_it_calls_the_manager(tmp_path: Path, monkeypa
     run = Run(tmp_path, make_config())
     await run.deliver(range(6))
     async with running(run) as task:
-        await until(lambda: run.loop.parts.run.recorded == 1)
+        await until(lambda: run.loop.run_state.recorded == 1)
         answers, saved = run.manager._answers, list[list[int]]()
 
         async def noted() -> None:
@@ -277,7 +277,7 @@ async def test_a_step_that_the_manager_did_not_record_is_not_saved(tmp_path: Pat
     run.workers.on_train = lambda: setattr(run.manager, "dead", True)
     with pytest.raises(ManagerGone):
         await run.loop.run()
-    assert run.loop.parts.run.version == 1
+    assert run.loop.run_state.version == 1
     assert (run.workers.saved(), run.rows(), run.board.versions) == ([], [], [])
 
 
@@ -297,11 +297,11 @@ async def test_what_is_saved_after_a_failure_at_a_steps_end_is_what_the_books_ha
     """Without an in-memory checkpoint, a step is complete once it is trained; the run goes on as if nothing was."""
     run = Run(tmp_path, make_config(total_train_steps=4, checkpoint__interval=1, max_head_offpolicyness=3))
     await run.deliver(range(8))
-    part = getattr(run.loop.parts, of)
+    part = getattr(run.loop, of)
     does = getattr(part, fails)
 
     def fail(*given: Any, **options: Any) -> Any:
-        if run.loop.parts.run.version == 2:
+        if run.loop.run_state.version == 2:
             setattr(part, fails, does)
             raise OSError("disk full")
         return does(*given, **options)
@@ -326,13 +326,13 @@ async def test_training_goes_on_while_a_checkpoint_is_written_and_only_a_whole_o
     written = run.workers.write_gate = asyncio.Event()
     async with running(run) as task:
         await run.deliver(range(8))
-        await until(lambda: run.loop.parts.run.version == 2)
+        await until(lambda: run.loop.run_state.version == 2)
         await run.deliver(range(8, 12), oldest=2)
-        await until(lambda: run.loop.parts.run.version == 3)
+        await until(lambda: run.loop.run_state.version == 3)
         assert [save.version for save in run.workers.requests(SaveCheckpoint)] == [2]
         assert run.workers.saved() == []
         await run.deliver(range(12, 16), oldest=2)
-        await until(lambda: run.loop.parts.run.version == 4)
+        await until(lambda: run.loop.run_state.version == 4)
         assert [save.version for save in run.workers.requests(SaveCheckpoint)] == [2], "the second waits for the first"
         written.set()
         await task
@@ -348,7 +348,7 @@ async def test_no_step_is_trained_after_a_checkpoint_that_could_not_be_written(t
         await run.deliver(range(4, 8))
         with pytest.raises(OSError, match="disk full"):
             await task
-    assert run.loop.parts.run.version == 1
+    assert run.loop.run_state.version == 1
     assert [save.version for save in run.workers.requests(SaveCheckpoint)] == [1, 1], "tried once more at the end"
     assert run.workers.saved() == []
 
@@ -358,7 +358,7 @@ async def test_a_step_that_fails_leaves_the_checkpoint_under_way_to_be_finished(
     written = run.workers.write_gate = asyncio.Event()
     async with running(run) as task:
         await run.deliver(range(4))
-        await until(lambda: run.loop.parts.run.version == 1)
+        await until(lambda: run.loop.run_state.version == 1)
         run.workers.fail[RunCall] = RuntimeError("out of memory")
         await run.deliver(range(4, 8))
         await until(lambda: len(run.workers.requests(BeginStep)) == 2)
@@ -372,7 +372,7 @@ async def test_nothing_is_saved_through_a_worker_that_is_gone(tmp_path: Path) ->
     run = Run(tmp_path, make_config())
     await run.deliver(range(5))
     async with running(run) as task:
-        await until(lambda: run.loop.parts.run.version == 1)
+        await until(lambda: run.loop.run_state.version == 1)
         run.workers.fail[PollBuffer] = ConnectionError("model_worker/0 is gone")
         await run.deliver(range(5, 6))
         with pytest.raises(ConnectionError, match="model_worker/0"):
@@ -383,7 +383,7 @@ async def test_nothing_is_saved_through_a_worker_that_is_gone(tmp_path: Path) ->
 @pytest.mark.parametrize("left", [0, 3])
 async def test_a_run_whose_prompts_are_used_up_ends_with_the_last_whole_batch(tmp_path: Path, left: int) -> None:
     run = Run(tmp_path, make_config(total_epochs=1.0, eval__interval=2))  # 3 steps, if no prompt is dropped for good
-    run.manager.seen, run.loop.parts.stall.limit_s = GateStatus(used_up=True), 0.4
+    run.manager.seen, run.loop.stall.limit_s = GateStatus(used_up=True), 0.4
     await run.deliver(range(4 + left))
     run.manager.give_up("e0-20")
     await run.loop.run()

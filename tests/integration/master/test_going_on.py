@@ -16,7 +16,7 @@ from asyncrl.master.data import collector
 from asyncrl.master.data.collector import BooksError
 from asyncrl.runtime.process.worker import StateLost
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
-from asyncrl.runtime.trials.resume import newest_progress
+from asyncrl.runtime.trials.trial import newest_progress
 from asyncrl.trainer.messages import (
     MEMORY_CHECKPOINT_LOST,
     CollectWeights,
@@ -42,7 +42,7 @@ async def test_a_stop_request_ends_the_wait_with_a_checkpoint(tmp_path: Path) ->
     run = Run(tmp_path, make_config())
     await run.deliver(range(5))
     async with running(run) as task:
-        await until(lambda: run.loop.parts.run.version == 1)
+        await until(lambda: run.loop.run_state.version == 1)
         run.stop.set()
         await task
     assert run.workers.saved() == [1]
@@ -66,7 +66,7 @@ async def test_a_stop_request_lets_the_step_under_way_finish(tmp_path: Path) -> 
         await until(run.stop.is_set)
         run.workers.train_gate.set()
         await task
-    assert run.loop.parts.run.version == 1
+    assert run.loop.run_state.version == 1
     assert run.workers.saved() == [1]
 
 
@@ -94,7 +94,7 @@ async def test_a_resumed_run_trains_nothing_twice_and_has_every_row_once(tmp_pat
     first = Run(tmp_path, make_config(total_train_steps=4, checkpoint__interval=2))
     await first.deliver(range(12), oldest=1)
     async with running(first) as task:  # killed in step 4, one step after the checkpoint
-        await until(lambda: first.loop.parts.run.version == 3)
+        await until(lambda: first.loop.run_state.version == 3)
         task.cancel()
     stored = first.workers.stored
     assert stored is not None
@@ -162,7 +162,7 @@ async def test_a_brain_that_follows_goes_on_with_the_last_step(
     async with running(first):  # killed while it waits for the data of step 3, of which a half is there
         await first.deliver(range(8), oldest=1)
         await first.deliver(range(8, 10), oldest=2)
-        await until(lambda: first.loop.parts.run.recorded == 2)
+        await until(lambda: first.loop.run_state.recorded == 2)
     asked = len(first.workers.log)
 
     second = Run(tmp_path, first.config, follows=first)
@@ -197,7 +197,7 @@ async def test_a_brain_that_follows_knows_what_was_dropped_for_good_up_to_the_la
         first.manager.give_up("e0-20")
     async with running(first):
         await first.deliver(range(6), oldest=1)
-        await until(lambda: first.loop.parts.run.recorded == 1)
+        await until(lambda: first.loop.run_state.recorded == 1)
         if dropped == "after it":
             first.manager.give_up("e0-20")
 
@@ -224,7 +224,7 @@ async def test_what_the_new_manager_does_not_count_is_freed_before_a_brain_that_
         first.manager.lose(4)
     async with running(first):
         await first.deliver(range(4), oldest=1)
-        await until(lambda: first.loop.parts.run.recorded == 1)
+        await until(lambda: first.loop.run_state.recorded == 1)
         if lost == "after it":
             first.manager.lose(4)
     await first.workers.deliver(rollout(4, 1))
@@ -280,7 +280,7 @@ async def test_a_checkpoint_from_before_a_death_of_the_brain_is_gone_on_with_aft
     second = Run(tmp_path, make_config(checkpoint__interval=0), follows=first)
     async with running(second):
         await second.deliver(range(6, 8), oldest=1)
-        await until(lambda: second.loop.parts.run.recorded == 2)
+        await until(lambda: second.loop.run_state.recorded == 2)
         assert "r6" in second.workers.trained_rollouts()
 
     third = Run(tmp_path, make_config(), FakeWorkers(stored=stored))
@@ -303,7 +303,7 @@ async def test_the_row_of_a_step_that_its_master_did_not_write_is_written_by_the
     """Its state is whole; whether its version was announced or not, its evaluation is still due."""
     config = make_config(total_train_steps=3, eval__interval=2 if is_evaluated else 0)
     first = Run(tmp_path, config, memory_checkpoint=memory_checkpoint)
-    announcer, reached = first.loop.parts.announcer, asyncio.Event()
+    announcer, reached = first.loop.announcer, asyncio.Event()
     announce = announcer.published
 
     async def announce_and_wait(version: int, path: str) -> None:

@@ -15,7 +15,7 @@ from asyncrl.comm.waits import RunningClock
 from asyncrl.manager import messages as m
 from asyncrl.manager.client import GateStatus
 from asyncrl.observe.metrics.sinks import SampleTables
-from asyncrl.runtime.trials.restarts import note_restart, note_went_on
+from asyncrl.runtime.run_log import note_restart, note_went_on
 from asyncrl.trainer.messages import (
     BeginStep,
     CollectWeights,
@@ -24,7 +24,7 @@ from asyncrl.trainer.messages import (
     RunCall,
     SaveCheckpoint,
 )
-from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
+from asyncrl.trainer.parallel.placement import Placement, WorkerGrid
 from tests.integration.master.fakes import (
     FakeManager,
     FakeWorkers,
@@ -111,7 +111,7 @@ async def test_trajectories_are_asked_of_the_heads_steps_of_all_and_weights_of_t
     run.manager.lose(4)
     await run.deliver(range(4), worker=1)
     async with running(run) as task:
-        await until(lambda: run.loop.parts.run.version == 1)
+        await until(lambda: run.loop.run_state.version == 1)
         await run.workers.deliver(rollout(4, 1, worker=1))
         await run.deliver(range(4, 8), oldest=1, worker=1, tag="again")
         await task
@@ -140,20 +140,20 @@ async def test_metadata_is_collected_while_a_step_trains(tmp_path: Path) -> None
     async with running(run) as task:
         await until(lambda: bool(run.workers.requests(RunCall)))
         await run.deliver(range(4, 8))
-        await until(lambda: len(run.loop.parts.run.buffer) == 4)
-        assert (run.loop.parts.run.version, run.manager.used) == (0, set())
+        await until(lambda: len(run.loop.run_state.buffer) == 4)
+        assert (run.loop.run_state.version, run.manager.used) == (0, set())
         run.workers.train_gate.set()
         await task
-    assert run.loop.parts.run.version == 2
+    assert run.loop.run_state.version == 2
 
 
 async def test_stale_rollouts_are_dropped_freed_and_their_prompts_returned(tmp_path: Path) -> None:
     run = Run(tmp_path, make_config(total_train_steps=3))
     await run.deliver(range(6), oldest=0)
     async with running(run) as task:
-        await until(lambda: run.loop.parts.run.version == 1)
+        await until(lambda: run.loop.run_state.version == 1)
         await run.deliver(range(6, 8), oldest=1)
-        await until(lambda: run.loop.parts.run.version == 2)
+        await until(lambda: run.loop.run_state.version == 2)
         assert run.workers.discarded == []
         await run.deliver(range(8, 9), oldest=0, tag="late")
         await run.deliver(range(9, 13), oldest=2)
@@ -179,18 +179,18 @@ async def test_what_a_given_up_worker_delivers_late_does_not_count_and_its_promp
 
     await run.deliver(range(3))
     async with running(run) as task:
-        await until(lambda: run.begun == 1 and len(run.loop.parts.run.buffer) == 3)
+        await until(lambda: run.begun == 1 and len(run.loop.run_state.buffer) == 3)
         if late == "before the other":
             await arrives()
-            assert len(run.loop.parts.run.buffer) == 3
-            assert run.loop.parts.run.version == 0, "the step waits for one more"
+            assert len(run.loop.run_state.buffer) == 3
+            assert run.loop.run_state.version == 0, "the step waits for one more"
         run.workers.train_gate = asyncio.Event()
         await run.deliver([3], tag="again")
         await until(lambda: bool(run.workers.requests(RunCall)))
         if late == "in the other's step":
             await arrives()
         run.workers.train_gate.set()
-        await until(lambda: run.loop.parts.run.version == 1)
+        await until(lambda: run.loop.run_state.version == 1)
         if late == "after the other's step":
             await arrives()
         await run.deliver(range(4, 8), oldest=1)
@@ -217,16 +217,16 @@ async def test_a_step_that_is_held_for_longer_than_the_stall_limit_is_no_stall(
     now = 0.0
     config = make_config(total_train_steps=1, on_stale="wait")
     run = Run(tmp_path, config, clock=RunningClock(lambda: now))
-    run.loop.parts.stall.limit_s = 1.0
+    run.loop.stall.limit_s = 1.0
 
     async def status() -> GateStatus:
         nonlocal now
         now += 0.3
-        run.loop.parts.stall.clock()  # else it looks like a pause of this process
+        run.loop.stall.clock()  # else it looks like a pause of this process
         return GateStatus(running=7)
 
     async def still_running(version: int, timeout_s: float) -> Sequence[str]:
-        assert timeout_s < run.loop.parts.stall.limit_s
+        assert timeout_s < run.loop.stall.limit_s
         asked = now
         await until(lambda: now > asked + 0.5)
         return ["r9"] if now < 10.0 else []
@@ -235,7 +235,7 @@ async def test_a_step_that_is_held_for_longer_than_the_stall_limit_is_no_stall(
     run.manager.wait_expiring = still_running  # type: ignore[method-assign]
     await run.deliver(range(4))
     await run.loop.run()
-    assert run.loop.parts.run.version == 1
+    assert run.loop.run_state.version == 1
     assert now > 10.0
 
 

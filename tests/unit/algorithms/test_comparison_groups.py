@@ -22,8 +22,8 @@ from asyncrl.observe.samples import rows_of, trajectories
 from asyncrl.rollout.episode import GroupRules, metrics_of
 from asyncrl.trainer.batches.step_batch import build_step_batch
 from asyncrl.trainer.functions.model_functions import TrainState
+from asyncrl.trainer.rank.inbox import record_of
 from asyncrl.trainer.settings import SOURCE_NUMBER
-from asyncrl.trainer.trajectories.inbox import record_of
 from tests.examples import examples
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from asyncrl.api import answer_text, without_thoughts
-from asyncrl.api.thoughts import opened_thoughts
+from asyncrl.api.text import opened_thoughts
 
 
 class Words:

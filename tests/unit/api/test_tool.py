@@ -10,8 +10,7 @@ from typing import Annotated, Any, Literal, TypedDict
 import pytest
 
 from asyncrl.api import Tool, ToolResult, as_tool
-from asyncrl.api.tool import as_result
-from asyncrl.api.tool_schema import Checker, ToolSchemaError, wrong_arguments
+from asyncrl.api.tool import Checker, ToolSchemaError, as_result, wrong_arguments
 
 
 class Unit(StrEnum):

@@ -14,7 +14,7 @@ import pytest
 
 from asyncrl.comm import files as files_module
 from asyncrl.comm.files import remove_leftover
-from asyncrl.models.weights import atomic_dir
+from asyncrl.weights import atomic_dir
 from tests.refusing_disk import refusing
 
 LOG = logging.getLogger(__name__)

@@ -16,8 +16,7 @@ from asyncrl.api.trajectory import SharedPrompt
 from asyncrl.comm.trajectory_codec import CodecError, decode_each, decode_trajectories, encode_trajectories, prepare
 from asyncrl.trainer.batches.micro_batch_layout import distinct_tokens
 from asyncrl.trainer.batches.step_batch import build_step_batch
-from asyncrl.trainer.trajectories.inbox import bytes_of
-from asyncrl.trainer.trajectories.inbox_store import InboxStore
+from asyncrl.trainer.rank.inbox import InboxStore, bytes_of
 from tests.examples import examples
 from tests.trajectory_frames import taken_apart
 

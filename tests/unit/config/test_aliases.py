@@ -10,7 +10,7 @@ from asyncrl.config.aliases import allocation, elsewhere, table
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment, settings
 from asyncrl.config.setting import ConfigError
-from asyncrl.trainer.parallel.layout import Layout
+from asyncrl.trainer.parallel.placement import Layout
 
 ALIASES, RENAMED = table().aliases, table().renamed
 PAGE = Path(__file__).parents[3] / "docs" / "coming_from.md"

@@ -11,9 +11,8 @@ import pytest
 
 from asyncrl.algorithms.registry import KINDS, policy_loss
 from asyncrl.config.plugin_code import catalog
-from asyncrl.config.plugin_code.catalog import check, known, resolve
+from asyncrl.config.plugin_code.catalog import Param, check, known, registers, resolve
 from asyncrl.config.plugin_code.import_paths import PluginError
-from asyncrl.config.plugin_code.signatures import Param, registers
 
 USER_MODULE = '''
 """A user's algorithms."""

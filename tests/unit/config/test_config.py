@@ -10,15 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.describe import experiment_help, fitted, list_experiments
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.load import SCHEMAS, experiments_dir, known_experiments, load_experiment, settings
+from asyncrl.config.load import SCHEMAS, experiment_folders, known_experiments, load_experiment, settings
 from asyncrl.config.run_dir import read_run_config, write_run_config
 from asyncrl.config.setting import ConfigError, setting_info
 from asyncrl.launch import commands as commands_package
 from asyncrl.launch.__main__ import main
 from asyncrl.launch.before_start.setting_checks import is_hub_name, validate
-from asyncrl.launch.commands import COMMANDS, help_page
+from asyncrl.launch.commands import COMMANDS, experiment_help, fitted, help_page, list_experiments
 from asyncrl.rollout.checks import code_problems
 from asyncrl.runtime.exit_codes import EXIT_CONFIG
 from asyncrl.trainer.parallel.placement import worker_grid
@@ -42,7 +41,8 @@ def adopting(url: str) -> list[str]:
 
 
 PPO = ("algorithm.graph=ppo", "algorithm.advantage.name=gae")
-ANYWHERE = sorted(name for name in known_experiments(experiments_dir()) if not name.endswith("gpu"))
+BUILT_IN = {name: summary for folder in experiment_folders(None) for name, summary in known_experiments(folder).items()}
+ANYWHERE = sorted(name for name in BUILT_IN if not name.endswith("gpu"))
 """The others are checked where GPUs are pretended, in tests/unit/launch/test_show_allocation.py."""
 
 
@@ -435,8 +435,8 @@ def test_help_names_the_choices_of_a_setting() -> None:
 
 def test_the_list_of_experiments_shows_each_with_its_summary() -> None:
     text = list_experiments(None)
-    for name, summary in known_experiments(experiments_dir()).items():
-        assert summary, f"experiments/{name}.yaml should begin with a comment that says what it is"
+    for name, summary in BUILT_IN.items():
+        assert summary, f"{name}.yaml should begin with a comment that says what it is"
         assert name in text
         assert summary in text
 
@@ -495,7 +495,7 @@ def test_cfg_job_prints_a_config_that_can_be_read_again(tmp_path: Path) -> None:
 def test_the_launcher_imports_neither_torch_nor_transformers() -> None:
     code = (
         "import sys, asyncrl.launch.__main__, asyncrl.rollout.process; "
-        "import asyncrl.launch.train, asyncrl.launch.previews.dry_run, asyncrl.launch.previews.show_graph; "
+        "import asyncrl.launch.train, asyncrl.launch.previews, asyncrl.launch.previews; "
         "import asyncrl.manager.process, asyncrl.master.process; "
         "print([m for m in ('torch', 'transformers') if m in sys.modules])"
     )

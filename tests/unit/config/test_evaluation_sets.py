@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from asyncrl.api import RunIn
-from asyncrl.config.context import turns
-from asyncrl.config.evaluation_sets import evaluation_sets, with_code_of
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.plugins.rewards.settings import NamedRewardConfig
+from asyncrl.config.memory import turns
+from asyncrl.config.variants import evaluation_sets, with_code_of
+from asyncrl.plugins.settings import NamedRewardConfig
 from asyncrl.rollout.settings import EvalSetConfig
 
 TOOL_AGENT = "asyncrl.plugins.agents.tool_agent:ToolAgent"

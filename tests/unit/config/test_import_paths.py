@@ -14,7 +14,7 @@ from asyncrl.config.load import load_experiment
 from asyncrl.config.plugin_code.import_paths import PluginError, definition, load_plugin, split_path
 from asyncrl.config.plugin_code.interfaces import problems
 from asyncrl.launch.before_start.setting_checks import validate
-from asyncrl.master.graph.builtin import load_graph
+from asyncrl.master.graph import load_graph
 from asyncrl.rollout.user_code.components import UserComponents
 
 MINE = """

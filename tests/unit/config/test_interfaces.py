@@ -8,8 +8,8 @@ import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
+from asyncrl.config.plugin_code.catalog import function_entry
 from asyncrl.config.plugin_code.interfaces import agent_problems, environment_problems, problems
-from asyncrl.config.plugin_code.signatures import function_entry
 from asyncrl.config.setting import ConfigError
 from asyncrl.launch.before_start.data import check_data
 from asyncrl.rollout.checks import code_problems

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.memory_advice import is_out_of_memory, server_settings, trainer_settings
+from asyncrl.config.memory import is_out_of_memory, server_settings, trainer_settings
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.trainer.settings import KeptOn

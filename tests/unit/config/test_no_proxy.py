@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.no_proxy import bypass_proxy
+from asyncrl.config.machine import bypass_proxy
 from asyncrl.runtime.settings import HostConfig
 
 HOSTS = ["localhost", "127.0.0.1", "10.0.0.1", "10.0.0.2", "box3", socket.gethostname()]

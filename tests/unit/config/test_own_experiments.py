@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.describe import list_experiments
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.load import experiments_dir, load_experiment, load_supervised
+from asyncrl.config.load import experiments_dir, load_experiment, load_supervised, recipes_dir
 from asyncrl.config.setting import ConfigError
+from asyncrl.launch.commands import list_experiments
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_here_is_the_folder_of_the_file_that_says_it(own: Path) -> None:
     write(own, "mine", "defaults: [custom_graph, _self_]", "reward: {path: '${here:}/rewards.py:score'}")
     config = load("mine", own)
     assert config.reward.path == f"{own}/rewards.py:score"
-    assert config.algorithm.graph == f"{experiments_dir()}/custom_graph_example.py:build_graph"
+    assert config.algorithm.graph == f"{recipes_dir()}/custom_graph_example.py:build_graph"
 
 
 def test_built_in_experiments_run_as_they_are_and_make_base_models_beside_a_users_own(own: Path) -> None:
@@ -94,12 +94,11 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert f"--config-dir '{tmp_path / 'nowhere'}': no such folder" in message_of("async_ppo", tmp_path / "nowhere")
 
 
-def test_the_list_shows_the_users_experiments_and_then_the_built_in_ones(own: Path) -> None:
+def test_the_list_shows_the_users_experiments_then_the_built_in_ones_then_recipes(own: Path) -> None:
     write(own, "mine", "# What it is for", "defaults: [async_ppo, _self_]")
     text = list_experiments(own)
-    places = [
-        text.index(part) for part in (str(own), "  mine ", "What it is for", "built-in experiments:", "async_ppo ")
-    ]
+    parts = (str(own), "  mine ", "What it is for", "built-in experiments:", "  async_ppo ", "recipes: ", "  kimi_k2 ")
+    places = [text.index(part) for part in parts]
     assert places == sorted(places)
 
 

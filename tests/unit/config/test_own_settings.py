@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from asyncrl.config.describe import resolved_yaml
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError
+from asyncrl.launch.commands import resolved_yaml
 
 CODE = """
 from __future__ import annotations

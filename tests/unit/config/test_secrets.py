@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.describe import experiment_help, resolved_yaml
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.run_dir import CONFIG_FILE, write_run_config
 from asyncrl.config.secrets import HIDDEN, hide, is_secret, shown, without_secrets
 from asyncrl.config.setting import ConfigError
-from asyncrl.launch.refusal import refuse
-from asyncrl.observe.dashboard.page import page_data
+from asyncrl.launch.commands import experiment_help, refuse, resolved_yaml
+from asyncrl.observe.dashboard import page_data
 from asyncrl.observe.history import History
 
 RANDOM = "0123456789abcdefABCDEF"

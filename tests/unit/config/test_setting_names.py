@@ -30,7 +30,6 @@ NO_SETTINGS = {
     "manager.fleet": "a package",
     "trainer.checks": "a package",
     "trainer.model.layout_parity": "a package",
-    "eval.rewards": "a misspelt setting, as an example",
     "model.layers": "names of a model's weights",
     "model.norm.weight": "names of a model's weights",
     "model.safetensors": "a file of a model",

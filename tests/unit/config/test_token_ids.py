@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.config.token_ids import token_ids
+from asyncrl.config.setting import token_ids
 
 
 @pytest.mark.parametrize(

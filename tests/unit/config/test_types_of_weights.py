@@ -9,8 +9,8 @@ import pytest
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device, Dtype
 from asyncrl.inference.settings import GenerationBackend
-from asyncrl.manager.fleet.logprob_check import COARSE_TOLERANCE, FLOAT32_TOLERANCE, logprob_check_tolerance
-from asyncrl.runtime.planning.plan_workers import with_types
+from asyncrl.manager.fleet.fleet_runner import COARSE_TOLERANCE, FLOAT32_TOLERANCE, logprob_check_tolerance
+from asyncrl.runtime.plan import with_types
 from asyncrl.runtime.process import hardware
 from asyncrl.runtime.settings import HostConfig
 

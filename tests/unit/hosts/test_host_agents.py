@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from asyncrl.comm.http.calls import HttpRefused, JsonHttp
+from asyncrl.comm.http_client import HttpRefused, JsonHttp
 from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import read_run_config, run_dir_of, write_run_config
@@ -29,7 +29,7 @@ from asyncrl.hosts.link import Call, Order, Parcel, Start
 from asyncrl.hosts.slurm import Backend as SlurmBackend
 from asyncrl.runtime import backends
 from asyncrl.runtime.backends import WorkerHandle
-from asyncrl.runtime.planning.plan_workers import WorkerPlan
+from asyncrl.runtime.plan import WorkerPlan
 from asyncrl.runtime.settings import HostConfig
 from asyncrl.runtime.trials.claim import TrialClaim, TrialError
 
@@ -322,7 +322,7 @@ SCRIPT = """
 import asyncio, sys
 from pathlib import Path
 from urllib.parse import urlsplit
-from asyncrl.runtime.planning.plan_workers import WorkerPlan
+from asyncrl.runtime.plan import WorkerPlan
 from tests.unit.hosts.test_host_agents import WAITS, Backend, plan_of, printed_by
 
 WorkerPlan.command = lambda *_: [sys.executable, "-c", WAITS]

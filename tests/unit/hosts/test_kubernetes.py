@@ -16,9 +16,9 @@ import yaml
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.hosts.kubernetes import Backend, manifests
-from asyncrl.launch.previews.dry_run import dry_run
+from asyncrl.launch.previews import dry_run
 from asyncrl.runtime.checks import check
-from asyncrl.runtime.planning.plan_workers import plan_workers
+from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.settings import HostConfig
 
 validate = pytest.importorskip("kubernetes_validate", reason="no kubernetes-validate: pip install -e '.[dev]'").validate

@@ -14,7 +14,7 @@ from asyncrl.config.setting import ConfigError
 from asyncrl.hosts.ray import Backend, HostRequest, address_of, ambiguous_gpus
 from asyncrl.runtime import backends
 from asyncrl.runtime.checks import check
-from asyncrl.runtime.planning.plan_workers import plan_workers
+from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.settings import HostConfig
 
 ABSENT = "system.launcher='ray': Ray is not installed; pip install 'asyncrl[ray]', in the cluster's version"

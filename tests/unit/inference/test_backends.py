@@ -20,7 +20,7 @@ from asyncrl.inference.settings import BACKENDS, Backend, GenerationBackend, Pro
 from asyncrl.launch.before_start import setting_checks as checks
 from asyncrl.launch.before_start.machine import check_reachable, device_lines
 from asyncrl.manager.settings import PolicyConfig
-from asyncrl.runtime.planning.plan_workers import plan_workers, with_types
+from asyncrl.runtime.plan import plan_workers, with_types
 
 ROOT = Path(asyncrl.__file__).parent
 TABLE = ROOT / "inference" / "settings.py"
@@ -183,7 +183,7 @@ def program(config: ExperimentConfig, monkeypatch: pytest.MonkeyPatch) -> Progra
 
 
 def messages_of(config: ExperimentConfig) -> list[str]:
-    return [message for check in checks._ROOMS for message in check(config)]
+    return [message for check in checks._CHECKS for message in check(config)]
 
 
 def test_another_back_end_passes_the_plan_and_every_check(config: ExperimentConfig) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asyncrl.api.generation import SamplingParams
-from asyncrl.comm.http.calls import HttpError
+from asyncrl.comm.http_client import HttpError
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.client import GenerateItem, connect
 from asyncrl.inference.embedded import engine as engine_module

@@ -22,7 +22,7 @@ from asyncrl.inference.embedded.engine_io import (
     SamplingSpec,
 )
 from asyncrl.inference.messages import PauseMode
-from asyncrl.models.weights.model_files.loading import WeightUpdateError, load_targets, stage_weights
+from asyncrl.weights.loading import WeightUpdateError, load_targets, stage_weights
 from tests.engine_steps import drain, run
 
 LIMIT_S = 300.0

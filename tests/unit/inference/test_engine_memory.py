@@ -13,7 +13,7 @@ from asyncrl.api.generation import FinishReason
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.engine_io import GenerationInput, Job, MemoryStateError, SamplingSpec
 from asyncrl.inference.messages import MemoryTag, PauseMode
-from asyncrl.models.weights.model_files.loading import WeightUpdateError
+from asyncrl.weights.loading import WeightUpdateError
 from tests.engine_steps import drain, run
 
 EVERYTHING = [*MemoryTag]

@@ -18,7 +18,7 @@ from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, Job, RequestError, SamplingSpec
 from asyncrl.inference.messages import PauseMode
 from asyncrl.models.parity import UnsupportedModelError, plain_logprobs
-from asyncrl.models.pictures.picture_rows import Pictures
+from asyncrl.models.pictures import Pictures
 from asyncrl.models.transformers_internals import attention
 from tests.engine_steps import drain
 from tests.tiny_vlm import KINDS, make_folder, picture, render, shown_inputs
@@ -209,9 +209,9 @@ def test_a_model_that_does_not_look_is_refused(vlm_folder: Folder, tmp_path: Pat
 
 
 def test_distinct_pictures_leave_no_more_than_the_limit(vlm_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`python benchmarks/pictures.py` does so with 10,000, and reads the resident memory."""
+    """`python tests/stress/picture_memory.py` does so with 10,000, and reads the resident memory."""
     limit = 1 << 18  # three of them
-    monkeypatch.setattr("asyncrl.models.pictures.picture_ids.RECENT_BYTES", limit)
+    monkeypatch.setattr("asyncrl.models.pictures.RECENT_BYTES", limit)
     folder = vlm_folder("qwen2_vl")
     engine = _engine(folder)
     asked = _ask("r", folder, "<u>", picture(0), "<end><a>", tokens=1)
@@ -223,8 +223,8 @@ def test_distinct_pictures_leave_no_more_than_the_limit(vlm_folder: Folder, monk
     assert engine._pictures is not None
     ids = engine._pictures.ids
     assert engine.stats().encoded_pictures == 60
-    assert 0 < ids._recent.bytes <= limit
-    assert len(ids._by_first) == len(ids._seen) == len(ids._recent.pictures) < 5
+    assert 0 < ids._recent_bytes <= limit
+    assert len(ids._by_first) == len(ids._seen) == len(ids._recent) < 5
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "internvl", "gemma3"])

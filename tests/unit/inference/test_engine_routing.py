@@ -17,8 +17,7 @@ from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, Job, RequestError, SamplingSpec
 from asyncrl.inference.embedded.http_requests import parse_generate
 from asyncrl.inference.embedded.server import sample_reply
-from asyncrl.inference.messages import PauseMode
-from asyncrl.inference.replies import MalformedReply, parse_completion
+from asyncrl.inference.messages import MalformedReply, PauseMode, parse_completion
 from asyncrl.models.parity import UnsupportedModelError
 from asyncrl.models.routing import Routers
 from tests.engine_steps import drain
@@ -178,7 +177,7 @@ def reply(body: bytes) -> dict[str, Any]:
 
 
 def test_the_client_reads_what_the_server_says() -> None:
-    from asyncrl.models.routers import RoutingShape
+    from asyncrl.models.model_config import RoutingShape
 
     asked = (
         b'{"input_ids": [3, 4, 5], "sampling_params": {"max_new_tokens": 6, "sampling_seed": 1}, "return_logprob": true'

@@ -7,7 +7,7 @@ from prometheus_client.core import CollectorRegistry
 
 from asyncrl.inference.embedded.engine_io import EngineStats
 from asyncrl.inference.embedded.server import EngineCollector
-from asyncrl.inference.replies import engine_figures
+from asyncrl.inference.messages import engine_figures
 
 SGLANG = """
 # HELP sglang:num_running_reqs The number of running requests.

@@ -22,11 +22,9 @@ from asyncrl.api import SamplingParams
 from asyncrl.inference.openai import anthropic as api_of_anthropic
 from asyncrl.inference.openai import chat_completions, responses
 from asyncrl.inference.openai.anthropic import Messages
-from asyncrl.inference.openai.api_call import ApiCall
-from asyncrl.inference.openai.api_errors import ApiError
+from asyncrl.inference.openai.api_call import ApiCall, ApiError, pieces
 from asyncrl.inference.openai.chat_completions import ChatCompletions
 from asyncrl.inference.openai.responses import Responses
-from asyncrl.inference.openai.sse import pieces
 from asyncrl.launch import __main__ as launch
 from asyncrl.plugins.agents.openai_agent import OpenAIAgent
 

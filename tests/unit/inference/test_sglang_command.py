@@ -10,15 +10,21 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.memory import context_length
 from asyncrl.config.setting import Device, Dtype
-from asyncrl.inference.child.ports import BLOCK_SIZE, FIRST_PORT, NoFreePorts, PortBlock, reserve_ports
+from asyncrl.inference.child_host import BLOCK_SIZE, FIRST_PORT, NoFreePorts, PortBlock, reserve_ports
 from asyncrl.inference.engine_host import EngineStartError
 from asyncrl.inference.settings import GenerationBackend
-from asyncrl.inference.sglang.command import DROPPED_FLAGS, OWNED_FLAGS, ServerCommand, build_command, render_flags
-from asyncrl.inference.sglang.host import SGLangHost
-from asyncrl.inference.sglang.server_checks import check_server
+from asyncrl.inference.sglang.host import (
+    DROPPED_FLAGS,
+    OWNED_FLAGS,
+    ServerCommand,
+    SGLangHost,
+    build_command,
+    check_server,
+    render_flags,
+)
 
 
 @pytest.fixture

@@ -15,22 +15,21 @@ import pytest
 from transformers import AutoModelForImageTextToText
 
 from asyncrl.api.picture import PlacedPicture
-from asyncrl.comm.http.calls import JsonHttp
+from asyncrl.comm.http_client import JsonHttp
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.checks import check
-from asyncrl.inference.child.ports import PortBlock, reserve_ports
+from asyncrl.inference.child_host import PortBlock, reserve_ports
 from asyncrl.inference.client import GenerationServerClient, MalformedReply, PictureSender
 from asyncrl.inference.messages import GenerateRequest, inline_picture
 from asyncrl.inference.settings import SGLANG_PICTURES, GenerationBackend
-from asyncrl.inference.sglang import command as sglang_command
-from asyncrl.inference.sglang.command import build_command
-from asyncrl.inference.sglang.server_checks import fault_in_pictures
-from asyncrl.models.pictures.picture_rows import Pictures
+from asyncrl.inference.sglang import host
+from asyncrl.inference.sglang.host import build_command, fault_in_pictures
+from asyncrl.models.pictures import Pictures
 from asyncrl.rollout.user_code.prompts import pictures_taken
 from asyncrl.trainer.settings import VisionMode
 from tests.tiny_vlm import picture, render
 
-PLUGIN = Path(sglang_command.__file__).parent / "plugin"
+PLUGIN = Path(host.__file__).parent / "plugin"
 
 
 def plugin_module(name: str) -> Any:

@@ -12,7 +12,7 @@ from asyncrl.config.setting import ConfigError, Dtype
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.launch.before_start import machine
 from asyncrl.launch.before_start.machine import device_lines
-from asyncrl.runtime.planning.plan_workers import with_types
+from asyncrl.runtime.plan import with_types
 from asyncrl.runtime.process import hardware
 from asyncrl.runtime.process.hardware import Gpu
 from asyncrl.runtime.settings import HostConfig

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from asyncrl.api.reward import is_verdict
-from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
+from asyncrl.config.variants import evaluation_sets
+from asyncrl.data.demonstrations import EncodedRows, load_demonstrations
+from asyncrl.data.tokenizers import load_tokenizer
 from asyncrl.launch.before_start.data import check_data
 from asyncrl.launch.before_start.setting_checks import validate, warnings
 from asyncrl.launch.commands import eval as evaluation
-from asyncrl.plugins.datasets.supervised.demonstration_rows import EncodedRows, load_demonstrations
-from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.runtime.process import hardware
 from asyncrl.trainer.supervised.settings import SFTConfig
 from asyncrl.trainer.supervised.supervised_loop import held_out_of, phases_of, row_format

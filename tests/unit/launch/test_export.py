@@ -24,12 +24,8 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import read_run_config, write_run_config
 from asyncrl.config.setting import ChoiceConfig, Dtype
 from asyncrl.launch.__main__ import main
-from asyncrl.models.pictures.picture_rows import Pictures
+from asyncrl.models.pictures import Pictures
 from asyncrl.models.ranks import Ranks
-from asyncrl.models.weights.model_files.loading import read_checkpoint
-from asyncrl.models.weights.versions.manifest import file_entry, read_manifest, write_manifest
-from asyncrl.models.weights.versions.publishing import publish, tokenizer_assets
-from asyncrl.models.weights.versions.shared_files import SharedFiles
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.base import ValueEngine
 from asyncrl.trainer.functions.model_functions import StatValues
@@ -38,6 +34,9 @@ from asyncrl.trainer.model.lora import adapter_config
 from asyncrl.trainer.model.lora_checks import publishes_adapters
 from asyncrl.trainer.rank.training_rank import TrainingRank
 from asyncrl.trainer.settings import LoraPublish
+from asyncrl.weights.loading import read_checkpoint
+from asyncrl.weights.manifest import file_entry, read_manifest, write_manifest
+from asyncrl.weights.publishing import SharedFiles, publish, tokenizer_assets
 from tests.tiny_vlm import picture
 from tests.vlm_batches import vlm_trajectories
 

@@ -11,8 +11,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError
 from asyncrl.launch.before_start.models import base_model_config
-from asyncrl.launch.before_start.setting_checks import is_hub_name, resolve_hub_names
-from asyncrl.launch.experiment_args import experiment_parser, load_rl
+from asyncrl.launch.before_start.setting_checks import experiment_parser, is_hub_name, load_rl, resolve_hub_names
 
 NAMES = ["model.path=Qwen/Qwen2.5-0.5B-Instruct", "eval.path=openai/gsm8k"]
 

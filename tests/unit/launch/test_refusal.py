@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from asyncrl.launch.refusal import refuse
+from asyncrl.launch.commands import refuse
 
 MESSAGE = "reward.path='/a/very/long/folder/of/somebody/my_rewards.py:score': no module or file of that name is there"
 

@@ -15,10 +15,10 @@ from asyncrl.api import GenerationRequest, SamplingParams
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError
+from asyncrl.data.tokenizers import CharTokenizer
 from asyncrl.launch.__main__ import main
 from asyncrl.launch.before_start.rehearsal import MadeUpPolicy, RehearsalOutcome, rehearse, rehearsed
 from asyncrl.launch.before_start.setting_checks import validate
-from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 
 Configured = Callable[..., ExperimentConfig]
 

@@ -11,8 +11,8 @@ import pytest
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.run_dir import DamagedFile, run_dir_of
-from asyncrl.launch.before_start.same_data import check_same_data, check_same_roles, keep_data_record, missing_history
-from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
+from asyncrl.data.datasets import DataRecord
+from asyncrl.launch.before_start.data import check_same_data, check_same_roles, keep_data_record, missing_history
 from asyncrl.rollout.user_code.prompts import load_train_set
 from asyncrl.runtime.trials.claim import TrialError
 

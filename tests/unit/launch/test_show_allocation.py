@@ -21,24 +21,27 @@ from asyncrl.config.setting import ConfigError, Device, Dtype
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.launch.before_start import setting_checks as before_start
 from asyncrl.launch.before_start.setting_checks import validate
-from asyncrl.launch.previews.guest_memory import problems, shared_devices
-from asyncrl.launch.previews.rank_memory import (
+from asyncrl.launch.show_allocation import (
     GIB,
     RUNTIME_BYTES,
     RankRow,
     _models,
     allocation,
     beside_servers,
+    guests_without_room,
     memory_checkpoint_bytes,
+    problems,
+    shared_devices,
+    show_allocation,
+    warnings,
 )
-from asyncrl.launch.previews.show_allocation import guests_without_room, show_allocation, warnings
-from asyncrl.master.graph.builtin import load_graph
+from asyncrl.master.graph import load_graph
 from asyncrl.runtime.exit_codes import EXIT_CONFIG
-from asyncrl.runtime.planning.plan_workers import plan_workers
+from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.process import hardware
 from asyncrl.trainer.parallel.placement import placement
 from asyncrl.trainer.settings import KeptOn, ReferenceMode, RoleRanks
-from asyncrl.trainer.sizing.memory_estimate import MemoryNeed
+from asyncrl.trainer.sizing import MemoryNeed
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -148,7 +151,7 @@ def test_guests_and_ranks_count_with_the_larger_of_both(
     config.generation.max_total_tokens = 1024
     (small,) = shared_devices(config, model, [("0", rows[0].need)], GIB)
     assert small.peak == small.training + 2 * GIB
-    monkeypatch.setattr("asyncrl.launch.previews.show_allocation.gpu_details", lambda: {"0": hardware.Gpu("tiny", GIB)})
+    monkeypatch.setattr("asyncrl.launch.show_allocation.gpu_details", lambda: {"0": hardware.Gpu("tiny", GIB)})
     assert show_allocation(config, None) == EXIT_CONFIG
     assert "in turns with guests" in capsys.readouterr().out
     (refused,) = guests_without_room(config)
@@ -260,6 +263,7 @@ def test_a_supervised_experiment_has_no_layout(capsys: pytest.CaptureFixture[str
 
 def page_by(name: str) -> tuple[ModuleType, str, list[Any]]:
     """The script benchmarks/<name>.py, docs/sizing.md with its tables, and what it has measured."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))  # what it shares with others
     spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", ROOT / "benchmarks" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

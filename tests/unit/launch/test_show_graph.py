@@ -9,9 +9,8 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.launch.previews.show_graph import to_svg, to_text
-from asyncrl.master.graph.builtin import BUILTIN
-from asyncrl.master.graph.call_graph import Call, Graph
+from asyncrl.launch.previews import to_svg, to_text
+from asyncrl.master.graph import BUILTIN, Call, Graph
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -9,9 +9,9 @@ from unittest.mock import Mock
 from msgspec.structs import replace
 
 from asyncrl.comm.ended_rollouts import CUT_SHORT, RolloutCounts
-from asyncrl.launch.summary import summary_lines
+from asyncrl.launch.train import summary_lines
 from asyncrl.master.run_state import write_books, write_summary
-from asyncrl.runtime.trials.restarts import WHOLE_RUN, note_restart, note_went_on
+from asyncrl.runtime.run_log import WHOLE_RUN, note_restart, note_went_on
 
 
 def test_the_summary_tells_steps_books_accuracies_and_failed_evaluations(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from asyncrl.launch.__main__ import main
 from asyncrl.launch.before_start import models, rehearsal
 from asyncrl.launch.before_start.rehearsal import rehearse as play
 from asyncrl.models.folder_checks import WantedFolder
-from asyncrl.models.weights.model_files import whole_folder
+from asyncrl.weights import whole_folder
 
 CODE = """
 class Tagged:

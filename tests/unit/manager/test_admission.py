@@ -7,14 +7,12 @@ import asyncio
 import pytest
 
 from asyncrl.comm.ended_rollouts import Admitted, RecentIds, RolloutLine
+from asyncrl.data.curriculum import Curriculum
+from asyncrl.data.prompt_queue import DataOrder, UsedPrompts
 from asyncrl.manager import messages as m
-from asyncrl.manager.rollouts.admission import Admission
-from asyncrl.manager.rollouts.pacing import DeadlinePacing
+from asyncrl.manager.rollouts.admission import Admission, DeadlinePacing
 from asyncrl.manager.rollouts.rollout_state import RolloutState
 from asyncrl.manager.router import ServerView
-from asyncrl.plugins.datasets.queue.curriculum import Curriculum
-from asyncrl.plugins.datasets.queue.order import DataOrder
-from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 
 FAR = 1e6
 

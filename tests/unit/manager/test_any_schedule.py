@@ -2,7 +2,7 @@
 
 Gate, prompt queue, manager, its rebuilding, sample buffer and ledger are the real ones. Processes, messages and what
 outlives them (the last step, the inboxes, checkpoints) are played as `manager/client.py`, `rollout/loop.py`,
-`trainer/trajectories/receiver.py`, `master/train_loop.py` and `master/data/collector.py` have them.
+`trainer/rank/receiver.py`, `master/train_loop.py` and `master/data/collector.py` have them.
 
     messages   a call's reply is lost or late, a call arrives late, again, or after those that were made later; a
                trajectory reaches the trainer late, never, twice, or without its acknowledgement
@@ -21,8 +21,9 @@ Every schedule ends fairly: what was ever handed out comes to its end, the gate 
 and the audit, which knows none of the run's code, finds nothing in the ledger. So one that cannot end is a hang.
 
 Hypothesis plays short ones, which it shortens further where something is found; long ones are random and have a seed.
-`ASYNCRL_FUZZ_SCHEDULES`, `ASYNCRL_FUZZ_LONG_SCHEDULES`: how many of either; `benchmarks/fuzz.py` plays many. A long one
-that fails is printed with the command that plays it again, shortened: `python -m tests.unit.manager.test_any_schedule`.
+`ASYNCRL_FUZZ_SCHEDULES`, `ASYNCRL_FUZZ_LONG_SCHEDULES`: how many of either; `tests/stress/fuzz.py` plays many. A long
+one that fails is printed with the command that plays it again, shortened: `python -m
+tests.unit.manager.test_any_schedule`.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ from asyncrl.api.trajectory import GENERATED
 from asyncrl.comm.ended_rollouts import DropReason, RolloutCounts, RunSettings
 from asyncrl.comm.names import ACTOR
 from asyncrl.comm.typed import convert
+from asyncrl.data.curriculum import Curriculum
+from asyncrl.data.prompt_queue import DataOrder, UsedPrompts
 from asyncrl.manager import messages as m
 from asyncrl.manager.client import HeldRollouts
 from asyncrl.manager.rollouts.ledger import Ledger, ledger_files
@@ -62,9 +65,6 @@ from asyncrl.manager.service import ManagerService
 from asyncrl.master.data.collector import check_books, received, trained_rollout
 from asyncrl.master.data.sample_buffer import Drop, SampleBuffer, TrainBatch
 from asyncrl.master.settings import OnStale
-from asyncrl.plugins.datasets.queue.curriculum import Curriculum
-from asyncrl.plugins.datasets.queue.order import DataOrder
-from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.trainer.messages import RolloutRecord
 from asyncrl.verify.audit.ledger_files import read_ledger, surviving
 from asyncrl.verify.audit.ledger_rules import Replay

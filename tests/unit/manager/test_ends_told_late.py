@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from asyncrl.data.curriculum import Curriculum
+from asyncrl.data.prompt_queue import DataOrder
 from asyncrl.manager import messages as m
 from asyncrl.manager.service import ManagerService
-from asyncrl.plugins.datasets.queue.curriculum import Curriculum
-from asyncrl.plugins.datasets.queue.order import DataOrder
 
 WORKER = "rollout_worker/0"
 ORDER = DataOrder(2, 0)

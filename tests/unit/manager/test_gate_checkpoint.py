@@ -11,14 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.comm.ended_rollouts import Dropped, RecentIds, RolloutLine
+from asyncrl.data.curriculum import Curriculum
+from asyncrl.data.prompt_queue import DataOrder, NextTry, UsedPrompts
 from asyncrl.manager import messages as m
 from asyncrl.manager.rollouts.rollout_state import RolloutState
 from asyncrl.manager.rollouts.staleness_gate import TRAINED
 from asyncrl.manager.rollouts.workers import RollCall
-from asyncrl.plugins.datasets.queue.curriculum import Curriculum
-from asyncrl.plugins.datasets.queue.order import DataOrder
-from asyncrl.plugins.datasets.queue.prompt_queue import NextTry
-from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from tests.examples import examples
 
 ROWS = 5

@@ -20,17 +20,17 @@ import pytest
 
 from asyncrl.comm.ended_rollouts import RunSettings
 from asyncrl.comm.push_pull import Outbox, Push
+from asyncrl.data.prompt_queue import DataOrder
 from asyncrl.manager import messages as m
 from asyncrl.manager import service
 from asyncrl.manager.rollouts import ledger, staleness_gate
+from asyncrl.manager.rollouts.admission import DeadlinePacing
 from asyncrl.manager.rollouts.ledger import Ledger
-from asyncrl.manager.rollouts.pacing import DeadlinePacing
 from asyncrl.manager.service import ManagerService
 from asyncrl.master.data import sample_buffer as buffers
 from asyncrl.master.data.collector import received, trained_rollout
 from asyncrl.master.data.sample_buffer import SampleBuffer
 from asyncrl.master.settings import OnStale
-from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.trainer.messages import RolloutRecord
 
 ROLLOUTS, WARM_UP = 12_000, 3_000

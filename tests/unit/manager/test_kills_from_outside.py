@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
+from asyncrl.data.prompt_queue import DataOrder
 from asyncrl.manager import messages as m
 from asyncrl.manager.service import ManagerService
 from asyncrl.master.data.collector import received, trained_rollout
 from asyncrl.master.data.sample_buffer import SampleBuffer
 from asyncrl.master.settings import OnStale
-from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.runtime.launcher import AfterDeath, RestartPolicy
 from asyncrl.runtime.settings import SystemConfig
 from asyncrl.trainer.messages import RolloutRecord

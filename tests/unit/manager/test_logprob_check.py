@@ -10,7 +10,7 @@ import pytest
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.settings import GenerationBackend
-from asyncrl.manager.fleet.logprob_check import (
+from asyncrl.manager.fleet.fleet_runner import (
     COARSE_TOLERANCE,
     FLOAT32_TOLERANCE,
     QUANTISED_TOLERANCE,

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
+from asyncrl.data.prompt_queue import DataOrder
 from asyncrl.manager import messages as m
 from asyncrl.manager.service import ManagerService
-from asyncrl.plugins.datasets.queue.order import DataOrder
 
 
 async def test_every_one_of_512_servers_that_are_lost_at_once_is_told() -> None:

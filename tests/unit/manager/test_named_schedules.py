@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from asyncrl.comm.ended_rollouts import Dropped
+from asyncrl.data.prompt_queue import DataOrder, NextTry
 from asyncrl.manager import messages as m
 from asyncrl.manager.rollouts.staleness_gate import WORKER_LOST, StalenessGate
 from asyncrl.manager.rollouts.workers import RollCall
@@ -19,8 +20,6 @@ from asyncrl.manager.service import ManagerService
 from asyncrl.master.data.collector import received, trained_rollout
 from asyncrl.master.data.sample_buffer import SampleBuffer
 from asyncrl.master.settings import OnStale
-from asyncrl.plugins.datasets.queue.order import DataOrder
-from asyncrl.plugins.datasets.queue.prompt_queue import NextTry
 from asyncrl.trainer.messages import RolloutRecord
 from asyncrl.verify.audit.ledger_files import read_ledger, surviving
 from tests.unit.manager.test_any_schedule import Schedule, Worker

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.comm.http.calls import JsonHttp
+from asyncrl.comm.http_client import JsonHttp
 from asyncrl.comm.names import GENERATION_SERVER, POLICY_SERVER, PublishedVersion
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.data.prompt_queue import DataOrder
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.manager import messages as m
 from asyncrl.manager.fleet import policy_fleets
@@ -24,11 +25,10 @@ from asyncrl.manager.fleet.servers import BeginUpdate, Target
 from asyncrl.manager.messages import ServerState
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import PickVersion, PolicyConfig, UpdateMode, VersionPoolConfig
-from asyncrl.master.peers.policy_versions import Publishing
-from asyncrl.models.weights.transports.disk import DiskManagerEnd
-from asyncrl.models.weights.versions.manifest import Manifest, ManifestError, write_manifest
-from asyncrl.plugins.datasets.queue.order import DataOrder
+from asyncrl.master.policy_versions import Publishing
 from asyncrl.trainer.messages import CollectWeights, Publish, PublishedWeights
+from asyncrl.weights.manifest import Manifest, ManifestError, write_manifest
+from asyncrl.weights.transports.base import DiskManagerEnd
 
 POOLS = st.builds(
     VersionPoolConfig,

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from asyncrl.data.prompt_queue import DataOrder
 from asyncrl.manager import messages as m
-from asyncrl.manager.rollouts.pacing import (
+from asyncrl.manager.rollouts.admission import (
     DECAY,
     DRAIN,
     LARGEST_RISE,
@@ -28,7 +29,6 @@ from asyncrl.manager.rollouts.pacing import (
     RecentRollouts,
 )
 from asyncrl.manager.service import ManagerService
-from asyncrl.plugins.datasets.queue.order import DataOrder
 from tests.examples import examples
 
 

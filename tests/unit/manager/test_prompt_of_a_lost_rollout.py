@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from asyncrl.data.prompt_queue import DataOrder
 from asyncrl.manager import messages as m
 from asyncrl.manager.service import ManagerService
-from asyncrl.plugins.datasets.queue.order import DataOrder
 
 WORKER = "rollout_worker/0"
 

@@ -10,14 +10,12 @@ import pytest
 from msgspec import structs
 
 from asyncrl.comm.ended_rollouts import Admitted, Finished, RolloutLine
+from asyncrl.data.curriculum import Curriculum
+from asyncrl.data.prompt_queue import DataOrder, NextTry, UsedPrompts
 from asyncrl.manager import messages as m
 from asyncrl.manager.rollouts.rollout_state import NOBODY, RolloutState
 from asyncrl.manager.rollouts.workers import RollCall
 from asyncrl.manager.service import ManagerService
-from asyncrl.plugins.datasets.queue.curriculum import Curriculum
-from asyncrl.plugins.datasets.queue.order import DataOrder
-from asyncrl.plugins.datasets.queue.prompt_queue import NextTry
-from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 
 WORKER, OTHER = "rollout_worker/0", "rollout_worker/1"
 ORDER = DataOrder(7, 0, shuffle=False)

@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 
 from asyncrl.comm.ended_rollouts import Abandoned, Admitted, Dropped, Finished, PromptGoes, RolloutLine
+from asyncrl.data.curriculum import Curriculum, CurriculumFailed
+from asyncrl.data.prompt_queue import DataOrder, NextTry, UsedPrompts
 from asyncrl.manager import messages as m
 from asyncrl.manager.rollouts.rollout_state import NOBODY, RolloutState
-from asyncrl.plugins.datasets.queue.curriculum import Curriculum, CurriculumFailed
-from asyncrl.plugins.datasets.queue.order import DataOrder
-from asyncrl.plugins.datasets.queue.prompt_queue import NextTry
-from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 
 
 class Measured(Curriculum):

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from asyncrl.data.prompt_queue import DataOrder
 from asyncrl.manager import messages as m
 from asyncrl.manager.rollouts.workers import Suspects
 from asyncrl.manager.service import ManagerService
-from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.runtime.settings import SystemConfig
 
 WORKER = "rollout_worker/0"

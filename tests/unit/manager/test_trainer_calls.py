@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from asyncrl.comm.ended_rollouts import Dropped, Line, PromptGoes, RolloutCounts, Step
+from asyncrl.data.prompt_queue import DataOrder
 from asyncrl.manager import messages as m
 from asyncrl.manager.messages import GateCheckpoint
 from asyncrl.manager.service import ManagerService
-from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.verify.audit.ledger_files import read_ledger, surviving
 from asyncrl.verify.audit.ledger_rules import Replay
 from tests.unit.manager.test_ledger import WORKER, lines, new_ledger, trained

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Sequence
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from asyncrl.master.data.step_plan import Dealing, assign, minibatches_of_groups
+from asyncrl.master.step import Assignment, Dealing, assign, minibatches_of_groups
 from asyncrl.trainer.messages import RolloutRecord
 from tests.examples import examples
 
@@ -63,17 +61,36 @@ def test_groups_per_rank_differ_by_one_at_most_and_tokens_by_one_group(
             assert max(map(sum, shares)) - min(map(sum, shares)) <= largest
 
 
-def load_benchmark() -> ModuleType:
-    path = Path(__file__).parents[3] / "benchmarks" / "assignment.py"
-    spec = importlib.util.spec_from_file_location("assignment_benchmark", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-PLAIN = load_benchmark()
+def plain_assign(members: Sequence[RolloutRecord], ranks: int, dealing: Dealing, version: int) -> list[Assignment]:
+    """The plan by its rules: longest group first, to the open share with the fewest tokens; then shares to ranks."""
+    minibatch = minibatches_of_groups([member.has_signal for member in members], dealing, version)[:, 0].tolist()
+    destination = [0] * len(members)
+    for part in range(dealing.minibatches):
+        chosen = [index for index in range(len(members)) if minibatch[index] == part]
+        shares: list[list[int]] = [[] for _ in range(ranks)]
+        sums = [0] * ranks
+        small, larger = divmod(len(chosen), ranks)
+        for index in sorted(chosen, key=lambda index: (-members[index].computed_tokens, index)):
+            full = small + 1 if sum(len(share) > small for share in shares) < larger else small
+            share = min((sums[number], number) for number in range(ranks) if len(shares[number]) < full)[1]
+            shares[share].append(index)
+            sums[share] += members[index].computed_tokens
+        overlaps = [
+            (-sum(members[index].computed_tokens for index in share if members[index].head == rank), rank, number)
+            for number, share in enumerate(shares)
+            for rank in range(ranks)
+        ]
+        placed: dict[int, int] = {}
+        for _, rank, number in sorted(overlaps):
+            if rank not in placed and number not in placed.values():
+                placed[rank] = number
+        for rank, number in placed.items():
+            for index in shares[number]:
+                destination[index] = rank
+    return [
+        Assignment(member.rollout_id, member.head, destination[index], (minibatch[index],))
+        for index, member in enumerate(members)
+    ]
 
 
 @given(st.data())
@@ -87,7 +104,7 @@ def test_the_plan_is_the_one_that_the_rules_give_word_by_word(data: st.DataObjec
     members = records(tokens, workers)
     if data.draw(st.booleans()):
         members = [structs.replace(each, distinct=data.draw(st.integers(1, each.tokens))) for each in members]
-    assert assign(members, ranks, Dealing(minibatches, seed=3), 5) == PLAIN.plain_assign(
+    assert assign(members, ranks, Dealing(minibatches, seed=3), 5) == plain_assign(
         members, ranks, Dealing(minibatches, seed=3), 5
     )
 

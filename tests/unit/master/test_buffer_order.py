@@ -15,8 +15,7 @@ from asyncrl.api import ReadyRollout
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.master.checks import check
-from asyncrl.master.data.buffer_order import BufferOrderFailed, ConfiguredOrder
-from asyncrl.master.data.sample_buffer import SampleBuffer
+from asyncrl.master.data.sample_buffer import BufferOrderFailed, ConfiguredOrder, SampleBuffer
 from asyncrl.master.settings import BufferOrderConfig
 from asyncrl.rollout.checks import problems_of_others
 from asyncrl.trainer.messages import RolloutRecord
@@ -117,7 +116,7 @@ async def test_one_that_takes_too_long_costs_the_order_of_its_steps_and_not_the_
         hang.wait(LIMIT_S)
         return -rollout.order
 
-    monkeypatch.setattr("asyncrl.master.data.buffer_order.load_plugin", lambda path: slow)
+    monkeypatch.setattr("asyncrl.master.data.sample_buffer.load_plugin", lambda path: slow)
     order = ConfiguredOrder(BufferOrderConfig("mine.py:slow", timeout_s=0.05))
     assert await order.ranks(ROLLOUTS, 3) == {}
     assert "buffer.order mine.py:slow took longer than buffer.order.timeout_s=0.05 for 4 rollouts" in caplog.text
@@ -152,7 +151,7 @@ async def test_the_function_sees_the_rollout_and_the_age_of_its_oldest_token(
         seen.append(rollout)
         return 0.0
 
-    monkeypatch.setattr("asyncrl.master.data.buffer_order.load_plugin", lambda path: note)
+    monkeypatch.setattr("asyncrl.master.data.sample_buffer.load_plugin", lambda path: note)
     order = ConfiguredOrder(BufferOrderConfig("mine.py:note", timeout_s=LIMIT_S))
     empty = structs.replace(record(1, 0.0, oldest=-1), generated=(0, 0), version_tokens={})
     timed = structs.replace(record(0, 0.5, oldest=3), metrics={"time/reward_s": 2.0})

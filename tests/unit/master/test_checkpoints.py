@@ -9,9 +9,9 @@ from unittest.mock import AsyncMock, MagicMock
 import pytest
 
 from asyncrl.master.run_state import Checkpoints
-from asyncrl.models.weights.versions.manifest import FileEntry
 from asyncrl.trainer.messages import WrittenShare
 from asyncrl.trainer.settings import CheckpointConfig
+from asyncrl.weights.manifest import FileEntry
 
 
 class World:

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from asyncrl.master.metrics.evaluations import evaluation_metrics, evaluation_statistics, pass_at_k, pass_ks
+from asyncrl.master.evaluations import evaluation_metrics, evaluation_statistics, pass_at_k, pass_ks
 from asyncrl.rollout.messages import EvaluatedAnswer, EvaluationResult
 
 

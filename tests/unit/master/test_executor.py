@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from asyncrl.comm.request_reply import Done
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.settings import PolicyConfig
-from asyncrl.master.graph.builtin import load_graph
-from asyncrl.master.graph.call_graph import Call, Graph
-from asyncrl.master.graph.executor import ExecutionError, Executor, column_moves
+from asyncrl.master.graph import Call, Graph, load_graph
+from asyncrl.master.step import ExecutionError, Executor, column_moves
 from asyncrl.trainer.messages import CallStats, MoveColumns, RunCall
 from asyncrl.trainer.parallel.placement import placement
 from asyncrl.trainer.settings import RoleRanks

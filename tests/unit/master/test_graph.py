@@ -8,8 +8,7 @@ import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.catalog import known
-from asyncrl.master.graph.builtin import BUILTIN, load_graph
-from asyncrl.master.graph.call_graph import BATCH_KEYS, Call, Edge, Graph, GraphError
+from asyncrl.master.graph import BATCH_KEYS, BUILTIN, Call, Edge, Graph, GraphError, load_graph
 
 FUNCTIONS = {"inf", "train"}
 
@@ -137,7 +136,7 @@ def test_arguments_that_a_graph_does_not_take_are_refused() -> None:
 def test_a_users_graph_is_found_by_import_path(tmp_path) -> None:  # type: ignore[no-untyped-def]
     file = tmp_path / "mine.py"
     file.write_text(
-        "from asyncrl.master.graph.call_graph import Call, Graph\n"
+        "from asyncrl.master.graph import Call, Graph\n"
         "def build(config, *, role='actor'):\n"
         "    return Graph('mine', (Call('x', role, f'{__file__}:node'),))\n"
         "def node(ctx, batch):\n    return {}\n"

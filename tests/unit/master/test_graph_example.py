@@ -11,9 +11,9 @@ from asyncrl.api import Sample, Trajectory
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.plugin_code.import_paths import load_plugin
-from asyncrl.master.graph.builtin import load_graph
+from asyncrl.master.graph import load_graph
 
-EXAMPLE = Path(__file__).parents[3] / "experiments" / "custom_graph_example.py"
+EXAMPLE = Path(__file__).parents[3] / "experiments" / "recipes" / "custom_graph_example.py"
 
 
 def config_of(**args: object) -> ExperimentConfig:

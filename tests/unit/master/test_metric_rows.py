@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from asyncrl.master.data.sample_buffer import RolloutRecord, TrainBatch
-from asyncrl.master.metrics.metrics_log import RowQueue, batch_statistics, buffered_s
+from asyncrl.master.metrics_log import RowQueue, batch_statistics, buffered_s
 
 
 def test_rows_come_out_in_order_each_with_its_evaluation() -> None:

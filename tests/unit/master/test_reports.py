@@ -11,15 +11,15 @@ import pytest
 
 from asyncrl.api.trajectory import GENERATED, OPPONENTS
 from asyncrl.comm.ended_rollouts import PolicyTokens, RolloutCounts
-from asyncrl.comm.http.calls import HttpRefused
+from asyncrl.comm.http_client import HttpRefused
 from asyncrl.comm.waits import Backoff
+from asyncrl.data.prompt_queue import UsedPrompts
 from asyncrl.manager import messages as m
 from asyncrl.manager.client import GateStatus, ManagerClient, ManagerGone
 from asyncrl.master.data import collector as module
 from asyncrl.master.data.collector import BooksError, Reports, received, trained_rollout
 from asyncrl.master.data.sample_buffer import SampleBuffer, TrainBatch
 from asyncrl.master.settings import OnStale
-from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.trainer.messages import RolloutRecord
 
 WHILE_STOPPING_S = 1 / 32

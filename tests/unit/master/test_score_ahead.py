@@ -10,9 +10,8 @@ from asyncrl.comm.request_reply import Done
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.data.batches import AheadScorer, frozen_calls
 from asyncrl.master.data.sample_buffer import SampleBuffer, TrainBatch
-from asyncrl.master.graph.builtin import grpo, ppo
-from asyncrl.master.graph.call_graph import Call, Graph
-from asyncrl.master.peers.rank_clients import RankClients
+from asyncrl.master.graph import Call, Graph, grpo, ppo
+from asyncrl.master.peers import RankClients
 from asyncrl.trainer.messages import RolloutRecord, ScoreAhead
 from asyncrl.trainer.parallel.placement import placement
 from asyncrl.trainer.settings import ReferenceMode, RoleRanks

@@ -15,9 +15,9 @@ from asyncrl.comm.waits import RunningClock
 from asyncrl.manager.client import GateStatus
 from asyncrl.master.data.sample_buffer import SampleBuffer
 from asyncrl.master.data.stall import LEAST_GROUPS, FilteredOut, RolloutSigns, StallWatch
-from asyncrl.master.peers.rank_clients import BUSY_LIMITS, IDLE_LIMITS, Stalled, while_ranks_work
+from asyncrl.master.peers import BUSY_LIMITS, IDLE_LIMITS, Stalled, while_ranks_work
 from asyncrl.master.settings import OnStale
-from asyncrl.observe.history.tail import read_rows
+from asyncrl.observe.tail import read_rows
 from asyncrl.trainer.messages import AskPulse, RankPulse
 
 AHEAD = 3

@@ -9,8 +9,8 @@ from typing import Any, NoReturn, cast
 import pytest
 
 from asyncrl.comm.request_reply import PeerGone, RequestClient, RequestTimeout
-from asyncrl.master.peers import rank_clients
-from asyncrl.master.peers.rank_clients import RanksUnresponsive, await_while_responsive
+from asyncrl.master import peers
+from asyncrl.master.peers import RanksUnresponsive, await_while_responsive
 from asyncrl.trainer.messages import AskPulse, RankPulse
 
 
@@ -37,7 +37,7 @@ SILENT, GONE = RequestTimeout("no answer"), PeerGone("the connection broke")
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_clients, "LOOK_S", 0.0)
+    monkeypatch.setattr(peers, "LOOK_S", 0.0)
 
 
 async def watched(running: Any, ranks: Sequence[Rank], stop: asyncio.Event) -> None:
@@ -108,4 +108,4 @@ async def test_what_ends_as_a_rank_falls_silent_has_ended() -> None:
     async def ended() -> int:
         return 3
 
-    assert await rank_clients._unless(silent(), ended()) == 3
+    assert await peers._unless(silent(), ended()) == 3

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from asyncrl.comm.request_reply import encode
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.data.sample_buffer import TrainBatch
-from asyncrl.master.data.step_plan import Assignment, Dealing, assign, minibatches_of_groups, plan_batch, plan_step
+from asyncrl.master.step import Assignment, Dealing, assign, minibatches_of_groups, plan_batch, plan_step
 from asyncrl.trainer.messages import BeginStep, RolloutRecord
-from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
+from asyncrl.trainer.parallel.placement import Placement, WorkerGrid
 
 PLACEMENTS = [
     Placement({"actor": WorkerGrid()}),

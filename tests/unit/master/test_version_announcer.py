@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.master.peers.policy_versions import VersionAnnouncer
+from asyncrl.master.policy_versions import VersionAnnouncer
 from asyncrl.rollout.messages import Evaluate, EvaluatedAnswer, EvaluationResult
 
 ANSWER = EvaluatedAnswer(0, 1.0, True, 3, False)
@@ -139,7 +139,7 @@ async def test_closing_ends_the_measurement_and_lets_go_of_its_row() -> None:
 
 
 async def test_an_evaluation_begins_once_somebody_can_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.master.peers.policy_versions.LOOK_S", 0.0)
+    monkeypatch.setattr("asyncrl.master.policy_versions.LOOK_S", 0.0)
     watched = Watched()
     watched.starting = True
     await watched.announcer.published(2, "v2")

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "experiments" / "recipes"))
 
-from embodied_base import ENCODER, LAYOUTS, MOVES, POLICY, TASK, WORDS, State, held_out
-from vlm_base import RECORD_FILE
+from embodied_srpo_base import ENCODER, LAYOUTS, MOVES, POLICY, TASK, WORDS, State, held_out
+from vlm_shapes_base import RECORD_FILE
 
-from asyncrl.config.load import experiments_dir
 from asyncrl.config.plugin_code.import_paths import load_plugin
 
 
@@ -48,10 +47,9 @@ def test_states_are_told_by_their_pictures_and_no_held_out_layout_is_trained_on(
     assert 100 < len(other) < 150
 
 
-@pytest.mark.parametrize("name", [POLICY, ENCODER])
-def test_the_package_has_the_models_as_they_were_made(name: str) -> None:
-    """After a change to one: `python benchmarks/embodied_base.py`."""
-    folder = experiments_dir() / "base_models" / name
+@pytest.mark.parametrize("folder", [POLICY, ENCODER], ids=lambda folder: folder.name)
+def test_the_package_has_the_models_as_they_were_made(folder: Path) -> None:
+    """After a change to one: `python experiments/recipes/embodied_srpo_base.py`."""
     files = {file.name: file for file in folder.iterdir() if file.name != RECORD_FILE}
     record = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
     assert {name: sha256(file.read_bytes()).hexdigest() for name, file in files.items()} == record["sha256"]

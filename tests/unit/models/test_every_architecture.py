@@ -52,18 +52,15 @@ from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.base import PolicyEngine, PolicyOutputs
-from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine
-from asyncrl.trainer.engines.flat.loader import FlatLoader
+from asyncrl.trainer.engines.flat import FlatLoader, FlatPolicyEngine
 from asyncrl.trainer.engines.sharded import loader
-from asyncrl.trainer.engines.sharded.architectures import PIPELINE_PARALLEL, TENSOR_PARALLEL
-from asyncrl.trainer.engines.sharded.gathering import whole
+from asyncrl.trainer.engines.sharded.build import whole
 from asyncrl.trainer.engines.sharded.loader import ShardedLoader
 from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError
 from asyncrl.trainer.model.layout_parity import SequenceLayout
-from asyncrl.trainer.parallel.layout import Layout
-from asyncrl.trainer.parallel.rank_position import RankPosition
-from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
-from asyncrl.trainer.parallel.world import training_world
+from asyncrl.trainer.parallel.checks import PIPELINE_PARALLEL, TENSOR_PARALLEL
+from asyncrl.trainer.parallel.placement import Layout, Placement, WorkerGrid
+from asyncrl.trainer.parallel.world import RankPosition, training_world
 from asyncrl.trainer.settings import AttentionImplementation, OptimizerConfig
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"

@@ -31,26 +31,24 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.models.parity import UnsupportedModelError
-from asyncrl.models.pictures.picture_processor import PictureModelError
-from asyncrl.models.pictures.picture_rows import Pictures
-from asyncrl.models.weights.model_files.folder_tensors import FolderFormatError
+from asyncrl.models.picture_rules import PictureModelError
+from asyncrl.models.pictures import Pictures
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.base import PolicyEngine, PolicyOutputs
-from asyncrl.trainer.engines.flat.loader import FlatLoader
-from asyncrl.trainer.engines.sharded.architectures import (
+from asyncrl.trainer.engines.flat import FlatLoader
+from asyncrl.trainer.engines.sharded.build import whole
+from asyncrl.trainer.engines.sharded.loader import ShardedLoader
+from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError
+from asyncrl.trainer.parallel.checks import (
     PIPELINE_PARALLEL_WITH_PICTURES,
     TENSOR_PARALLEL_WITH_PICTURES,
 )
-from asyncrl.trainer.engines.sharded.gathering import whole
-from asyncrl.trainer.engines.sharded.loader import ShardedLoader
-from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError
-from asyncrl.trainer.parallel.layout import Layout
-from asyncrl.trainer.parallel.rank_position import RankPosition
-from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
-from asyncrl.trainer.parallel.world import training_world
+from asyncrl.trainer.parallel.placement import Layout, Placement, WorkerGrid
+from asyncrl.trainer.parallel.world import RankPosition, training_world
 from asyncrl.trainer.settings import OptimizerConfig
+from asyncrl.weights.folder_tensors import FolderFormatError
 from tests.tiny_vlm import make_folder
 from tests.unit.models.test_every_architecture import PAGE, WAIT_S, Found, TwoRanks, sampled
 from tests.vlm_batches import vlm_batch, vlm_expected, vlm_trajectories

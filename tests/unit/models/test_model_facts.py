@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.models.model_facts import ModelFacts
+from asyncrl.models.model_config import ModelFacts
 
 PLAIN = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100}
 

@@ -28,7 +28,7 @@ from asyncrl.models.parity import (
     probe_sequences,
 )
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind, Branches, Stream, blocks, lay_out
-from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine, FlatValueEngine
+from asyncrl.trainer.engines.flat import FlatPolicyEngine, FlatValueEngine
 from asyncrl.trainer.model import attention as trainer_attention
 from asyncrl.trainer.model import layout_parity
 from asyncrl.trainer.model.attention import PACKED, VARLEN, all_pairs

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from asyncrl.models.pictures.picture_rules import PictureRules, PictureRulesError
+from asyncrl.models.picture_rules import PictureRules, PictureRulesError
 
 KNOWN = '{"token_id": 1, "marker": "m", "placeholder": "p"}'
 
@@ -43,7 +43,7 @@ def test_half_an_answer_ends_with_the_limit(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(sys, "executable", str(script))
     rules = PictureRules(tmp_path)
     assert rules.marker == "m"
-    monkeypatch.setattr("asyncrl.models.pictures.picture_rules.ANSWER_S", 0.1)
+    monkeypatch.setattr("asyncrl.models.picture_rules.ANSWER_S", 0.1)
     with pytest.raises(PictureRulesError, match=r"no answer on a picture's size within 0\.1 s"):
         rules.text(Sizes((1, 1)))
     rules.close()

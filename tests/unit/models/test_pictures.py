@@ -17,9 +17,15 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from asyncrl.api.picture import Picture, PlacedPicture
-from asyncrl.models.pictures.picture_processor import PictureModelError, PictureProcessor
-from asyncrl.models.pictures.picture_rows import Pictures
-from asyncrl.models.pictures.picture_rules import KNOWN_SIZES, PictureRules, PictureRulesError, picture_rules
+from asyncrl.models.picture_rules import (
+    KNOWN_SIZES,
+    PictureModelError,
+    PictureProcessor,
+    PictureRules,
+    PictureRulesError,
+    picture_rules,
+)
+from asyncrl.models.pictures import Pictures
 from tests.tiny_vlm import KINDS, picture, render, shown_inputs
 
 Folder = Callable[[str], Path]
@@ -114,14 +120,13 @@ def test_rows_have_gradients_by_the_tower_where_they_are_not_kept(vlm_folder: Fo
 
 
 def test_pictures_nobody_holds_are_forgotten(vlm_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.models.pictures.picture_ids.RECENT_BYTES", 0)
+    monkeypatch.setattr("asyncrl.models.pictures.RECENT_BYTES", 0)
     _, pictures = _model(vlm_folder("llava"))
     for seed in range(20):
         pictures.ids.seen(picture(seed))
     gc.collect()
     assert len(pictures.ids._seen) == 1
-    recent = pictures.ids._recent
-    assert recent.bytes == sum(seen.nbytes for seen in recent.pictures.values())
+    assert pictures.ids._recent_bytes == sum(seen.nbytes for seen in pictures.ids._recent.values())
 
 
 def test_ids_are_taken_anew_from_the_beginning_but_never_twice(
@@ -129,11 +134,11 @@ def test_ids_are_taken_anew_from_the_beginning_but_never_twice(
 ) -> None:
     _, pictures = _model(vlm_folder("qwen2_vl"))
     held = pictures.ids.seen(picture(0))
-    monkeypatch.setattr("asyncrl.models.pictures.picture_ids.LAST_ID", pictures.ids.first + 3 * held.rows)
+    monkeypatch.setattr("asyncrl.models.pictures.LAST_ID", pictures.ids.first + 3 * held.rows)
     more = [pictures.ids.seen(picture(seed)) for seed in (1, 2)]
     assert {each.first for each in (held, *more)} == {pictures.ids.first + held.rows * n for n in range(3)}
     gone = more.pop(0).first
-    pictures.ids._recent.pictures.clear()
+    pictures.ids._recent.clear()
     gc.collect()
     assert pictures.ids.seen(picture(3)).first == gone
 

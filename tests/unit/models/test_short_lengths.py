@@ -11,8 +11,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from asyncrl.models import short_lengths
-from asyncrl.models.short_lengths import SHORT, ShortModel, short_model
+from asyncrl.models import parity
+from asyncrl.models.parity import SHORT, ShortModel, short_model
 
 BASE: dict[str, Any] = {
     "vocab_size": 40,
@@ -97,13 +97,13 @@ def test_the_original_is_as_it_was() -> None:
 
 
 def test_modules_that_other_threads_make_meanwhile_have_their_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    elsewhere, made = list[nn.Linear](), short_lengths.new_model
+    elsewhere, made = list[nn.Linear](), parity.new_model
 
     def makes(*args: Any) -> PreTrainedModel:
         with ThreadPoolExecutor(1) as other:
             elsewhere.append(other.submit(nn.Linear, 2, 2).result())
         return made(*args)
 
-    monkeypatch.setattr(short_lengths, "new_model", makes)
+    monkeypatch.setattr(parity, "new_model", makes)
     assert short(build("mistral", sliding_window=50), 400) is not None
     assert {linear.weight.device.type for linear in elsewhere} == {"cpu"}

@@ -12,9 +12,9 @@ import pytest
 
 from asyncrl.api.picture import picture_from
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "experiments" / "recipes"))
 
-from vlm_base import FOLDER, RECORD_FILE, accuracy_of, shapes
+from vlm_shapes_base import FOLDER, RECORD_FILE, accuracy_of, shapes
 
 RECORD = json.loads((FOLDER / RECORD_FILE).read_text(encoding="utf-8"))
 
@@ -41,7 +41,7 @@ def test_a_blind_rows_picture_is_of_its_split_and_does_not_tell_its_answer() -> 
 
 
 def test_the_package_has_the_base_model_as_it_was_made() -> None:
-    """After a change to it: `python benchmarks/vlm_base.py`."""
+    """After a change to it: `python experiments/recipes/vlm_shapes_base.py`."""
     files = {file.name: file for file in FOLDER.iterdir() if file.name != RECORD_FILE}
     assert {name: sha256(file.read_bytes()).hexdigest() for name, file in files.items()} == RECORD["sha256"]
     assert sum(file.stat().st_size for file in files.values()) < 1 << 20

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from asyncrl.observe.display import LiveDisplay, PlainDisplay, main_figures, trend, wrapped
 from asyncrl.observe.doctor.standing import Standing
-from asyncrl.observe.history.tail import JsonlTail
+from asyncrl.observe.tail import JsonlTail
 
 ROW = {
     "step": 3.0,

@@ -12,13 +12,13 @@ import pytest
 import asyncrl
 from asyncrl.comm.ended_rollouts import DROPPED, DropReason
 from asyncrl.manager.messages import ServerState
-from asyncrl.master.metrics.evaluations import evaluation_metrics
+from asyncrl.master.evaluations import evaluation_metrics
 from asyncrl.observe.metrics.glossary import find, find_figure, glossary
 from asyncrl.rollout.user_code_pool.call_records import Activity
 
 PACKAGE = Path(asyncrl.__file__).parent
 METRICS, GROUPS, OBSERVED = glossary().metrics, glossary().groups, glossary().figures
-ROOMS = ("master", "colocated", "rollout", "trainer", "algorithms", "plugins")
+ROOMS = ("master", "colocated", "rollout", "trainer", "algorithms", "chat", "data", "plugins")
 _NAME = re.compile(r"[a-z_<>]+/[a-zA-Z_<>@: ]+")
 """The form of a metric's name; what an f-string fills in is `<>`."""
 
@@ -75,8 +75,8 @@ def constants(file: str, pattern: str) -> set[str]:
 
 def test_names_that_the_code_makes_from_lists_are_in_the_table() -> None:
     laps = constants("master/train_loop.py", r'\blap\(measured, "(\w+)"')
-    chat = constants("plugins/chat/client.py", r'_counts\["(\w+)"\]')
-    calls = constants("master/graph/builtin.py", r'\bCall\(\s*"(\w+)"')
+    chat = constants("chat/episode_client.py", r'_counts\["(\w+)"\]')
+    calls = constants("master/graph.py", r'\bCall\(\s*"(\w+)"')
     assert min(len(laps), len(chat), len(calls)) > 2, "the names are found"
     made = [
         *(f"time/{name}_s" for name in laps | calls),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from asyncrl.launch.summary import summary_lines
+from asyncrl.launch.train import summary_lines
 from asyncrl.observe.display import LiveDisplay, PlainDisplay
 from asyncrl.observe.metrics.learning import FlatSteps
 from tests.unit.observe.test_display import ROW

@@ -19,7 +19,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from asyncrl.comm import files
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.observe.history.tail import read_rows
 from asyncrl.observe.metrics import sinks
 from asyncrl.observe.metrics.sinks import (
     JsonlSink,
@@ -29,7 +28,8 @@ from asyncrl.observe.metrics.sinks import (
     Table,
     Watcher,
 )
-from asyncrl.plugins.tools.settings import McpServerConfig
+from asyncrl.observe.tail import read_rows
+from asyncrl.plugins.settings import McpServerConfig
 from tests.refusing_disk import refusing
 
 LIMIT_S = 300.0

@@ -11,7 +11,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from asyncrl.observe.history import History
-from asyncrl.observe.metrics import grafana
+from asyncrl.observe.metrics import prometheus
 from asyncrl.observe.metrics.glossary import glossary
 from asyncrl.observe.metrics.prometheus import metric_name, prometheus_text
 
@@ -110,7 +110,7 @@ def test_no_two_metrics_get_the_same_name() -> None:
 
 def test_the_board_is_made_from_the_glossary() -> None:
     file = LAUNCHERS / "grafana_board.json"
-    made = json.dumps(grafana.board(), indent=1, ensure_ascii=False) + "\n"
+    made = json.dumps(prometheus.board(), indent=1, ensure_ascii=False) + "\n"
     before = file.read_text() if file.exists() else ""
     if before != made:
         file.write_text(made)
@@ -135,9 +135,9 @@ def test_the_board_is_whole_and_names_only_what_is_told() -> None:
 
 
 def test_a_panel_of_an_unknown_metric_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grafana, "BOARD", {"row": {"panel": ("reward/forgotten",)}})
+    monkeypatch.setattr(prometheus, "BOARD", {"row": {"panel": ("reward/forgotten",)}})
     with pytest.raises(KeyError, match="reward/forgotten"):
-        grafana.board()
+        prometheus.board()
 
 
 def test_the_example_scrapes_the_dashboard_with_its_token() -> None:

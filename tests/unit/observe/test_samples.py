@@ -16,7 +16,7 @@ from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.launch.commands import show
 from asyncrl.launch.commands.eval import write_answers
-from asyncrl.observe.dashboard import page
+from asyncrl.observe import dashboard
 from asyncrl.observe.metrics.sinks import SampleTables, as_markdown
 from asyncrl.observe.samples import (
     answer_files,
@@ -30,7 +30,7 @@ from asyncrl.observe.samples import (
     trajectories,
     write_samples,
 )
-from asyncrl.verify.audit import kept as audit_of_kept
+from asyncrl.verify.audit import tables as audit_of_kept
 from tests import every_field
 
 GIB = 1 << 30
@@ -360,10 +360,10 @@ def test_pictures_are_kept_once_in_a_rollout_named_in_texts_and_read_back(
     assert f"a{name}b[v3|=c]" in capsys.readouterr().out
     with pytest.raises(ValueError, match="shows a picture whose bytes"):
         list(trajectories(rows[1:5]))
-    shown = page._sample(rows[0], decode)
+    shown = dashboard._sample(rows[0], decode)
     assert "".join(piece[0] for piece in shown["pieces"]) == f"a{name}b=c"
-    assert page._pictures(rows[1], pictures_of(rows)) == {"pictures": [picture.data_url]}
-    assert page._pictures(rows[4], pictures_of(rows)) == {}
+    assert dashboard._pictures(rows[1], pictures_of(rows)) == {"pictures": [picture.data_url]}
+    assert dashboard._pictures(rows[4], pictures_of(rows)) == {}
 
 
 def test_the_audit_takes_a_picture_for_a_segment_of_its_own(tmp_path: Path) -> None:

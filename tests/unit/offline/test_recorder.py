@@ -17,8 +17,8 @@ from asyncrl.comm.ended_rollouts import RolloutCounts
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.client import GateStatus
 from asyncrl.manager.messages import ReceivedRollout, RunBegin
-from asyncrl.offline import recorder as module
-from asyncrl.offline.recorder import Recorder
+from asyncrl.offline import masters as module
+from asyncrl.offline.masters import Recorder
 
 
 class Manager:

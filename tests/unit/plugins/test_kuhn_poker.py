@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-EXPERIMENTS = Path(__file__).parents[3] / "experiments"
+RECIPES = Path(__file__).parents[3] / "experiments" / "recipes"
 
 
 @pytest.fixture(scope="module")
 def kuhn() -> Any:
-    sys.path.insert(0, str(EXPERIMENTS))
+    sys.path.insert(0, str(RECIPES))
     try:
         import kuhn_poker
     finally:
-        sys.path.remove(str(EXPERIMENTS))
+        sys.path.remove(str(RECIPES))
     return kuhn_poker
 
 

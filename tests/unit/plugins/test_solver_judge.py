@@ -18,20 +18,20 @@ from asyncrl.api import (
     Prompt,
     SamplingParams,
 )
-from asyncrl.plugins.chat.client import ChatPolicy, EpisodeClient
-from asyncrl.plugins.datasets.tokenizers import CharTokenizer
+from asyncrl.chat.episode_client import ChatPolicy, EpisodeClient
+from asyncrl.data.tokenizers import CharTokenizer
 
-EXPERIMENTS = Path(__file__).parents[3] / "experiments"
+RECIPES = Path(__file__).parents[3] / "experiments" / "recipes"
 TOKENIZER = CharTokenizer()
 
 
 @pytest.fixture(scope="module")
 def demo() -> Any:
-    sys.path.insert(0, str(EXPERIMENTS))
+    sys.path.insert(0, str(RECIPES))
     try:
         import solver_judge
     finally:
-        sys.path.remove(str(EXPERIMENTS))
+        sys.path.remove(str(RECIPES))
     return solver_judge
 
 

@@ -19,15 +19,15 @@ from asyncrl.api import (
     Sample,
     SamplingParams,
 )
+from asyncrl.chat.episode_client import EpisodeClient
+from asyncrl.chat.template import ChatFormat
+from asyncrl.data.prompt_format import PromptFormat, make_prompt
+from asyncrl.data.prompt_queue import DataOrder, prompt_seed
+from asyncrl.data.tokenizers import CharTokenizer
 from asyncrl.plugins.agents.retry import RetryAgent
 from asyncrl.plugins.agents.sample_builder import SampleBuilder
 from asyncrl.plugins.agents.single_turn import SingleTurnAgent
-from asyncrl.plugins.chat.client import EpisodeClient
-from asyncrl.plugins.chat.template import ChatFormat
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset, written_out
-from asyncrl.plugins.datasets.prompt_format import PromptFormat, make_prompt
-from asyncrl.plugins.datasets.queue.order import DataOrder, prompt_seed
-from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.plugins.envs.retry import RetryEnv
 from asyncrl.plugins.envs.single_turn import SingleTurnEnv
 from asyncrl.plugins.rewards.arithmetic import arithmetic_reward

@@ -19,7 +19,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.config.setting import ConfigError
 from asyncrl.launch.before_start.setting_checks import validate
-from asyncrl.plugins.rewards.settings import NamedRewardConfig
+from asyncrl.plugins.settings import NamedRewardConfig
 from asyncrl.rollout.episode import GroupRules
 from asyncrl.rollout.user_code.rewards import Rewards, load_rewards
 from asyncrl.rollout.user_code_pool.call_records import UserCodeError

@@ -25,10 +25,10 @@ from asyncrl.api import (
     SamplingParams,
 )
 from asyncrl.api.agent import agent_of
+from asyncrl.chat.conversation import ChatLimits
+from asyncrl.chat.episode_client import ChatPolicy, EpisodeClient
+from asyncrl.data.tokenizers import CharTokenizer
 from asyncrl.plugins.agents.single_turn import SingleTurnAgent
-from asyncrl.plugins.chat.client import ChatPolicy, EpisodeClient
-from asyncrl.plugins.chat.conversation import ChatLimits
-from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.rollout.episode import RetryLimits, run_group
 
 PROMPT = Prompt("e0-0", 0, {"prompt": "?"}, (1, 2), 3, SamplingParams(seed=5))

@@ -22,17 +22,17 @@ from asyncrl.api import (
     Sample,
     SamplingParams,
 )
-from asyncrl.config.evaluation_sets import evaluation_sets
+from asyncrl.chat.episode_client import EpisodeClient
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.variants import evaluation_sets
+from asyncrl.data.prompt_format import InvalidPrompt
+from asyncrl.data.tokenizers import CharTokenizer
 from asyncrl.plugins.agents.single_turn import SingleTurnAgent
-from asyncrl.plugins.chat.client import EpisodeClient
-from asyncrl.plugins.datasets.prompt_format import InvalidPrompt
-from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.plugins.envs.single_turn import SingleTurnEnv
 from asyncrl.rollout.episode import run_group
 from asyncrl.rollout.evaluation import Answer, Evaluator, KeptAnswers
-from asyncrl.rollout.generation.rollout_client import RolloutClient
 from asyncrl.rollout.messages import EvaluatedAnswer
+from asyncrl.rollout.rollout_client import RolloutClient
 from asyncrl.rollout.settings import EvalConfig, EvalSetConfig
 from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code_pool.call_records import Activity, current_meter

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from asyncrl.api import Completion, EpisodeError, FinishReason, Sample
-from asyncrl.rollout.generation.generated_tokens import GeneratedTokens
+from asyncrl.rollout.rollout_client import GeneratedTokens
 
 
 def answer(*tokens: int, logprob: float = -0.5, version: int = 3) -> Completion:

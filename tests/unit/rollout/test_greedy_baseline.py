@@ -11,7 +11,7 @@ from asyncrl.api import Completion, GenerationRequest, GenerationResult, Samplin
 from asyncrl.api.generation import FinishReason
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
-from asyncrl.plugins.datasets.queue.order import PromptRef
+from asyncrl.data.prompt_queue import PromptRef
 from asyncrl.rollout.episode import RetryLimits
 from asyncrl.rollout.user_code.components import UserComponents
 

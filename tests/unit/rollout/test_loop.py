@@ -31,6 +31,9 @@ from asyncrl.api.generation import Completion
 from asyncrl.api.trajectory import FINISHED_AT
 from asyncrl.comm.ended_rollouts import failure, is_filter_reason
 from asyncrl.config.setting import ChoiceConfig
+from asyncrl.data.datasets import Dataset
+from asyncrl.data.prompt_format import InvalidPrompt, OverlongPrompt, PromptFormat, make_prompt
+from asyncrl.data.prompt_queue import DataOrder, PromptRef
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import (
     AllocateReply,
@@ -44,12 +47,9 @@ from asyncrl.manager.messages import (
     RunBegin,
 )
 from asyncrl.manager.service import ManagerService
-from asyncrl.plugins.datasets import Dataset
-from asyncrl.plugins.datasets.prompt_format import InvalidPrompt, OverlongPrompt, PromptFormat, make_prompt
-from asyncrl.plugins.datasets.queue.order import DataOrder, PromptRef
 from asyncrl.rollout.episode import RetryLimits, run_group
-from asyncrl.rollout.generation.rollout_client import RolloutClient
 from asyncrl.rollout.loop import MAX_ATTEMPTS, MAX_FAILURES_IN_A_ROW, RolloutLoop
+from asyncrl.rollout.rollout_client import RolloutClient
 from asyncrl.rollout.settings import RolloutConfig, SamplingConfig
 from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code_pool.call_records import UserCodeError, current_meter

@@ -23,12 +23,12 @@ from asyncrl.api import (
 from asyncrl.api.agent import agent_of
 from asyncrl.api.trajectory import GENERATED
 from asyncrl.comm.ended_rollouts import LOST_EPISODES, DropReason
+from asyncrl.data.prompt_format import InvalidPrompt, OverlongPrompt
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import AllocateReply, GrantedRollout, Route
-from asyncrl.plugins.datasets.prompt_format import InvalidPrompt, OverlongPrompt
 from asyncrl.rollout.episode import RetryLimits, run_group
-from asyncrl.rollout.generation.rollout_client import RolloutClient, RolloutPolicy
 from asyncrl.rollout.loop import MAX_ATTEMPTS, MAX_FAILURES_IN_A_ROW, Failures, RolloutSlots, TrajectorySender
+from asyncrl.rollout.rollout_client import RolloutClient, RolloutPolicy
 from asyncrl.rollout.user_code_pool.call_records import Activity, current_meter, metered, timed
 
 GRANTED = GrantedRollout("r", "p", 0, 0, 0, 0, 0)

@@ -22,9 +22,9 @@ from asyncrl.api import (
     SamplingParams,
 )
 from asyncrl.api.agent import agent_of
+from asyncrl.chat.episode_client import EpisodeClient
 from asyncrl.comm.ended_rollouts import lost_episodes
-from asyncrl.plugins.chat.client import EpisodeClient
-from asyncrl.plugins.envs.settings import EnvConfig
+from asyncrl.plugins.settings import EnvConfig
 from asyncrl.rollout.episode import RetryLimits, run_group
 from asyncrl.rollout.settings import UserCodeConfig
 from asyncrl.rollout.user_code.environments import ProcessEnvironment

@@ -29,9 +29,8 @@ from asyncrl.api import (
 from asyncrl.api.picture import Picture
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
-from asyncrl.plugins.datasets.tokenizers import CharTokenizer
-from asyncrl.plugins.envs.settings import EnvConfig
-from asyncrl.plugins.rewards.settings import NamedRewardConfig
+from asyncrl.data.tokenizers import CharTokenizer
+from asyncrl.plugins.settings import EnvConfig, NamedRewardConfig
 from asyncrl.rollout.checks import check, code_problems
 from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code.rewards import episode_of

@@ -9,8 +9,8 @@ import pytest
 
 from asyncrl.config.run_dir import DATA_RECORD_FILE
 from asyncrl.config.setting import ConfigError
-from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
-from asyncrl.plugins.datasets.rows.files import FileDataset
+from asyncrl.data.datasets import DataRecord
+from asyncrl.data.files import FileDataset
 from asyncrl.rollout.user_code.prompts import check_same_data
 
 

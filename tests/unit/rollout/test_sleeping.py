@@ -12,12 +12,12 @@ import pytest
 
 from asyncrl.api import Completion, GenerationRequest, GenerationResult, RunIn, Trajectory
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.data.prompt_queue import DataOrder
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import AllocateReply, FinishedRollout, GrantedRollout
 from asyncrl.manager.rollouts.workers import Workers
-from asyncrl.plugins.datasets.queue.order import DataOrder
-from asyncrl.rollout.generation.rollout_client import RolloutClient
 from asyncrl.rollout.loop import RolloutLoop
+from asyncrl.rollout.rollout_client import RolloutClient
 from asyncrl.rollout.user_code.components import UserComponents
 
 MINE = '''

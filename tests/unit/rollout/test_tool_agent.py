@@ -19,23 +19,23 @@ from asyncrl.api import (
     Tool,
     ToolResult,
 )
+from asyncrl.chat.episode_client import EpisodeClient
+from asyncrl.chat.parsers import parser, readers
+from asyncrl.chat.template import ChatFormat
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.data.chat_template import ChatTemplate
+from asyncrl.data.prompt_format import PromptFormat
+from asyncrl.data.tokenizers import load_tokenizer, special_tokens
 from asyncrl.plugins.agents.tool_agent import ToolAgent
-from asyncrl.plugins.chat.client import EpisodeClient
-from asyncrl.plugins.chat.parsers import parser, readers
-from asyncrl.plugins.chat.template import ChatFormat
-from asyncrl.plugins.datasets.prompt_format import PromptFormat
-from asyncrl.plugins.datasets.templates.chat_template import ChatTemplate
-from asyncrl.plugins.datasets.tokenizers import load_tokenizer, special_tokens
 from asyncrl.plugins.datasets.tool_use import CalculatorDemonstrations, answered, call_text, conversation, value_of
 from asyncrl.plugins.envs.single_turn import SingleTurnEnv
 from asyncrl.plugins.rewards.text import numeric_match
-from asyncrl.plugins.tools.settings import ToolConfig
+from asyncrl.plugins.settings import ToolConfig
 from asyncrl.plugins.tools.toolbox import HostedTool, Toolbox
 from asyncrl.rollout.user_code.tools import RunTools
 from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
 
-FOLDER = Path(__file__).resolve().parents[3] / "experiments" / "tool_calculator"
+FOLDER = Path(__file__).resolve().parents[3] / "experiments" / "recipes" / "tool_calculator"
 SOURCE = (FOLDER / "chat_template.jinja").read_text()
 TOKENIZER = load_tokenizer(FOLDER)
 FORMAT = PromptFormat(TOKENIZER, ChatTemplate(SOURCE, special_tokens(FOLDER)))

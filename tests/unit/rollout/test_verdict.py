@@ -13,9 +13,9 @@ from asyncrl.config.load import load_experiment
 from asyncrl.plugins.rewards.arithmetic import arithmetic_reward
 from asyncrl.plugins.rewards.code_tests import CodeTestsReward
 from asyncrl.plugins.rewards.math_answer import math_answer_reward
-from asyncrl.plugins.rewards.settings import NamedRewardConfig, RewardConfig
 from asyncrl.plugins.rewards.text import exact_match, f1, numeric_match
 from asyncrl.plugins.sandbox import SandboxUnavailable
+from asyncrl.plugins.settings import NamedRewardConfig, RewardConfig
 from asyncrl.rollout.user_code.rewards import Rewards, load_rewards
 from asyncrl.rollout.user_code_pool.call_records import UserCodeError, metered
 from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
@@ -109,15 +109,15 @@ def test_built_in_rewards_that_tell_right_from_wrong_are_verdicts() -> None:
 
 
 def test_arguments_of_a_marked_reward_are_checked_before_anything_is_run(mine: str) -> None:
-    from asyncrl.plugins.rewards.checks import code_problems
+    from asyncrl.plugins.checks import reward_code_problems
 
     config = ExperimentConfig()
     config.reward.path, config.reward.args = f"{mine}:right", {"eech": 1}
-    assert "has no parameter 'eech'" in "".join(code_problems(config))
+    assert "has no parameter 'eech'" in "".join(reward_code_problems(config))
 
 
 def test_an_evaluation_set_has_its_own_settings_and_those_of_eval_where_it_gives_none() -> None:
-    from asyncrl.config.evaluation_sets import evaluation_sets, longest_answer
+    from asyncrl.config.variants import evaluation_sets, longest_answer
 
     sets = "eval.sets=[{name: a, path: a.jsonl, n_samples: 4, sampling: {temperature: 0.7, max_new_tokens: 300}},"
     sets += "{name: b, path: b.jsonl, interval: 0}]"

@@ -64,7 +64,7 @@ from pathlib import Path
 import psutil
 
 from asyncrl.runtime.backends import LocalBackend as Backend
-from asyncrl.runtime.planning.plan_workers import WorkerPlan
+from asyncrl.runtime.plan import WorkerPlan
 
 
 def runs(program):

@@ -23,14 +23,12 @@ from asyncrl.runtime import launcher as launcher_module
 from asyncrl.runtime.backends import LauncherBackend, WorkerHandle
 from asyncrl.runtime.exit_codes import EXIT_LOST, EXIT_STATE_LOST
 from asyncrl.runtime.launcher import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Launcher
-from asyncrl.runtime.planning.plan_workers import WorkerPlan
-from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS, ProcessKind, Restart
-from asyncrl.runtime.process.remarks import remark
+from asyncrl.runtime.plan import PROCESS_KINDS, ProcessKind, Restart, WorkerPlan
+from asyncrl.runtime.run_log import BRAIN, WHOLE_RUN, count_restarts, remark
 from asyncrl.runtime.supervisor import STOP_SIGNAL
 from asyncrl.runtime.trials import memory_checkpoint as memory_checkpoint_module
 from asyncrl.runtime.trials.claim import TrialClaim, TrialHeld, open_resolver
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
-from asyncrl.runtime.trials.restarts import BRAIN, WHOLE_RUN, count_restarts
 
 LIMIT_S = 10.0
 """Longest time, in s, until a played run has ended."""

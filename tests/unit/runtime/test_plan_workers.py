@@ -15,8 +15,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.runtime.checks import check
-from asyncrl.runtime.planning.plan_workers import MALLOC, WorkerPlan, plan_workers
-from asyncrl.runtime.planning.process_kinds import GPU_ALLOCATOR, brings_inputs, staging_hosts
+from asyncrl.runtime.plan import GPU_ALLOCATOR, MALLOC, WorkerPlan, brings_inputs, plan_workers, staging_hosts
 from asyncrl.runtime.settings import HostConfig, SystemConfig
 from asyncrl.runtime.trials.memory_checkpoint import trains_elsewhere
 from asyncrl.trainer.settings import RoleRanks

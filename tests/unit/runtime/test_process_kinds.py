@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS, Purpose
+from asyncrl.runtime.plan import PROCESS_KINDS, Purpose
 from asyncrl.runtime.process.worker import Worker
 
 
@@ -39,7 +39,7 @@ def test_a_replay_has_a_manager_and_one_worker_that_reads_the_kept_rollouts_and_
 
 def test_the_registry_imports_no_process() -> None:
     program = (
-        "import sys, asyncrl.runtime.launcher; from asyncrl.runtime.planning.process_kinds import PROCESS_KINDS; "
+        "import sys, asyncrl.runtime.launcher; from asyncrl.runtime.plan import PROCESS_KINDS; "
         "sys.exit(any(kind.path.split(':')[0] in sys.modules for kind in PROCESS_KINDS.values()))"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=570, check=False).returncode == 0

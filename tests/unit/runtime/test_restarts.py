@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config.run_dir import RESTARTS_FILE
 from asyncrl.runtime.launcher import AfterDeath, RestartPolicy
-from asyncrl.runtime.trials.restarts import RestartBudget, count_restarts, note_restart
+from asyncrl.runtime.run_log import RestartBudget, count_restarts, note_restart
 
 DEATHS = st.lists(st.tuples(st.sampled_from(["a", "b"]), st.floats(0.0, 9.0)), max_size=60)
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.describe import experiment_help
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment, settings
 from asyncrl.config.run_dir import CONFIG_FILE, SUMMARY_FILE, run_dir_of, write_run_config
-from asyncrl.models.weights.versions.manifest import Manifest, file_entry, verify, write_manifest
+from asyncrl.launch.commands import experiment_help
 from asyncrl.observe.display import make_display
 from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.trials.claim import TrialError
-from asyncrl.runtime.trials.resume import check_finished, continuation
+from asyncrl.runtime.trials.trial import check_finished, continuation
+from asyncrl.weights.manifest import Manifest, file_entry, verify, write_manifest
 
 Make = Callable[..., ExperimentConfig]
 
@@ -61,11 +61,11 @@ def write(file: Path, value: Any) -> None:
 
 FIXED = {
     "seed": "7",
-    "dataset.path": "asyncrl.plugins.datasets.supervised.demonstrations:Others",
+    "dataset.path": "asyncrl.data.demonstrations:Others",
     "dataset.args": "{max_numbers: 5}",
     "dataset.fields": "{prompt: question}",
     "dataset.shuffle": "false",
-    "dataset.sources": "[{path: 'asyncrl.plugins.datasets.supervised.demonstrations:Others'}]",
+    "dataset.sources": "[{path: 'asyncrl.data.demonstrations:Others'}]",
     "model.path": "/models/another",
     "model.publish_dtype": "bfloat16",
     "model.vision": "freeze",

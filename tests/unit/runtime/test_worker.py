@@ -53,10 +53,10 @@ REFUSES = """
 import sys
 from pathlib import Path
 from asyncrl.config.setting import ConfigError
-from asyncrl.master.peers.rank_clients import Stalled
+from asyncrl.master.peers import Stalled
 from asyncrl.comm.request_reply import RemoteError
 from asyncrl.comm.request_reply import Failure
-from asyncrl.master.graph.executor import ExecutionError
+from asyncrl.master.step import ExecutionError
 from asyncrl.runtime.process.starting import ReportedStatus
 from asyncrl.runtime.process.worker import OutOfMemory, Worker, WorkerSpec
 

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.models.weights.model_files.tensor_file import write_tensors
-from asyncrl.models.weights.versions.manifest import FileEntry, Manifest, TensorEntry, file_entry
-from asyncrl.staging import delta as module
-from asyncrl.staging.delta import DeltaError, apply_delta, worth_a_delta, write_delta
+from asyncrl.staging import fetch as module
+from asyncrl.staging.fetch import DeltaError, apply_delta, worth_a_delta, write_delta
+from asyncrl.weights.manifest import FileEntry, Manifest, TensorEntry, file_entry
+from asyncrl.weights.tensor_file import write_tensors
 from tests.examples import examples
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.observe.history.process_history import ProcessHistory
+from asyncrl.observe.history import ProcessHistory
 from asyncrl.observe.observer import append_line
 from asyncrl.staging.forwarding import Batch, HostClock, ObservedHome, ObservedLines
 

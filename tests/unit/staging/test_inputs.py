@@ -12,20 +12,19 @@ import numpy as np
 import pytest
 
 from asyncrl.api.picture import Picture, PictureError
-from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.import_paths import load_plugin
 from asyncrl.config.run_dir import DATA_RECORD_FILE, run_dir_of
 from asyncrl.config.setting import ChoiceConfig, ConfigError
-from asyncrl.launch.before_start.same_data import keep_inputs, not_found_elsewhere
-from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
-from asyncrl.plugins.datasets.settings import SourceConfig
+from asyncrl.config.variants import evaluation_sets
+from asyncrl.data.datasets import DataRecord
+from asyncrl.data.settings import SourceConfig
+from asyncrl.launch.before_start.data import keep_inputs, not_found_elsewhere
 from asyncrl.plugins.named_inputs import files_in_args, named_inputs
-from asyncrl.plugins.rewards.settings import NamedRewardConfig
-from asyncrl.plugins.tools.settings import McpServerConfig, ToolConfig
+from asyncrl.plugins.settings import McpServerConfig, NamedRewardConfig, ToolConfig
 from asyncrl.rollout.settings import EvalSetConfig
 from asyncrl.rollout.user_code.prompts import load_eval_set, load_train_set
-from asyncrl.runtime.planning.process_kinds import MANAGER_PART, STAGING_PROCESS, WORKER_INPUTS, brings_inputs
+from asyncrl.runtime.plan import MANAGER_PART, STAGING_PROCESS, WORKER_INPUTS, brings_inputs
 from asyncrl.runtime.settings import HostConfig
 from asyncrl.staging.inputs import (
     Inputs,

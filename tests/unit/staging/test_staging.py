@@ -15,13 +15,17 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file
 
-from asyncrl.comm.http import calls as http_module
-from asyncrl.comm.http.calls import HttpError, HttpRefused, HttpUnreachable, JsonHttp
-from asyncrl.comm.http.server import HttpRoute, HttpServer
+from asyncrl.comm import http_client as http_module
+from asyncrl.comm.http_client import HttpError, HttpRefused, HttpUnreachable, JsonHttp
+from asyncrl.comm.http_server import HttpRoute, HttpServer
 from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.config.plugin_code.same_code import loaded_sources
-from asyncrl.models.weights.model_files.tensor_file import write_tensors
-from asyncrl.models.weights.versions.manifest import (
+from asyncrl.staging import client as client_module
+from asyncrl.staging import fetch, store
+from asyncrl.staging.client import INPUTS, MODEL, StageReply, StageRequest, StagingClient, source_failed
+from asyncrl.staging.forwarding import HostClock, ObservedHome, ObservedLines
+from asyncrl.staging.process import StagingService, send_observed
+from asyncrl.weights.manifest import (
     Manifest,
     TensorEntry,
     file_entry,
@@ -29,13 +33,7 @@ from asyncrl.models.weights.versions.manifest import (
     verify,
     write_manifest,
 )
-from asyncrl.staging import client as client_module
-from asyncrl.staging import fetch, store
-from asyncrl.staging.client import StagingClient, source_failed
-from asyncrl.staging.forwarding import HostClock, ObservedHome, ObservedLines
-from asyncrl.staging.messages import INPUTS, MODEL, StageReply, StageRequest
-from asyncrl.staging.process import send_observed
-from asyncrl.staging.service import StagingService
+from asyncrl.weights.tensor_file import write_tensors
 
 LARGE = bytes(range(256)) * (3 << 12)  # three pieces
 Handler = Callable[[web.BaseRequest, bytes], Awaitable[web.StreamResponse]]

@@ -544,8 +544,8 @@ def test_a_reward_model_scores_whole_sequences(
 ) -> None:
     from transformers import AutoModelForSequenceClassification
 
-    from asyncrl.master.graph.call_graph import Call, Graph
-    from asyncrl.trainer.parallel.rank_position import World
+    from asyncrl.master.graph import Call, Graph
+    from asyncrl.trainer.parallel.world import World
     from asyncrl.trainer.rank.training_rank import build_rank
 
     model = AutoModelForSequenceClassification.from_pretrained(str(qwen_dir), num_labels=1)

@@ -19,7 +19,7 @@ from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.engine_io import GenerationInput, SamplingSpec
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
-from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine
+from asyncrl.trainer.engines.flat import FlatPolicyEngine
 from asyncrl.trainer.functions.model_functions import StatValues
 from asyncrl.trainer.model.load_models import load_causal_lm
 from asyncrl.trainer.rank.training_rank import TrainingRank

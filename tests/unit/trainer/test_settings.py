@@ -19,11 +19,10 @@ from asyncrl.config.plugin_code.catalog import known, resolve
 from asyncrl.config.setting import ChoiceConfig, Device, Dtype
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.models.folder_checks import hugging_face_folder
-from asyncrl.runtime.planning.plan_workers import plan_workers
+from asyncrl.runtime.plan import plan_workers
 from asyncrl.trainer import checks
+from asyncrl.trainer.algorithm_checks import NEEDS_VALUES
 from asyncrl.trainer.checks import check, warnings
-from asyncrl.trainer.checks import model as model_checks
-from asyncrl.trainer.checks.algorithm import NEEDS_VALUES
 from asyncrl.trainer.parallel.placement import engine_of
 from asyncrl.trainer.settings import (
     AttentionImplementation,
@@ -49,8 +48,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> SetGpus:
     """Sets the number of GPUs that this machine shows."""
 
     def show(count: int) -> None:
-        for module in (checks, model_checks):
-            monkeypatch.setattr(module, "count_gpus", lambda: count)
+        monkeypatch.setattr(checks, "count_gpus", lambda: count)
 
     return show
 

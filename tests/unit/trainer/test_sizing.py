@@ -25,22 +25,28 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.config.setting import Dtype
 from asyncrl.models.host_copies import upload
-from asyncrl.models.pictures.vision_tower import tower_parameters
+from asyncrl.models.pictures import tower_parameters
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind, Block, Branches, Ints, blocks, lay_out
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
-from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine
-from asyncrl.trainer.engines.flat.flat_optimizer import FlatOptimizer
+from asyncrl.trainer.engines.flat import FlatOptimizer, FlatPolicyEngine
 from asyncrl.trainer.engines.sharded.context_parallel import StreamPart, across_ranks
-from asyncrl.trainer.model import gradient_checkpointing
+from asyncrl.trainer.model import layers as model_layers
 from asyncrl.trainer.model.attention import PACKED, DeviceBlock
-from asyncrl.trainer.model.gradient_checkpointing import checkpoint_layers
+from asyncrl.trainer.model.layers import checkpoint_layers
 from asyncrl.trainer.model.load_models import Critic
-from asyncrl.trainer.parallel.layout import Layout
-from asyncrl.trainer.parallel.worker_grid import Coordinates, WorkerGrid
+from asyncrl.trainer.parallel.placement import Coordinates, Layout, WorkerGrid
 from asyncrl.trainer.settings import AttentionImplementation, OptimizerConfig
-from asyncrl.trainer.sizing.attention_shape import AttentionShape, packed_shape
-from asyncrl.trainer.sizing.memory_estimate import MemoryNeed, Workload, layer_bytes_per_token, need, total
-from asyncrl.trainer.sizing.sized_model import count, sized
+from asyncrl.trainer.sizing import (
+    AttentionShape,
+    MemoryNeed,
+    Workload,
+    count,
+    layer_bytes_per_token,
+    need,
+    packed_shape,
+    sized,
+    total,
+)
 
 BASE = {
     "hidden_size": 64,
@@ -267,7 +273,7 @@ def test_the_peak_of_a_train_step_is_that_of_the_cpu_allocator(layout: str, monk
     def on_the_host(tensor: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(np.empty_like(tensor.numpy()))
 
-    monkeypatch.setattr(gradient_checkpointing, "host_like", on_the_host)
+    monkeypatch.setattr(model_layers, "host_like", on_the_host)
     checkpointed = layout in ("checkpointed", "on the host")
     layers, prompt, answer, group = 6, 48, 24, 4
     padded = layout == "padded"

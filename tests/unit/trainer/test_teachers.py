@@ -19,12 +19,12 @@ from asyncrl.api.columns import ColumnError
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ChoiceConfig, ConfigError
+from asyncrl.data.settings import SourceConfig
 from asyncrl.launch.before_start.models import with_model
 from asyncrl.manager.settings import PolicyConfig
 from asyncrl.master.data.batches import frozen_calls
-from asyncrl.master.graph.builtin import load_graph
+from asyncrl.master.graph import load_graph
 from asyncrl.models.ranks import Ranks
-from asyncrl.plugins.datasets.settings import SourceConfig
 from asyncrl.rollout.user_code.components import scored_by_teachers, with_source_number
 from asyncrl.trainer.batches.step_batch import build_step_batch
 from asyncrl.trainer.checks import check

@@ -17,25 +17,24 @@ from asyncrl.api import Agent, ChatClient, Environment, GenerationRequest, Promp
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.catalog import known
 from asyncrl.config.setting import ChoiceConfig, ConfigError
-from asyncrl.config.trained_policies import config_of_policy, policy_and_role, role_of_policy
+from asyncrl.config.variants import config_of_policy, policy_and_role, role_of_policy
+from asyncrl.data.prompt_format import PromptFormat
+from asyncrl.data.tokenizers import load_tokenizer
 from asyncrl.manager.settings import PolicyConfig
-from asyncrl.master.data.step_plan import Dealing, assign
-from asyncrl.master.graph.builtin import load_graph
-from asyncrl.master.graph.executor import column_moves
-from asyncrl.models.weights.checkpoints.restore import read_state
+from asyncrl.master.graph import load_graph
+from asyncrl.master.step import Dealing, assign, column_moves
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
-from asyncrl.plugins.datasets.prompt_format import PromptFormat
-from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.reference import Actor, ReferenceConfig, ReferenceTrainer, StepReport
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.functions.model_functions import CallContext, find_function, run_call
 from asyncrl.trainer.model.load_models import load_causal_lm
 from asyncrl.trainer.parallel.placement import layout_setting, model_of, placement, role_placement
-from asyncrl.trainer.parallel.rank_position import World
+from asyncrl.trainer.parallel.world import World
 from asyncrl.trainer.rank.current_step import parts_of_policies
+from asyncrl.trainer.rank.inbox import record_of
 from asyncrl.trainer.rank.training_rank import TrainingRank, build_rank
 from asyncrl.trainer.settings import LearningRateSchedule, OptimizerConfig, RoleRanks
-from asyncrl.trainer.trajectories.inbox import record_of
+from asyncrl.weights.checkpoints import read_state
 
 CONFIG = ReferenceConfig(
     seed=3, train_batch_size=4, group_size=4, ppo_minibatches=2, lr=1e-2, sampling=SamplingParams(max_new_tokens=8)

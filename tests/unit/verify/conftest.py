@@ -16,6 +16,7 @@ import pytest
 
 from asyncrl.api import Sample, Trajectory
 from asyncrl.comm.ended_rollouts import RolloutCounts, RunSettings
+from asyncrl.data.prompt_queue import DataOrder
 from asyncrl.manager.messages import (
     DroppedRollout,
     FinishedRollout,
@@ -30,11 +31,10 @@ from asyncrl.manager.rollouts.rollout_state import RolloutState
 from asyncrl.manager.rollouts.staleness_gate import RolloutTicket
 from asyncrl.master.data.collector import trained_rollout
 from asyncrl.master.data.sample_buffer import TrainBatch
-from asyncrl.master.metrics.metrics_log import batch_statistics
-from asyncrl.models.weights.versions.manifest import FileEntry, Manifest, TensorEntry, write_manifest
+from asyncrl.master.metrics_log import batch_statistics
 from asyncrl.observe.samples import forget_after, rows_of, write_samples
-from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.trainer.messages import RolloutRecord
+from asyncrl.weights.manifest import FileEntry, Manifest, TensorEntry, write_manifest
 
 ROWS, BATCH, ETA, WORKERS, SEED = 7, 4, 1, 2, 3
 

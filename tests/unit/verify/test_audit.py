@@ -21,8 +21,8 @@ from asyncrl.comm.ended_rollouts import (
     Step,
     Trained,
 )
+from asyncrl.data.prompt_queue import DataOrder
 from asyncrl.launch.commands.audit import audit, main
-from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.verify.audit.ledger_files import Entry, read_ledger
 from asyncrl.verify.audit.ledger_files import surviving as surviving_entries
 from asyncrl.verify.audit.ledger_rules import Replay

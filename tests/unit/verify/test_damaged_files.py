@@ -11,10 +11,10 @@ import pytest
 
 from asyncrl.config.run_dir import DamagedFile
 from asyncrl.launch.commands import attach, audit, dashboard, doctor, export, trace
-from asyncrl.launch.summary import summary_lines
-from asyncrl.observe.doctor.diagnosis import examine
+from asyncrl.launch.train import summary_lines
+from asyncrl.observe.doctor import examine
 from asyncrl.observe.history import History
-from asyncrl.runtime.trials.resume import check_run_files, newest_progress
+from asyncrl.runtime.trials.trial import check_run_files, newest_progress
 
 NAMED = ("config.yaml", "metrics.jsonl", "summary.json", "books.json", "restarts.jsonl")
 """Files that a launch names if they are damaged; those below are checked by their checksums and seals."""

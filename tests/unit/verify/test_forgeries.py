@@ -16,9 +16,9 @@ from typing import Any, TypeAlias
 import pytest
 import yaml
 
+from asyncrl.data.prompt_queue import UsedPrompts
 from asyncrl.launch.commands.audit import audit
-from asyncrl.models.weights.versions.manifest import FileEntry
-from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
+from asyncrl.weights.manifest import FileEntry
 from tests.unit.verify.conftest import begin_run, run_of_three_lineages
 from tests.unit.verify.test_audit import Lines, changed, ledger_of, surviving
 from tests.unit.verify.test_audit import write as write_ledger

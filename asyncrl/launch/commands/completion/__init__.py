@@ -18,7 +18,7 @@ from string import Template
 from typing import Any
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.load import experiments_dir, known_experiments, settings
+from asyncrl.config.load import experiment_folders, settings
 from asyncrl.launch.commands import COMMANDS, OF_EXPERIMENTS, help_page
 from asyncrl.runtime.exit_codes import EXIT_OK
 from asyncrl.trainer.supervised.settings import SFTConfig
@@ -43,13 +43,12 @@ def main(argv: Sequence[str], program: str) -> int:
 
 def script(shell: str) -> str:
     """Return the script for `shell`."""
-    experiments = known_experiments(experiments_dir())
-    files = {name: experiments_dir() / f"{name}.yaml" for name in experiments}
+    files = {file.stem: file for folder in experiment_folders(None) for file in sorted(folder.glob("*.yaml"))}
     supervised = [name for name, file in files.items() if "sft_schema" in file.read_text(encoding="utf-8")]
     options = {command: _options(help_of(command)) for command in COMMANDS}
     shared = Template(SHARED.read_text(encoding="utf-8")).substitute(
         commands=" ".join(COMMANDS),
-        experiments=" ".join(experiments),
+        experiments=" ".join(files),
         supervised=" ".join(supervised),
         settings=" ".join(path for path, _, _ in settings(ExperimentConfig)),
         supervised_settings=" ".join(path for path, _, _ in settings(SFTConfig)),

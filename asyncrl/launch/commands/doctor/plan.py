@@ -39,12 +39,12 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.launch.refusal import refuse
+from asyncrl.launch.commands import refuse
+from asyncrl.observe.doctor.bottleneck import STARVED
 from asyncrl.observe.doctor.measured import Measured, measure, window
-from asyncrl.observe.doctor.server_rules import STARVED
 from asyncrl.observe.history import History, Process
 from asyncrl.runtime.exit_codes import EXIT_OK
-from asyncrl.trainer.parallel.layout import Layout
+from asyncrl.trainer.parallel.placement import Layout
 
 ETAS = (0, 1, 2, 4, 8)
 MOST_SPLITS = 9

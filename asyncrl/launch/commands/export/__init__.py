@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from asyncrl.launch.refusal import refuse
+from asyncrl.config.variants import CRITIC
+from asyncrl.launch.commands import refuse
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_OK
 
 
@@ -21,13 +22,10 @@ def main(argv: Sequence[str], program: str) -> int:
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; it must not exist")
     args = parser.parse_intermixed_args(argv)
-    from asyncrl.launch.commands.export.policy import (  # imports torch: not for --help or a wrong option
-        CRITIC,
-        ExportError,
-        export,
-    )
-    from asyncrl.models.weights.model_files.loading import WeightUpdateError
-    from asyncrl.models.weights.versions.manifest import ManifestError
+    # These import torch: not for --help or a wrong option.
+    from asyncrl.launch.commands.export.policy import ExportError, export
+    from asyncrl.weights.loading import WeightUpdateError
+    from asyncrl.weights.manifest import ManifestError
 
     try:
         run, out = args.run.expanduser(), args.out.expanduser()

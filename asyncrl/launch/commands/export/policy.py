@@ -21,28 +21,27 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoMod
 from asyncrl.comm.names import ACTOR
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import CHECKPOINTS_DIR, CONFIG_FILE, WEIGHTS_DIR, read_run_config, versions_in
-from asyncrl.config.trained_policies import config_of_policy, policy_and_role
+from asyncrl.config.variants import CRITIC, config_of_policy, policy_and_role
+from asyncrl.data.tokenizers import model_files
 from asyncrl.models.model_config import CONFIG_FILE as MODEL_CONFIG
 from asyncrl.models.model_config import for_all_versions
 from asyncrl.models.ranks import Ranks
 from asyncrl.models.transformers_internals import language_model_on_meta
-from asyncrl.models.weights.checkpoints.distributed_checkpoint import StoredTensors
-from asyncrl.models.weights.checkpoints.restore import read_state
-from asyncrl.models.weights.model_files.adapters import CONFIG_FILE as ADAPTERS_FILE
-from asyncrl.models.weights.model_files.adapters import are_adapters, model_name, published_name
-from asyncrl.models.weights.model_files.folder_tensors import folder_tensors
-from asyncrl.models.weights.model_files.stored import DTYPES, MergedModel, Read, StoredModel, from_folder
-from asyncrl.models.weights.model_files.stored import ExportError as ExportError  # known by this name too
-from asyncrl.models.weights.model_files.tensor_file import DTYPE_NAMES
-from asyncrl.models.weights.model_files.whole_folder import HEAD, read_tensor
-from asyncrl.models.weights.versions.logprob_probe import PROBE_FILE
-from asyncrl.models.weights.versions.manifest import MANIFEST_FILE, Manifest, TensorEntry, verify
-from asyncrl.models.weights.versions.publishing import tokenizer_assets, write_model
-from asyncrl.plugins.datasets.tokenizers import model_files
 from asyncrl.trainer.model.load_models import as_classifier
 from asyncrl.trainer.model.lora import adapter_config, is_adapter
+from asyncrl.weights.adapters import CONFIG_FILE as ADAPTERS_FILE
+from asyncrl.weights.adapters import are_adapters, model_name, published_name
+from asyncrl.weights.checkpoint_shards import StoredTensors
+from asyncrl.weights.checkpoints import read_state
+from asyncrl.weights.folder_tensors import folder_tensors
+from asyncrl.weights.logprob_probe import PROBE_FILE
+from asyncrl.weights.manifest import MANIFEST_FILE, Manifest, TensorEntry, verify
+from asyncrl.weights.publishing import tokenizer_assets, write_model
+from asyncrl.weights.stored import ExportError as ExportError  # known by this name too
+from asyncrl.weights.stored import MergedModel, Read, StoredModel, from_folder
+from asyncrl.weights.tensor_file import DTYPE_NAMES, DTYPES
+from asyncrl.weights.whole_folder import HEAD, read_tensor
 
-CRITIC = "critic"
 _WEIGHTS = f"{ACTOR}.weights."
 """Prefix of the names of the policy's parameters in a checkpoint."""
 
@@ -88,7 +87,7 @@ def export(run: Path, step: int | None, out: Path, *, adapter: bool = False, pol
     if are_adapters(template):
         read = from_folder(template) if is_published else _from_checkpoint(checkpoint, template)
         _write_adapters(StoredModel(verify(template), read), (template / ADAPTERS_FILE).read_bytes(), out, adapter)
-    elif _has_adapters(checkpoint) and (adapter or not is_published):
+    elif checkpoint.is_dir() and _adapters_in(_opened(checkpoint)) and (adapter or not is_published):
         _write_adapters(*_adapters_of(run, checkpoint, template), out, adapter)
     elif adapter:
         raise ExportError(
@@ -146,10 +145,6 @@ def _write_adapters(stored: StoredModel, config: bytes, out: Path, adapter: bool
     else:
         merged = MergedModel(stored, config)
         write_model(merged, out, merged.beside(), Ranks())
-
-
-def _has_adapters(checkpoint: Path) -> bool:
-    return checkpoint.is_dir() and bool(_adapters_in(_opened(checkpoint)))
 
 
 def _adapters_in(stored: StoredTensors) -> dict[str, str]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from asyncrl.launch.refusal import refuse
+from asyncrl.launch.commands import refuse
 from asyncrl.runtime.exit_codes import EXIT_OK
 
 TEMPLATES = ("README.md", "mine.yaml", "reward.py", "agent.py", "test_project.py")

@@ -1,7 +1,9 @@
-"""Build one rank's part of a model from a model folder. No rank ever holds the whole model.
+"""Build one rank's part of a model from a model folder, and gather it again as the folder's tensors. No rank ever holds
+the whole model.
 
     on the meta device    transformers' model ─▶ its stage ─▶ its layers' slices (DTensors) ─▶ FSDP2
     then                  memory for the remaining parameters ─▶ this rank's slices read from the folder's safetensors
+    to publish            each tensor of a folder whole on the rank that owns it, one parameter at a time (`Gathering`)
 
 FSDP2 wraps the stage at one data-parallel rank too: all parameters are then DTensors on one mesh, and clipping, the
 optimizer and checkpoints handle a single kind of parameter.
@@ -9,21 +11,26 @@ optimizer and checkpoints handle a single kind of parameter.
 
 from __future__ import annotations
 
+import logging
 import re
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
 from asyncrl.models.chunked_logprobs import logits_function
 from asyncrl.models.fused_norms import fuse_norms
-from asyncrl.models.pictures.picture_rows import Pictures
+from asyncrl.models.pictures import Pictures
 from asyncrl.models.routing import Routers
 from asyncrl.models.transformers_internals import (
     compute_head_in_float32,
@@ -34,18 +41,12 @@ from asyncrl.models.transformers_internals import (
     text_part,
     trunk_of,
 )
-from asyncrl.models.weights.checkpoints.distributed_checkpoint import StoredTensors
-from asyncrl.models.weights.model_files.adapters import model_name
-from asyncrl.models.weights.model_files.folder_tensors import FolderTensor, folder_tensors
-from asyncrl.models.weights.model_files.whole_folder import HEAD, head_shapes
-from asyncrl.models.weights.versions.published import TensorSpec
-from asyncrl.trainer.engines.decay_groups import embedding_names
+from asyncrl.trainer.engines.optimizer import embedding_names, local
 from asyncrl.trainer.engines.sharded.context_parallel import across_ranks
-from asyncrl.trainer.engines.sharded.gathering import own_parts
 from asyncrl.trainer.engines.sharded.stage import (
     EMBEDDING,
     LAYERS,
-    Absent,
+    PassThroughLayer,
     PolicyStage,
     Stage,
     StagePlace,
@@ -53,11 +54,124 @@ from asyncrl.trainer.engines.sharded.stage import (
     cut_stage,
 )
 from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError, cut_layers, cut_output_embedding, keep_whole
-from asyncrl.trainer.model.gradient_checkpointing import checkpoint_layers
+from asyncrl.trainer.model.layers import checkpoint_layers
 from asyncrl.trainer.model.layout_parity import SequenceLayout
 from asyncrl.trainer.model.load_models import as_classifier, is_classifier, prepare_vision, single_score
 from asyncrl.trainer.model.lora import add_adapters, initialise, is_adapter, plain_name, published_adapters
+from asyncrl.trainer.parallel.placement import Coordinates
+from asyncrl.trainer.parallel.world import RankPosition
 from asyncrl.trainer.settings import LoraConfig, VisionMode
+from asyncrl.weights.adapters import model_name
+from asyncrl.weights.checkpoint_shards import StoredTensors
+from asyncrl.weights.folder_tensors import FolderTensor, TensorSpec, folder_tensors
+from asyncrl.weights.whole_folder import HEAD, head_shapes
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return the whole tensor on every rank of its mesh, whose ranks must all call this.
+
+    A plain tensor is already whole.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with several_collectives_expected():
+        return tensor.full_tensor()
+
+
+def own_parts(tensor: Tensor, parts: Sequence[FolderTensor]) -> Iterator[tuple[FolderTensor, Tensor]]:
+    """Yield those of a parameter's `parts` that this rank holds, each with the tensor to read it into.
+
+    If a part is the whole parameter, that is `tensor` itself, however it is spread. Otherwise it is a view of this
+    rank's memory: a parameter of many parts is spread by its first dimension, so a rank has all of a part or nothing of
+    it.
+    """
+    for part in parts:
+        if part.is_whole:
+            yield part, tensor
+            continue
+        first = 0
+        if isinstance(tensor, DTensor):
+            (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+            first = int(chunk.offsets[0])
+        mine = local(tensor)
+        if mine.shape[1:] != tensor.shape[1:] or part.size[0] != 1:
+            raise NotImplementedError(f"{part.name!r} is cut across its dimensions")
+        if first <= part.start[0] < first + mine.shape[0]:
+            yield part, replace(part, start=(part.start[0] - first, *part.start[1:])).of(mine)
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """The published tensors of one role.
+
+    Attributes:
+        specs: tensors of the whole model, in its order.
+        stages: by name, the pipeline stage that has the tensor.
+        folder: by name, position of the tensor in a parameter; a tensor without an entry is a parameter of that name.
+        mine: the parameters and buffers of this rank's stage; parts of them.
+    """
+
+    specs: Sequence[TensorSpec]
+    stages: Mapping[str, int]
+    folder: Mapping[str, FolderTensor]
+    mine: Mapping[str, Tensor]
+    place: RankPosition
+    device: torch.device
+
+    def published_specs(self) -> list[TensorSpec]:
+        """See `asyncrl.trainer.engines.base.PolicyEngine.published_specs`."""
+        return list(self.specs)
+
+    def gather(self, owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
+        """See `asyncrl.trainer.engines.base.PolicyEngine.gather`."""
+        here, grid = self.place.coordinates.pipeline, self.place.grid
+        parameter, gathered = "", torch.empty(0)  # the last gathered one: the next tensor may be a part of it too
+        for spec in self.specs:
+            if spec.name not in owners:
+                continue
+            owner, stage = owners[spec.name], self.stages[spec.name]
+            tensor = None
+            if stage == here:
+                part = self.folder.get(spec.name)
+                name = spec.name if part is None else part.parameter
+                if name != parameter:
+                    parameter, gathered = name, torch.empty(0)  # freed before the next one needs memory
+                    gathered = whole(self.mine[name].detach().to(spec.dtype))
+                tensor = (gathered if part is None else part.of(gathered)).contiguous()
+            sender = grid.worker_at(Coordinates(stage, 0, 0))
+            if grid.coordinates(owner).pipeline != stage:
+                if self.place.worker == sender:
+                    assert tensor is not None
+                    dist.send(tensor, owner)
+                elif self.place.worker == owner:
+                    tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+                    dist.recv(tensor, sender)
+            if self.place.worker == owner:
+                assert tensor is not None
+                yield spec.name, tensor
+
+
+_LOGGER = logging.getLogger("torch.distributed.tensor._redistribute")
+_BEGINS = "While redistributing from"
+
+
+@contextmanager
+def several_collectives_expected() -> Iterator[None]:
+    """Silence torch's warning that gathering a tensor over two mesh dimensions takes two collectives.
+
+    A single collective would need a flattened mesh. Two are fine here: a norm is one number, and whole tensors are
+    gathered when weights are published, not in a step.
+    """
+    _LOGGER.addFilter(_is_other)
+    try:
+        yield
+    finally:
+        _LOGGER.removeFilter(_is_other)
+
+
+def _is_other(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(_BEGINS)
+
 
 _TRUNK = "trunk."
 
@@ -67,7 +181,7 @@ class BuildPlan:
     """Plan of how a role's model is spread over ranks and stored.
 
     Attributes:
-        mesh: device mesh of all ranks, with the axes `asyncrl.trainer.parallel.rank_position.MESH_AXES`.
+        mesh: device mesh of all ranks, with the axes `asyncrl.trainer.parallel.world.MESH_AXES`.
         attention: how sequences are laid out, and transformers' name of the attention function.
         context: parts that a micro-batch's tokens are cut into.
         float32_head: compute a policy's logits in float32.
@@ -370,7 +484,7 @@ def _shard(built: Built, plan: BuildPlan) -> None:
     # Adapters are small: whole on all data-parallel ranks, their gradients summed by the engine.
     adapters = {parameter for name, parameter in stage.named_parameters() if is_adapter(name)}
     for layer in getattr(text_part(stage.trunk), LAYERS, ()):
-        if isinstance(layer, Absent):
+        if isinstance(layer, PassThroughLayer):
             continue
         fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=adapters)
     fully_shard(stage, mesh=mesh, mp_policy=policy, ignored_params=adapters)

@@ -28,7 +28,7 @@ from asyncrl.models.ranks import Ranks
 from asyncrl.models.routing import UNRECORDED
 from asyncrl.models.transformers_internals import register_attention
 from asyncrl.trainer.batches.micro_batch import MicroBatch
-from asyncrl.trainer.engines.sharded.collectives import Group, exchange, leave
+from asyncrl.trainer.engines.sharded.tensor_parallel import Group, exchange, leave
 from asyncrl.trainer.model.attention import PACKED, VARLEN, packed_attention, varlen_attention
 
 Attention = Callable[..., tuple[Tensor, None]]

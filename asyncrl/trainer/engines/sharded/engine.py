@@ -4,15 +4,16 @@ Each rank has the layers of one stage, one tensor slice of each layer, and one F
 layer's parts over the data-parallel ranks when the layer is computed, and reduces its gradients back into parts. All
 ranks of one data-parallel copy have the same samples and cut them into the same micro-batches. A rank may compute only
 a part of a micro-batch's tokens (`context_parallel`). The last stage sends its outputs to the others. So an engine
-returns the same on all ranks of a copy, and a model function does not depend on the layout.
+returns the same on all ranks of a copy, and a model function does not depend on the layout. The optimizer is torch's
+fused AdamW on each rank's own parts.
 
 Data-parallel ranks must run equally many micro-batches, or FSDP2's collectives would not match. A rank with fewer runs
-fillers of one token whose outputs are ignored. Inherited methods are documented in `asyncrl.trainer.engines.base`.
+fillers of one token whose outputs are ignored. What is not documented here is in `asyncrl.trainer.engines.base`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, cast
 
@@ -27,8 +28,6 @@ from asyncrl.algorithms.arithmetic import Stats, merge_stats
 from asyncrl.algorithms.kl import ema_update_
 from asyncrl.api.picture import PlacedPicture
 from asyncrl.models.chunked_logprobs import EntropyMode
-from asyncrl.models.weights.model_files.adapters import published_name
-from asyncrl.models.weights.versions.published import Published
 from asyncrl.trainer.batches.micro_batch import MicroBatch, one_micro_batch
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.base import (
@@ -38,28 +37,102 @@ from asyncrl.trainer.engines.base import (
     ValueEngine,
     ValueLoss,
 )
-from asyncrl.trainer.engines.host_offload import local
+from asyncrl.trainer.engines.optimizer import (
+    EngineOptimizer,
+    NamedParameter,
+    decay_groups,
+    local,
+    trainable,
+    zero_moments,
+)
 from asyncrl.trainer.engines.role import RoleEngine
 from asyncrl.trainer.engines.sharded.build import (
     BuildPlan,
     Built,
+    Gathering,
+    several_collectives_expected,
+    whole,
 )
 from asyncrl.trainer.engines.sharded.context_parallel import cut_to_part
-from asyncrl.trainer.engines.sharded.gathering import Gathering, several_collectives_expected
-from asyncrl.trainer.engines.sharded.pipeline import Neighbours, Outputs, Pipeline
-from asyncrl.trainer.engines.sharded.sharded_adamw import ShardedAdamW
+from asyncrl.trainer.engines.sharded.pipeline import Outputs, Pipeline, PipelineGroups
 from asyncrl.trainer.model.lora import Merged, is_adapter
-from asyncrl.trainer.parallel.rank_position import RankPosition
+from asyncrl.trainer.parallel.world import RankPosition
 from asyncrl.trainer.settings import OptimizerConfig
+from asyncrl.weights.adapters import published_name
+from asyncrl.weights.folder_tensors import Published
+
+
+class ShardedAdamW(EngineOptimizer):
+    """AdamW over parts.
+
+    Args:
+        parameters: (name in the model folder, parameter) pairs of this rank's stage; DTensors on one mesh.
+        counted: names of the parameters that count in the norm; a parameter of two stages counts once.
+        pipeline: ranks over which the norm is summed; None if there is one stage.
+        undecayed: names of parameters without weight decay, besides norms and biases.
+
+    Raises:
+        ValueError: there is no trainable parameter.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[NamedParameter],
+        config: OptimizerConfig,
+        *,
+        counted: frozenset[str],
+        pipeline: dist.ProcessGroup | None,
+        undecayed: Collection[str] = (),
+    ) -> None:
+        self._parameters = dict(trainable(parameters))
+        self._counted, self._pipeline = counted, pipeline
+        self._moments = {name: zero_moments(parameter, config) for name, parameter in self._parameters.items()}
+        groups = decay_groups(self._parameters.items(), undecayed).with_decay(config.weight_decay)
+        super().__init__(
+            [([(parameter, self._moments[name]) for name, parameter in named], decay) for named, decay in groups],
+            config,
+        )
+
+    def zero_grad(self) -> None:
+        self._adamw.zero_grad()
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors = {f"weights.{name}": parameter.detach() for name, parameter in self._parameters.items()}
+        for name, moments in self._moments.items():
+            tensors |= {f"{moment}.{name}": kept for moment, kept in moments.items()}
+        return tensors, {"step": self.steps}
+
+    def load_state(self, meta: Mapping[str, Any]) -> None:
+        self.resume(meta)
+
+    def _norm(self) -> Tensor:
+        grads = [p.grad for name, p in self._parameters.items() if name in self._counted and p.grad is not None]
+        device = next(iter(self._parameters.values())).device
+        square = torch.zeros((), device=device)
+        if grads:
+            norm = nn.utils.get_total_norm(grads)
+            square = whole(norm) ** 2
+        if self._pipeline is not None:
+            dist.all_reduce(square, group=self._pipeline)
+        return square.sqrt()
+
+    def _clipped(self) -> Iterable[Tensor]:
+        """This rank's own parts, for the reason of `_AdamW`."""
+        for parameter in self._parameters.values():
+            if parameter.grad is not None:
+                part = local(parameter.detach())
+                part.grad = local(parameter.grad)
+                yield part
+
 
 Finish = Callable[[MicroBatch, Outputs], Tensor]
 
 
 class ShardedEngine(RoleEngine[ShardedAdamW]):
-    """Base of the sharded policy and value engines: a stage, its neighbours, and its optimizer if it is trained.
+    """Base of the sharded policy and value engines: a stage, its pipeline, and its optimizer if it is trained.
 
     Args:
-        neighbours: this rank's pipeline; None if there is one stage.
+        pipeline_groups: this rank's pipeline; None if there is one stage.
         tied_stages: first and last stage, if each has a copy of a tied embedding.
         optimizer: its settings; None for a frozen role.
     """
@@ -70,7 +143,7 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
         plan: BuildPlan,
         *,
         place: RankPosition,
-        neighbours: Neighbours | None,
+        pipeline_groups: PipelineGroups | None,
         tied_stages: dist.ProcessGroup | None,
         tokens_per_micro_batch: int,
         optimizer: OptimizerConfig | None,
@@ -79,7 +152,7 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
         self.stage = built.stage
         # Now, while parameters are parts: between passes FSDP2 may keep the embedding and head whole.
         self._parameters = {built.names[name]: parameter for name, parameter in built.stage.named_parameters()}
-        self._neighbours, self._tied_stages = neighbours, tied_stages
+        self._pipeline_groups, self._tied_stages = pipeline_groups, tied_stages
         super().__init__(
             attention=plan.attention.kind,
             tokens_per_micro_batch=tokens_per_micro_batch,
@@ -129,7 +202,7 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
         counted = frozenset(parameters)
         if self._tied_stages is not None and self.stage.place.last:
             counted -= {str(self._built.tied)}
-        pipeline = None if self._neighbours is None else self._neighbours.forwards
+        pipeline = None if self._pipeline_groups is None else self._pipeline_groups.forwards
         embeddings = () if config.decay_embeddings else self._built.embeddings
         return ShardedAdamW(parameters.items(), config, counted=counted, pipeline=pipeline, undecayed=embeddings)
 
@@ -150,14 +223,14 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
                 return finish(whole[id(micro_batch)], out)
             return cast(Tensor, sum(tensor.sum() * 0.0 for tensor in out))
 
-        if self._neighbours is None:
+        if self._pipeline_groups is None:
             for number, micro_batch in enumerate(everything):
                 loss = finish_any(micro_batch, self._forward(micro_batch, **outputs))
                 if torch.is_grad_enabled():
                     self._backward(loss, None, number == len(everything) - 1)
             return
         pipeline = Pipeline(
-            self._neighbours,
+            self._pipeline_groups,
             forward=lambda micro_batch, hidden: self._forward(micro_batch, hidden, **outputs),
             backward=self._backward,
             hidden_size=self._built.model.config.get_text_config().hidden_size,
@@ -195,9 +268,9 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
             dist.all_reduce(local(grad), group=self._tied_stages)
         if torch.is_grad_enabled() and self._plan.lora is not None:
             self._sum_adapters()
-        if self._neighbours is None:
+        if self._pipeline_groups is None:
             return total, stats
-        loss, merged = self._neighbours.share_statistics(total, merge_stats(stats))
+        loss, merged = self._pipeline_groups.share_statistics(total, merge_stats(stats))
         return torch.tensor(loss, device=self._plan.device), [merged] if merged else []
 
     def _sum_adapters(self) -> None:
@@ -228,7 +301,7 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
             return out[0]
 
         self._run(own, finish, **outputs)
-        return column_T if self._neighbours is None else self._neighbours.broadcast(column_T)
+        return column_T if self._pipeline_groups is None else self._pipeline_groups.broadcast(column_T)
 
 
 class ShardedPolicyEngine(ShardedEngine, PolicyEngine):
@@ -298,8 +371,8 @@ class ShardedPolicyEngine(ShardedEngine, PolicyEngine):
             return out[0]
 
         self._run([together], finish, temperature=1.0, entropy=EntropyMode.none)
-        if self._neighbours is not None:
-            self._neighbours.broadcast(found_T)
+        if self._pipeline_groups is not None:
+            self._pipeline_groups.broadcast(found_T)
         return [logprobs.tolist() for logprobs in torch.split(found_T, lengths)]
 
     def average_towards(self, source: PolicyEngine, decay: float) -> None:

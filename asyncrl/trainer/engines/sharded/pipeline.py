@@ -28,7 +28,7 @@ Outputs = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
-class Neighbours:
+class PipelineGroups:
     """The pipeline's groups; both list the stages in order.
 
     Attributes:
@@ -69,7 +69,7 @@ class Pipeline:
         hidden_size, dtype: size and type of the tensors sent between stages.
     """
 
-    neighbours: Neighbours
+    groups: PipelineGroups
     forward: Callable[[MicroBatch, Tensor | None], Any]
     backward: Callable[[Tensor, Tensor | None, bool], None]
     hidden_size: int
@@ -97,23 +97,23 @@ class Pipeline:
         self, micro_batches: Sequence[MicroBatch], finish: Callable[[MicroBatch, Outputs], Tensor]
     ) -> None:
         in_flight: dict[int, tuple[Tensor | None, Tensor]] = {}
-        neighbours = self.neighbours
-        for action in one_forward_one_backward(neighbours.stage, neighbours.stages, len(micro_batches)):
+        groups = self.groups
+        for action in one_forward_one_backward(groups.stage, groups.stages, len(micro_batches)):
             if isinstance(action, Forward):
                 hidden, output = self._run_forward(micro_batches[action.index], finish)
                 in_flight[action.index] = hidden, output
                 self._pass_on(output)
                 continue
             hidden, output = in_flight.pop(action.index)
-            grad = None if self._is_last else self._receive(output.shape, neighbours.stage + 1, neighbours.backwards)
+            grad = None if self._is_last else self._receive(output.shape, groups.stage + 1, groups.backwards)
             self.backward(output, grad, action.index == len(micro_batches) - 1)
             if hidden is not None:
                 assert hidden.grad is not None
-                self._send(hidden.grad, neighbours.stage - 1, neighbours.backwards)
+                self._send(hidden.grad, groups.stage - 1, groups.backwards)
 
     @property
     def _is_last(self) -> bool:
-        return self.neighbours.stage == self.neighbours.stages - 1
+        return self.groups.stage == self.groups.stages - 1
 
     def _run_forward(
         self, micro_batch: MicroBatch, finish: Callable[[MicroBatch, Outputs], Tensor]
@@ -121,17 +121,17 @@ class Pipeline:
         """Run one forward pass. Return the received hidden states (None on the first stage), and the hidden states to
         send or the loss.
         """
-        neighbours, hidden = self.neighbours, None
-        if neighbours.stage > 0:
+        groups, hidden = self.groups, None
+        if groups.stage > 0:
             rows, width = micro_batch.model_inputs["input_ids"].shape
-            hidden = self._receive((rows, width, self.hidden_size), neighbours.stage - 1, neighbours.forwards)
+            hidden = self._receive((rows, width, self.hidden_size), groups.stage - 1, groups.forwards)
             hidden.requires_grad_(torch.is_grad_enabled())
         output = self.forward(micro_batch, hidden)
         return hidden, finish(micro_batch, output) if self._is_last else output
 
     def _pass_on(self, output: Tensor) -> None:
         if not self._is_last:
-            self._send(output.detach(), self.neighbours.stage + 1, self.neighbours.forwards)
+            self._send(output.detach(), self.groups.stage + 1, self.groups.forwards)
 
     def _send(self, tensor: Tensor, stage: int, group: dist.ProcessGroup) -> None:
         tensor = tensor.to(self.dtype).contiguous()

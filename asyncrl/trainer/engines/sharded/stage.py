@@ -24,10 +24,9 @@ from transformers import PreTrainedModel
 from asyncrl.models.chunked_logprobs import EntropyMode, LogitsOf, restricted, token_logprobs
 from asyncrl.models.transformers_internals import text_part
 from asyncrl.trainer.batches.micro_batch import MicroBatch
-from asyncrl.trainer.engines.sharded.collectives import Group
 from asyncrl.trainer.engines.sharded.context_parallel import part_of
-from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError, local_parameters
-from asyncrl.trainer.parallel.layout import stage_layers
+from asyncrl.trainer.engines.sharded.tensor_parallel import Group, LayoutError, local_parameters
+from asyncrl.trainer.parallel.placement import stage_layers
 
 EMBEDDING, NORM, LAYERS = "embed_tokens", "norm", "layers"
 """Parts that a trunk must have to be cut into stages: transformers' names in nearly all decoders."""
@@ -55,7 +54,7 @@ class StagePlace:
         return stage_layers(total, self.stages, self.index)
 
 
-class Absent(nn.Module):
+class PassThroughLayer(nn.Module):
     """Placeholder for a layer of another stage."""
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -89,7 +88,7 @@ def cut_stage(model: PreTrainedModel, place: StagePlace) -> None:
         )
     for index in range(len(layers)):
         if index not in mine:
-            layers[index] = Absent()
+            layers[index] = PassThroughLayer()
     if not place.first:
         if model is not trunk:
             others = [name for name, child in model.named_children() if trunk not in child.modules()]

@@ -16,18 +16,17 @@ import pytest
 
 from asyncrl.api import Episode
 from asyncrl.api.picture import Picture
-from asyncrl.comm.http.calls import HttpRefused, JsonHttp
+from asyncrl.comm.http_client import HttpRefused, JsonHttp
 from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError
 from asyncrl.inference.encoder.client import EncoderClient, EncoderUnavailable
-from asyncrl.inference.encoder.process import loaded
-from asyncrl.inference.encoder.service import EncoderService
-from asyncrl.inference.encoder.settings import EncoderConfig
+from asyncrl.inference.encoder.process import EncoderService, loaded
 from asyncrl.launch.before_start.setting_checks import validate
 from asyncrl.plugins.rewards.srpo import SRPOReward
 from asyncrl.rollout.checks import problems_of_others
+from asyncrl.rollout.settings import EncoderConfig
 from asyncrl.rollout.user_code.rewards import with_embeddings
 from asyncrl.rollout.user_code_pool.call_records import UserCodeError
 

@@ -19,18 +19,16 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.models.ranks import Ranks
-from asyncrl.models.weights.model_files.adapters import are_adapters, read_adapters
-from asyncrl.models.weights.model_files.loading import WeightUpdateError, read_checkpoint
-from asyncrl.models.weights.transports.base import TrainerEnd
-from asyncrl.models.weights.versions.manifest import read_manifest, verify
-from asyncrl.models.weights.versions.publishing import publish
-from asyncrl.models.weights.versions.shared_files import SharedFiles
 from asyncrl.trainer.messages import Publish as PublishRequest
 from asyncrl.trainer.model.lora import adapter_config, add_adapters
-from asyncrl.trainer.parallel.rank_position import World
-from asyncrl.trainer.rank.training_rank import TrainingRank
-from asyncrl.trainer.rank.versions import Versions
+from asyncrl.trainer.parallel.world import World
+from asyncrl.trainer.rank.training_rank import TrainingRank, Versions
 from asyncrl.trainer.settings import LoraConfig, LoraPublish
+from asyncrl.weights.adapters import are_adapters, read_adapters
+from asyncrl.weights.loading import WeightUpdateError, read_checkpoint
+from asyncrl.weights.manifest import read_manifest, verify
+from asyncrl.weights.publishing import SharedFiles, publish
+from asyncrl.weights.transports.base import TrainerEnd
 
 RANK, ALPHA = 4, 24.0
 BASES = ["qwen_dir", "llama_dir", "gpt2_dir", "opt_dir"]

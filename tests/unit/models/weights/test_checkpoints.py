@@ -17,11 +17,13 @@ import torch
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import versions_in
 from asyncrl.config.setting import ChoiceConfig
-from asyncrl.models.weights import atomic_dir
-from asyncrl.models.weights.checkpoints import shard_copies
-from asyncrl.models.weights.checkpoints import writer as checkpoint_writer
-from asyncrl.models.weights.checkpoints.checkpoint_folder import latest, prune, which_to_keep
-from asyncrl.models.weights.versions.manifest import (
+from asyncrl.trainer.batches.step_batch import StepBatch
+from asyncrl.trainer.functions.model_functions import StatValues
+from asyncrl.trainer.messages import SaveCheckpoint
+from asyncrl.trainer.rank.training_rank import TrainingRank
+from asyncrl.weights import atomic_dir, checkpoint_shards, checkpoints
+from asyncrl.weights.checkpoint_folder import latest, prune, which_to_keep
+from asyncrl.weights.manifest import (
     MANIFEST_FILE,
     Manifest,
     ManifestError,
@@ -30,10 +32,6 @@ from asyncrl.models.weights.versions.manifest import (
     verify,
     write_manifest,
 )
-from asyncrl.trainer.batches.step_batch import StepBatch
-from asyncrl.trainer.functions.model_functions import StatValues
-from asyncrl.trainer.messages import SaveCheckpoint
-from asyncrl.trainer.rank.training_rank import TrainingRank
 
 from ....late_stream import LateStream
 
@@ -278,7 +276,7 @@ def test_what_is_trained_while_a_checkpoint_is_written_is_not_in_it(
     config.trainer.offload = offload
     rank, restored, stream = make_rank(config), make_rank(config), LateStream()
     expected = values(rank)
-    writer = checkpoint_writer.CheckpointWriter(
+    writer = checkpoints.CheckpointWriter(
         rank._changing(), rank.changing, rank.world.everyone, in_memory=in_memory, copies=stream.copies(PIECE)
     )
     root = tmp_path / "state"
@@ -327,7 +325,7 @@ def test_an_error_in_the_writer_is_told_to_who_asks_and_the_next_checkpoint_is_w
 ) -> None:
     rank = make_rank(config)
     with monkeypatch.context() as patch:
-        patch.setattr(shard_copies, "write_shard", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+        patch.setattr(checkpoint_shards, "write_shard", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
         rank.save_checkpoint(SaveCheckpoint(str(tmp_path / "v1"), 1, {}))
         with pytest.raises(OSError, match="disk full"):
             rank.disk_writer.share(tmp_path / "v1").result(LIMIT_S)
@@ -340,8 +338,8 @@ def test_an_error_in_the_writer_is_told_to_who_asks_and_the_next_checkpoint_is_w
 WRITER = """
 import sys
 from pathlib import Path
-from asyncrl.models.weights import atomic_dir
-from asyncrl.models.weights.versions.manifest import Manifest, file_entry, write_manifest
+from asyncrl.weights import atomic_dir
+from asyncrl.weights.manifest import Manifest, file_entry, write_manifest
 
 root = Path(sys.argv[1])
 for version in range(1, 10**6):

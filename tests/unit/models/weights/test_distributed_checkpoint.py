@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 
 from asyncrl.models.ranks import Ranks
-from asyncrl.models.weights.checkpoints.distributed_checkpoint import SavePlan, StoredTensors, share_out, write_shard
+from asyncrl.weights.checkpoint_shards import SavePlan, StoredTensors, share_out, write_shard
 
 LIMIT_S = 300.0
 WHOLE = {

@@ -14,11 +14,20 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.settings import GenerationBackend
-from asyncrl.manager.fleet.logprob_check import FLOAT32_TOLERANCE
-from asyncrl.models.pictures.picture_rows import Pictures
+from asyncrl.manager.fleet.fleet_runner import FLOAT32_TOLERANCE
+from asyncrl.models.pictures import Pictures
 from asyncrl.models.ranks import Ranks
-from asyncrl.models.weights.versions import publishing as weights
-from asyncrl.models.weights.versions.logprob_probe import (
+from asyncrl.trainer.batches.micro_batch_layout import AttentionKind, blocks
+from asyncrl.trainer.engines.flat import FlatLoader, FlatPolicyEngine
+from asyncrl.trainer.messages import Publish
+from asyncrl.trainer.model.layout_parity import first_layout
+from asyncrl.trainer.model.load_models import load_causal_lm
+from asyncrl.trainer.parallel.world import RankPosition, World
+from asyncrl.trainer.rank.training_rank import Versions
+from asyncrl.trainer.settings import AttentionImplementation
+from asyncrl.weights import publishing as weights
+from asyncrl.weights.folder_tensors import WholeModel
+from asyncrl.weights.logprob_probe import (
     PROBE_FILE,
     PROBE_LENGTHS,
     LogprobProbe,
@@ -30,17 +39,8 @@ from asyncrl.models.weights.versions.logprob_probe import (
     read_probe,
     with_picture,
 )
-from asyncrl.models.weights.versions.manifest import ManifestError, verify
-from asyncrl.models.weights.versions.published import WholeModel
-from asyncrl.models.weights.versions.shared_files import SharedFiles
-from asyncrl.trainer.batches.micro_batch_layout import AttentionKind, blocks
-from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine
-from asyncrl.trainer.engines.flat.loader import FlatLoader
-from asyncrl.trainer.messages import Publish
-from asyncrl.trainer.model.load_models import attention_kind, load_causal_lm
-from asyncrl.trainer.parallel.rank_position import RankPosition, World
-from asyncrl.trainer.rank.versions import Versions
-from asyncrl.trainer.settings import AttentionImplementation
+from asyncrl.weights.manifest import ManifestError, verify
+from asyncrl.weights.publishing import SharedFiles
 
 
 @pytest.mark.parametrize("vocabulary", [1, 17, 150_000])
@@ -91,7 +91,7 @@ def test_the_trainer_scores_the_probe_as_transformers_does(
     engine = FlatPolicyEngine(
         load_causal_lm(folder, "float32", attention, torch.device("cpu")),
         temperature=0.5,
-        attention=attention_kind(AttentionImplementation(attention)),
+        attention=first_layout(AttentionImplementation(attention)).kind,
         tokens_per_micro_batch=4,  # below the probe's length
     )
     tokens = probe_tokens(17, context=100)

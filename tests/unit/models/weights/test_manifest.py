@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from asyncrl.models.weights.versions import manifest as weights_manifest
-from asyncrl.models.weights.versions.manifest import (
+from asyncrl.weights import manifest as weights_manifest
+from asyncrl.weights.manifest import (
     MANIFEST_FILE,
     Manifest,
     ManifestError,

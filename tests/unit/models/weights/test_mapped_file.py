@@ -11,10 +11,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from asyncrl.models.weights.model_files import mapped_file
-from asyncrl.models.weights.model_files.mapped_file import MappedFile, MappedFiles
-from asyncrl.models.weights.versions.manifest import file_entry
-from asyncrl.models.weights.versions.published import TensorSpec
+from asyncrl.weights import tensor_file
+from asyncrl.weights.folder_tensors import TensorSpec
+from asyncrl.weights.manifest import file_entry
+from asyncrl.weights.tensor_file import MappedFile, MappedFiles
 
 SPECS = [
     TensorSpec("rng", (5,), torch.uint8),
@@ -83,8 +83,8 @@ def test_memory_that_was_pinned_is_unpinned_before_it_is_given_up(
 ) -> None:
     """CUDA refuses copies to what is mapped at the same addresses next; seen on a GPU."""
     pinned: set[int] = set()
-    monkeypatch.setattr(mapped_file, "pin", lambda memory: pinned.add(memory.data_ptr()) is None)
-    monkeypatch.setattr(mapped_file, "unpin", lambda memory: pinned.remove(memory.data_ptr()))
+    monkeypatch.setattr(tensor_file, "pin", lambda memory: pinned.add(memory.data_ptr()) is None)
+    monkeypatch.setattr(tensor_file, "unpin", lambda memory: pinned.remove(memory.data_ptr()))
     files = MappedFiles(tmp_path, "shard", SPECS, {"format": "pt"}, pinned=True)
     (tmp_path / "v1").hardlink_to(files.take().path)
     files.take()

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import Transpose, WeightConverter
 
-from asyncrl.models.weights.model_files import folder_tensors as model_folder
-from asyncrl.models.weights.model_files.folder_tensors import FolderFormatError, folder_tensors, folder_views
-from asyncrl.models.weights.model_files.loading import (
+from asyncrl.weights import folder_tensors as module
+from asyncrl.weights.folder_tensors import FolderFormatError, folder_tensors, folder_views
+from asyncrl.weights.loading import (
     WeightUpdateError,
     apply_weights,
     load_targets,
@@ -86,12 +86,12 @@ def test_the_order_is_that_of_the_parameters() -> None:
 
 def test_what_is_saved_turned_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     turned = WeightConverter("self_attn.o_proj.weight", "self_attn.o_proj.weight", [Transpose(0, 1)])
-    original = model_folder.as_saved
+    original = module.as_saved
 
     def saved(model: Any, tensors: Any) -> Any:
         model._weight_conversions = [turned]
         return original(model, tensors)
 
-    monkeypatch.setattr(model_folder, "as_saved", saved)
+    monkeypatch.setattr(module, "as_saved", saved)
     with pytest.raises(FolderFormatError, match="o_proj"):
         folder_tensors(tiny("qwen2"))

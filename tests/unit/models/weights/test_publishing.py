@@ -14,17 +14,17 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config
 
 from asyncrl.config.run_dir import versions_in
+from asyncrl.data.chat_template import template_source
+from asyncrl.data.tokenizers import load_tokenizer
 from asyncrl.models.ranks import Ranks
-from asyncrl.models.weights import atomic_dir
-from asyncrl.models.weights.model_files.loading import apply_weights, load_targets, read_checkpoint, stage_weights
-from asyncrl.models.weights.versions import publishing as weights
-from asyncrl.models.weights.versions.logprob_probe import PROBE_FILE, LogprobProbe, read_probe
-from asyncrl.models.weights.versions.manifest import MANIFEST_FILE, Manifest, verify
-from asyncrl.models.weights.versions.published import Rounded, TensorSpec, WholeModel
-from asyncrl.models.weights.versions.shared_files import SharedFiles
-from asyncrl.plugins.datasets.templates.chat_template import template_source
-from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.trainer.model.load_models import load_causal_lm
+from asyncrl.weights import atomic_dir
+from asyncrl.weights import publishing as weights
+from asyncrl.weights.folder_tensors import Rounded, TensorSpec, WholeModel
+from asyncrl.weights.loading import apply_weights, load_targets, read_checkpoint, stage_weights
+from asyncrl.weights.logprob_probe import PROBE_FILE, LogprobProbe, read_probe
+from asyncrl.weights.manifest import MANIFEST_FILE, Manifest, verify
+from asyncrl.weights.publishing import SharedFiles
 
 CPU = torch.device("cpu")
 

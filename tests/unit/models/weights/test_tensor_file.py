@@ -14,9 +14,9 @@ from torch import Tensor
 
 from asyncrl.comm import files
 from asyncrl.comm.files import no_retry
-from asyncrl.models.weights.model_files.tensor_file import DTYPE_NAMES, TensorFile, write_tensors
-from asyncrl.models.weights.versions.manifest import file_entry
-from asyncrl.models.weights.versions.published import TensorSpec
+from asyncrl.weights.folder_tensors import TensorSpec
+from asyncrl.weights.manifest import file_entry
+from asyncrl.weights.tensor_file import DTYPE_NAMES, TensorFile, write_tensors
 
 
 def of_every_type() -> dict[str, Tensor]:

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.comm.http.calls import JsonHttp
+from asyncrl.comm.http_client import JsonHttp
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.settings import ManagerConfig
-from asyncrl.models.pieces import in_pieces
-from asyncrl.models.weights.transports import TRANSPORTS
-from asyncrl.models.weights.transports.base import TrainerEnd, weight_transport
-from asyncrl.models.weights.transports.distributed import ProcessGroupConnection
-from asyncrl.models.weights.transports.from_memory import MemoryTrainerEnd
+from asyncrl.models.host_copies import in_pieces
 from asyncrl.trainer.messages import SendWeights
+from asyncrl.weights.transports import TRANSPORTS
+from asyncrl.weights.transports.base import TrainerEnd, weight_transport
+from asyncrl.weights.transports.distributed import ProcessGroupConnection
+from asyncrl.weights.transports.from_memory import MemoryTrainerEnd
 
 CPU = torch.device("cpu")
 
@@ -51,10 +51,9 @@ async def test_where_servers_read_folders_the_trainer_holds_nothing_and_sends_no
 def test_the_managers_end_of_every_transport_comes_without_torch() -> None:
     code = """
 import sys
-import asyncrl.trainer.client, asyncrl.trainer.settings, asyncrl.trainer.parallel.worker_grid
-from asyncrl.models.pieces import in_pieces
-from asyncrl.models.weights.transports import TRANSPORTS
-from asyncrl.models.weights.transports.base import weight_transport
+import asyncrl.trainer.client, asyncrl.trainer.settings, asyncrl.trainer.parallel.placement
+from asyncrl.weights.transports import TRANSPORTS
+from asyncrl.weights.transports.base import weight_transport
 for name in TRANSPORTS:
     weight_transport(name).manager_end(None)
 sys.exit("torch" in sys.modules)

@@ -17,9 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.embedded.host import load_model
 from asyncrl.models.folder_checks import ModelPart
-from asyncrl.models.weights.model_files.whole_folder import IncompleteModelError, check_whole
 from asyncrl.trainer.model.load_models import load_causal_lm, load_critic
 from asyncrl.trainer.settings import AttentionImplementation
+from asyncrl.weights.whole_folder import IncompleteModelError, check_whole
 
 LAYER = "model.layers.1.self_attn.o_proj.weight"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

@@ -15,20 +15,20 @@ import pytest
 
 from asyncrl.launch.__main__ import main
 from asyncrl.launch.commands.dashboard import token_of
-from asyncrl.observe.dashboard.page import (
+from asyncrl.launch.commands.trace import PHASE_COLOURS
+from asyncrl.observe.dashboard import (
     MOST_POINTS,
     SCRIPTS,
     STYLES,
     TIMELINE_SPANS,
     UPLOT_SHA256,
+    Dashboard,
     html,
     page_data,
     static,
 )
-from asyncrl.observe.dashboard.server import Dashboard
 from asyncrl.observe.history import History
-from asyncrl.observe.timeline.spans import OTHER, PHASES
-from asyncrl.observe.timeline.svg import PHASE_COLOURS
+from asyncrl.observe.timeline import OTHER, PHASES
 from tests.unit.observe.doctor.virtual_run import Knobs, VirtualRun
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"

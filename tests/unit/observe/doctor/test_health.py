@@ -17,7 +17,7 @@ import pytest
 
 from asyncrl.comm import names
 from asyncrl.comm.files import FileLock
-from asyncrl.launch.commands.doctor.run import main
+from asyncrl.launch.commands.doctor import main
 from asyncrl.observe.doctor import Finding, Level, examine
 from asyncrl.observe.doctor.health import RUBRIC_FAILED
 from asyncrl.observe.doctor.standing import Standing, about, outlook, standing_lines

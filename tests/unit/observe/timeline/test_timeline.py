@@ -14,11 +14,9 @@ from xml.etree import ElementTree
 import pytest
 
 from asyncrl.launch.__main__ import main
+from asyncrl.launch.commands.trace import chrome_trace, svg_picture
 from asyncrl.observe.history import History
-from asyncrl.observe.timeline import Span, Timeline, timeline
-from asyncrl.observe.timeline.chrome import chrome_trace
-from asyncrl.observe.timeline.spans import OTHER, PHASES, TRAINER, in_lanes
-from asyncrl.observe.timeline.svg import svg_picture
+from asyncrl.observe.timeline import OTHER, PHASES, TRAINER, Span, Timeline, in_lanes, timeline
 from tests.unit.observe.doctor.virtual_run import Knobs, VirtualRun
 
 KNOBS = Knobs(steps=12, eval_samples=50)

@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 
 from asyncrl.api import Completion, FinishReason, GenerationRequest, GenerationResult, Prompt, Sample, SamplingParams
 from asyncrl.api.picture import Picture
-from asyncrl.config.load import experiments_dir, load_experiment
+from asyncrl.config.load import load_experiment, recipes_dir
 from asyncrl.config.plugin_code.import_paths import load_plugin
+from asyncrl.data.prompt_queue import PromptRef
+from asyncrl.data.tokenizers import CharTokenizer
 from asyncrl.plugins.agents import vla
 from asyncrl.plugins.agents.vla import OPENVLA_OFT, ActionTokens, VLAAgent
-from asyncrl.plugins.datasets.queue.order import PromptRef
-from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.rollout.episode import RetryLimits
 from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code.rewards import episode_of
 
-STATE, WORDS = (load_plugin(f"{experiments_dir() / 'embodied_srpo.py'}:{name}") for name in ("State", "WORDS"))
+STATE, WORDS = (load_plugin(f"{recipes_dir() / 'embodied_srpo.py'}:{name}") for name in ("State", "WORDS"))
 OPENVLA_IDS = range(31744, 32000)
 FIRST_WORD = 7
 

@@ -11,11 +11,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from asyncrl.api import Completion, FinishReason, GenerationRequest, GenerationResult, Prompt, SamplingParams
-from asyncrl.plugins.chat.parsers import Parser, parser
-from asyncrl.plugins.chat.template import ChatFormat
-from asyncrl.plugins.datasets.prompt_format import PromptFormat
-from asyncrl.plugins.datasets.templates.chat_template import ChatTemplate
-from asyncrl.plugins.datasets.tokenizers import ChatTokenizer, load_tokenizer, special_tokens
+from asyncrl.chat.parsers import Parser, parser
+from asyncrl.chat.template import ChatFormat
+from asyncrl.data.chat_template import ChatTemplate
+from asyncrl.data.prompt_format import PromptFormat
+from asyncrl.data.tokenizers import ChatTokenizer, load_tokenizer, special_tokens
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>")
 SPECIAL += ("<|end_header_id|>", "<|eot_id|>", "<|python_tag|>")

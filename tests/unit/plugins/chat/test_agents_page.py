@@ -13,7 +13,7 @@ import pytest
 from asyncrl.api import GenerationRequest, GenerationResult, Prompt, Sample, SamplingParams
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
-from asyncrl.plugins.datasets.tokenizers import ChatTokenizer
+from asyncrl.data.tokenizers import ChatTokenizer
 from asyncrl.rollout.checks import check
 from asyncrl.rollout.episode import run_group
 from asyncrl.rollout.user_code.components import UserComponents

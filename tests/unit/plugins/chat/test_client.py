@@ -28,13 +28,13 @@ from asyncrl.api import (
     ToolCall,
     ToolSchema,
 )
+from asyncrl.chat.conversation import ChatLimits, Phase
+from asyncrl.chat.episode_client import ChatPolicy, ConversationEnded, DriftError, EpisodeClient
+from asyncrl.chat.parsers import Parsed
+from asyncrl.chat.settings import DriftCheck, Reasoning
+from asyncrl.chat.template import ChatFormat
+from asyncrl.data.chat_template import ChatError
 from asyncrl.plugins.agents.sample_builder import SampleBuilder
-from asyncrl.plugins.chat.client import ChatPolicy, ConversationEnded, DriftError, EpisodeClient
-from asyncrl.plugins.chat.conversation import ChatLimits, Finish, Phase
-from asyncrl.plugins.chat.parsers import Parsed
-from asyncrl.plugins.chat.settings import DriftCheck, Reasoning
-from asyncrl.plugins.chat.template import ChatFormat
-from asyncrl.plugins.datasets.templates.chat_template import ChatError
 from tests.examples import examples
 
 from .conftest import TEMPLATES, FakePolicy
@@ -554,7 +554,7 @@ async def test_two_results_of_a_turn_that_a_template_shows_one_of(chat_format: M
     await client.chat([user("a"), reply.message, *results], tools=TOOLS)
     (sample,) = client.samples()
     assert_exact(sample, policy.said)
-    assert Finish(client.turns[0].request.finish or "") is Finish.tool_calls
+    assert client.turns[0].request.finish is ChatFinish.tool_calls
 
 
 async def test_conversations_of_an_episode_record_apart_and_name_their_samples(

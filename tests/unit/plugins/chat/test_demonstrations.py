@@ -13,19 +13,21 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from asyncrl.chat.template import ChatFormat
 from asyncrl.config.plugin_code.import_paths import PluginError
-from asyncrl.plugins.chat.template import ChatFormat
-from asyncrl.plugins.datasets.prompt_format import PromptFormat
-from asyncrl.plugins.datasets.supervised.demonstration_rows import EncodedRows, load_demonstrations, shown_with_loss
-from asyncrl.plugins.datasets.supervised.demonstrations import (
+from asyncrl.data.demonstrations import (
     BadDemonstration,
     Demonstration,
     DemonstrationFormat,
+    EncodedRows,
     TrainOn,
+    load_demonstrations,
+    shown_with_loss,
 )
+from asyncrl.data.prompt_format import PromptFormat
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
-from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine
-from asyncrl.trainer.parallel.rank_position import RankPosition
+from asyncrl.trainer.engines.flat import FlatPolicyEngine
+from asyncrl.trainer.parallel.world import RankPosition
 from asyncrl.trainer.supervised.objectives import Imitation
 
 from .conftest import TEMPLATES as SOURCES

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from asyncrl.api import Prompt, messages_of
+from asyncrl.chat.episode_client import EpisodeClient
+from asyncrl.chat.template import ChatFormat
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import settings
-from asyncrl.plugins.chat.client import EpisodeClient
-from asyncrl.plugins.chat.template import ChatFormat
 
 from .conftest import FakePolicy
 

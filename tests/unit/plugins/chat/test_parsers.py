@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.api.chat import ToolCall
-from asyncrl.plugins.chat.parsers import FORMATS, parser, readers, why_unread
-from asyncrl.plugins.datasets.templates.chat_template import ChatTemplate
+from asyncrl.chat.parsers import FORMATS, parser, readers, why_unread
+from asyncrl.data.chat_template import ChatTemplate
 
 WITH_CALLS = [name for name in FORMATS if name != "none"]
 _text = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)

@@ -19,17 +19,17 @@ from asyncrl.api import Environment, Prompt, SamplingParams, ToolResult
 from asyncrl.api.generation import GenerationRequest
 from asyncrl.api.picture import MAX_PICTURES, Picture, PictureError
 from asyncrl.api.tool import as_result
+from asyncrl.chat.episode_client import EpisodeClient, check_prompt_pictures
+from asyncrl.chat.parsers import parser
+from asyncrl.chat.template import PICTURES, ChatFormat
+from asyncrl.data.chat_template import ChatError, ChatTemplate
+from asyncrl.data.picture_parts import content_of
+from asyncrl.data.prompt_format import InvalidPrompt, PromptFormat
+from asyncrl.data.settings import Overlong
+from asyncrl.data.tokenizers import load_tokenizer, special_tokens
 from asyncrl.plugins.agents.game import GameAgent
 from asyncrl.plugins.agents.sample_builder import SampleBuilder
 from asyncrl.plugins.agents.tool_agent import _content as tool_content
-from asyncrl.plugins.chat.client import EpisodeClient, check_prompt_pictures
-from asyncrl.plugins.chat.parsers import parser
-from asyncrl.plugins.chat.template import PICTURES, ChatFormat
-from asyncrl.plugins.datasets.prompt_format import InvalidPrompt, PromptFormat
-from asyncrl.plugins.datasets.settings import Overlong
-from asyncrl.plugins.datasets.templates.chat_template import ChatError, ChatTemplate
-from asyncrl.plugins.datasets.templates.picture_parts import content_of
-from asyncrl.plugins.datasets.tokenizers import load_tokenizer, special_tokens
 from asyncrl.plugins.envs.gymnasium_env import GymnasiumEnv
 
 from .conftest import FakePolicy

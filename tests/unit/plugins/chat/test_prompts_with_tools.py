@@ -13,11 +13,11 @@ import pytest
 from asyncrl.api import GenerationClient, messages_of
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
+from asyncrl.data.prompt_format import OverlongPrompt
+from asyncrl.data.prompt_queue import PromptRef
+from asyncrl.data.settings import Overlong
 from asyncrl.launch.before_start.data import check_prompts
-from asyncrl.plugins.datasets.prompt_format import OverlongPrompt
-from asyncrl.plugins.datasets.queue.order import PromptRef
-from asyncrl.plugins.datasets.settings import Overlong
-from asyncrl.plugins.tools.settings import McpServerConfig, ToolConfig
+from asyncrl.plugins.settings import McpServerConfig, ToolConfig
 from asyncrl.rollout.user_code.components import UserComponents
 
 from .conftest import TEMPLATES

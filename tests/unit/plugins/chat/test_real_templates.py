@@ -16,12 +16,12 @@ import transformers.utils.chat_template_utils as reference
 from transformers import AutoTokenizer
 
 from asyncrl.api.chat import ToolCall
-from asyncrl.plugins.chat.parsers import FORMATS, parser, readers, why_thoughts_unread, why_unread
-from asyncrl.plugins.chat.template import ChatFormat
-from asyncrl.plugins.datasets.prompt_format import PromptFormat
-from asyncrl.plugins.datasets.templates import chat_template
-from asyncrl.plugins.datasets.templates.chat_template import ChatError, ChatTemplate
-from asyncrl.plugins.datasets.tokenizers import load_tokenizer
+from asyncrl.chat.parsers import FORMATS, parser, readers, why_thoughts_unread, why_unread
+from asyncrl.chat.template import ChatFormat
+from asyncrl.data import chat_template
+from asyncrl.data.chat_template import ChatError, ChatTemplate
+from asyncrl.data.prompt_format import PromptFormat
+from asyncrl.data.tokenizers import load_tokenizer
 
 FOLDER = Path(__file__).parents[3] / "chat_templates"
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from asyncrl.plugins.chat.conversation import ChatLimits, ChatRequest, Finish, IllegalStep, Phase
+from asyncrl.api import ChatFinish
+from asyncrl.chat.conversation import ChatLimits, ChatRequest, IllegalStep, Phase
 
-ANSWERS = st.sampled_from([Finish.stop, Finish.length, Finish.tool_calls])
+ANSWERS = st.sampled_from([ChatFinish.stop, ChatFinish.length, ChatFinish.tool_calls])
 
 
 def running(limits: ChatLimits | None = None, tokens: int = 10) -> ChatRequest:
@@ -18,9 +19,9 @@ def running(limits: ChatLimits | None = None, tokens: int = 10) -> ChatRequest:
 
 
 def test_a_turn_with_tools_goes_round_and_ends() -> None:
-    request = running().answered(Finish.tool_calls, 5)
-    assert (request.phase, request.finish, request.tokens) == (Phase.calling_tools, Finish.tool_calls, 15)
-    request = request.tools_returned(2.0).begin(20).answered(Finish.stop, 3)
+    request = running().answered(ChatFinish.tool_calls, 5)
+    assert (request.phase, request.finish, request.tokens) == (Phase.calling_tools, ChatFinish.tool_calls, 15)
+    request = request.tools_returned(2.0).begin(20).answered(ChatFinish.stop, 3)
     assert (request.phase, request.turns, request.tokens, request.tool_s) == (Phase.completed, 2, 23, 2.0)
     assert not request.ended
     assert request.begin(30).phase is Phase.running
@@ -40,40 +41,27 @@ def test_a_limit_ends_it_where_the_next_answer_would_begin(
 ) -> None:
     request = running(limits)
     for _ in range(answers):
-        request = request.answered(Finish.tool_calls, 5)
+        request = request.answered(ChatFinish.tool_calls, 5)
     assert not request.ended
     request = request.tools_returned(tool_s).begin(tokens)
-    assert (request.phase, request.finish, request.ended) == (Phase.completed, Finish.length, True)
+    assert (request.phase, request.finish, request.ended) == (Phase.completed, ChatFinish.length, True)
     assert request.over.startswith(over)
     assert ChatRequest(limits, tokens=0).begin(29).room == (1 if limits.max_context else None)
 
 
 def test_an_answer_that_fills_the_context_ends_it_and_one_that_was_cut_shorter_does_not() -> None:
     request = running(ChatLimits(max_context=20))
-    assert request.answered(Finish.length, 10).over == "generation.context_length=20"
-    cut = request.answered(Finish.length, 4)
-    assert (cut.finish, cut.ended) == (Finish.length, False)
+    assert request.answered(ChatFinish.length, 10).over == "generation.context_length=20"
+    cut = request.answered(ChatFinish.length, 4)
+    assert (cut.finish, cut.ended) == (ChatFinish.length, False)
     assert cut.begin(19).phase is Phase.running
 
 
-def test_what_is_given_up_or_failed_stays_so() -> None:
-    aborted = running().aborted("the episode was cancelled")
-    assert (aborted.phase, aborted.finish, aborted.ended) == (Phase.completed, Finish.abort, True)
-    assert aborted.aborted("again") is aborted
-    failed = running().failed("the policy does not answer")
-    assert (failed.phase, failed.over) == (Phase.failed, "the policy does not answer")
-    for request in (aborted, failed):
-        with pytest.raises(IllegalStep, match="cannot begin"):
-            request.begin(1)
-        with pytest.raises(IllegalStep, match="cannot fail"):
-            request.failed("again")
-
-
 def test_a_branch_has_used_up_what_its_beginning_has() -> None:
-    request = running(ChatLimits(max_turns=2)).answered(Finish.tool_calls, 5).tools_returned(1.0)
+    request = running(ChatLimits(max_turns=2)).answered(ChatFinish.tool_calls, 5).tools_returned(1.0)
     branch = request.forked()
     assert (branch.phase, branch.turns, branch.tool_s, branch.tokens) == (Phase.pending, 1, 1.0, 0)
-    assert branch.begin(5).answered(Finish.stop, 1).begin(9).over == "rollout.chat.max_turns=2"
+    assert branch.begin(5).answered(ChatFinish.stop, 1).begin(9).over == "rollout.chat.max_turns=2"
 
 
 class Life(RuleBasedStateMachine):
@@ -98,7 +86,7 @@ class Life(RuleBasedStateMachine):
             self.request = self.request.begin(self.request.tokens + more)
 
     @rule(finish=ANSWERS, share=st.floats(0, 1))
-    def answer(self, finish: Finish, share: float) -> None:
+    def answer(self, finish: ChatFinish, share: float) -> None:
         if self.request.phase is not Phase.running:
             self.refused("answered", finish, 1)
         else:

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.context import context_length, turns
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.memory import context_length, turns
 from asyncrl.config.setting import ConfigError
+from asyncrl.data.prompt_queue import PromptRef
 from asyncrl.launch.before_start.setting_checks import validate
-from asyncrl.plugins.datasets.queue.order import PromptRef
-from asyncrl.plugins.tools.settings import ToolConfig
+from asyncrl.plugins.settings import ToolConfig
+from asyncrl.rollout.user_code.agents import chat_policy
 from asyncrl.rollout.user_code.components import UserComponents
-from asyncrl.rollout.user_code.conversations import chat_policy
 
 from .conftest import TEMPLATES
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.plugins.chat.stop_strings import before_stop, check_stop_strings, completed_by_last, kept_tokens
-from asyncrl.plugins.datasets.tokenizers import ChatTokenizer
+from asyncrl.chat.stop_strings import before_stop, check_stop_strings, completed_by_last, kept_tokens
+from asyncrl.data.tokenizers import ChatTokenizer
 from tests.examples import examples
 
 LETTERS = "ab</>\u00e9\u4f60\U0001f600"

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from asyncrl.chat.parsers import parser
+from asyncrl.chat.template import ChatFormat, kind_of
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.plugins.chat.parsers import parser
-from asyncrl.plugins.chat.template import ChatFormat, kind_of
-from asyncrl.plugins.datasets.prompt_format import PromptFormat
-from asyncrl.plugins.datasets.templates.chat_template import ChatTemplate
-from asyncrl.plugins.datasets.tokenizers import CharTokenizer
-from asyncrl.rollout.user_code.conversations import load_chat_format
+from asyncrl.data.chat_template import ChatTemplate
+from asyncrl.data.prompt_format import PromptFormat
+from asyncrl.data.tokenizers import CharTokenizer
+from asyncrl.rollout.user_code.agents import load_chat_format
 
 from .conftest import END, SPECIAL, TEMPLATES
 

@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.api import ChatFinish, ChatReply, Completion, FinishReason
 from asyncrl.api.picture import Picture, PlacedPicture
-from asyncrl.plugins.chat.conversation import Turn, TurnRecorder
+from asyncrl.chat.conversation import Turn, TurnRecorder
 
 BLACK, WHITE = (Picture.from_array(np.full((2, 2, 3), shade, np.uint8)) for shade in (0, 255))
 USER: dict[str, Any] = {"role": "user", "content": "a"}

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config.plugin_code.import_paths import PluginError
-from asyncrl.plugins.datasets import load_dataset
+from asyncrl.data.datasets import load_dataset
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset, add_without_carry, split_of, written_out
 from asyncrl.plugins.rewards.arithmetic import arithmetic_reward
 

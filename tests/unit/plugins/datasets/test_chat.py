@@ -16,11 +16,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from asyncrl.plugins.datasets.prompt_format import InvalidPrompt, OverlongPrompt, PromptFormat
-from asyncrl.plugins.datasets.prompt_stats import measure_prompts
-from asyncrl.plugins.datasets.settings import Overlong
-from asyncrl.plugins.datasets.templates.chat_template import ChatError, ChatTemplate, template_source
-from asyncrl.plugins.datasets.tokenizers import FastTokenizer, load_tokenizer, special_tokens
+from asyncrl.data.chat_template import ChatError, ChatTemplate, template_source
+from asyncrl.data.prompt_format import InvalidPrompt, OverlongPrompt, PromptFormat, measure_prompts
+from asyncrl.data.settings import Overlong
+from asyncrl.data.tokenizers import FastTokenizer, load_tokenizer, special_tokens
 
 QWEN = """{%- if tools %}
     {{- '<|im_start|>system\\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}
@@ -122,7 +121,7 @@ def _one_day(monkeypatch: pytest.MonkeyPatch) -> None:
         def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
             return datetime(2024, 7, 26, tzinfo=tz)
 
-    monkeypatch.setattr("asyncrl.plugins.datasets.templates.chat_template.datetime", Now)
+    monkeypatch.setattr("asyncrl.data.chat_template.datetime", Now)
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Now)
 
 
@@ -194,7 +193,7 @@ def test_a_tokenizer_json_is_read_without_transformers_as_transformers_reads_it(
     again = AutoTokenizer.from_pretrained(tmp_path)
     assert (again.get_vocab(), again.chat_template) == (reference.get_vocab(), reference.chat_template)
     program = (
-        "import sys; from asyncrl.plugins.datasets.tokenizers import load_tokenizer; "
+        "import sys; from asyncrl.data.tokenizers import load_tokenizer; "
         f"load_tokenizer({str(folder)!r}).encode('hello'); "
         "sys.exit(int('transformers' in sys.modules or 'torch' in sys.modules))"
     )

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config.setting import ConfigError
-from asyncrl.plugins.datasets.queue.curriculum import (
+from asyncrl.data.curriculum import (
     Curriculum,
     CurriculumFailed,
     OwnCurriculum,
     make_curriculum,
 )
-from asyncrl.plugins.datasets.settings import CurriculumConfig
+from asyncrl.data.settings import CurriculumConfig
 
 MEASURED = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.floats(0, 1)), max_size=30)
 
@@ -153,7 +153,7 @@ def test_a_class_of_ones_own_decides_and_goes_on_from_its_state(own: Callable[[s
 def test_a_method_that_hangs_holds_its_process_for_a_limit_only(
     own: Callable[[str], CurriculumConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.plugins.datasets.queue.curriculum.CALL_LIMIT_S", 0.05)
+    monkeypatch.setattr("asyncrl.data.curriculum.CALL_LIMIT_S", 0.05)
     curriculum, hang = cast(OwnCurriculum, make_curriculum(own("Thirds"))), threading.Event()
     monkeypatch.setattr(curriculum._own, "rests", lambda row, epoch: hang.wait())
     with pytest.raises(CurriculumFailed, match=r"own\.py:Thirds': rests did not return within 0\.05 s"):

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.plugins.datasets import Dataset, load_dataset
+from asyncrl.data.datasets import DataRecord, Dataset, load_dataset
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
-from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
 
 LINES = [json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) for i in range(5)]
 

@@ -11,10 +11,10 @@ import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
+from asyncrl.data.files import FileDataset
 from asyncrl.launch.before_start.data import check_data
 from asyncrl.launch.before_start.setting_checks import validate
-from asyncrl.master.data.buffer_order import ConfiguredOrder
-from asyncrl.plugins.datasets.rows.files import FileDataset
+from asyncrl.master.data.sample_buffer import ConfiguredOrder
 from asyncrl.rollout.user_code.prompts import load_train_set
 from asyncrl.trainer.messages import RolloutRecord
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.plugins.datasets import load_dataset
-from asyncrl.plugins.datasets.rows.files import FileDataset
+from asyncrl.data.datasets import load_dataset
+from asyncrl.data.files import FileDataset
 from asyncrl.plugins.rewards.math_answer import math_answer_reward
 
 GSM8K = Path(__file__).parents[5] / "shared" / "data" / "gsm8k"

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
-from asyncrl.plugins.datasets.rows.files import FileDataset
-from asyncrl.plugins.datasets.rows.mixture import Mixture
+from asyncrl.data.datasets import DataRecord, Mixture
+from asyncrl.data.files import FileDataset
 
 
 class Rows:

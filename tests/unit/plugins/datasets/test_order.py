@@ -4,16 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.api.generation import seed_from
 from asyncrl.config.plugin_code.import_paths import PluginError
-from asyncrl.plugins import datasets
-from asyncrl.plugins.datasets import load_dataset
-from asyncrl.plugins.datasets.queue.order import (
+from asyncrl.data import datasets
+from asyncrl.data.datasets import load_dataset
+from asyncrl.data.prompt_queue import (
     CACHED_EPOCHS,
     DataOrder,
     epoch_of,
     epoch_order,
     prompt_seed,
-    seed_from,
 )
 
 

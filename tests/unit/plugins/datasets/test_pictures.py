@@ -17,14 +17,13 @@ from PIL import Image
 
 from asyncrl.api import Prompt, SamplingParams
 from asyncrl.api.picture import MAX_PICTURES, Picture
-from asyncrl.plugins.datasets.prompt_format import InvalidPrompt, PromptFormat, make_prompt
-from asyncrl.plugins.datasets.prompt_stats import measure_prompts
-from asyncrl.plugins.datasets.queue.order import PromptRef
-from asyncrl.plugins.datasets.rows.data_fingerprint import content_sum
-from asyncrl.plugins.datasets.rows.files import FileDataset
-from asyncrl.plugins.datasets.supervised.demonstrations import DemonstrationFormat
-from asyncrl.plugins.datasets.templates.chat_template import ChatTemplate
-from asyncrl.plugins.datasets.templates.picture_parts import PictureSource, observed
+from asyncrl.data.chat_template import ChatTemplate
+from asyncrl.data.datasets import content_sum
+from asyncrl.data.demonstrations import DemonstrationFormat
+from asyncrl.data.files import FileDataset
+from asyncrl.data.picture_parts import PictureSource, observed
+from asyncrl.data.prompt_format import InvalidPrompt, PromptFormat, make_prompt, measure_prompts
+from asyncrl.data.prompt_queue import PromptRef
 from asyncrl.rollout.user_code_pool.agent_protocol import _sample_of
 
 TEMPLATE = (

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from asyncrl.config.setting import ChoiceConfig, ConfigError
+from asyncrl.data.demonstrations import BadDemonstration, EncodedRows, load_demonstrations
+from asyncrl.data.preferences import JudgedAnswer, PreferenceFormat
+from asyncrl.data.prompt_format import PromptFormat, load_chat_template
+from asyncrl.data.tokenizers import CharTokenizer, ChatTokenizer, load_tokenizer
 from asyncrl.launch.before_start.data import check_data
-from asyncrl.plugins.datasets.prompt_format import PromptFormat, load_chat_template
-from asyncrl.plugins.datasets.supervised.demonstration_rows import EncodedRows, load_demonstrations
-from asyncrl.plugins.datasets.supervised.demonstrations import BadDemonstration
-from asyncrl.plugins.datasets.supervised.preferences import JudgedAnswer, PreferenceFormat
-from asyncrl.plugins.datasets.tokenizers import CharTokenizer, ChatTokenizer, load_tokenizer
 from asyncrl.trainer.settings import OptimizerName
 from asyncrl.trainer.supervised.settings import SFTConfig, SFTDatasetConfig
 

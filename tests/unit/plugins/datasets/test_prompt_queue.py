@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.plugins.datasets.queue.order import DataOrder
-from asyncrl.plugins.datasets.queue.prompt_queue import NextTry, PromptQueue
-from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
+from asyncrl.data.prompt_queue import DataOrder, NextTry, PromptQueue, UsedPrompts
 from tests.examples import examples
 
 

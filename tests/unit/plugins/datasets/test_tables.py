@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.plugins.datasets import load_dataset
-from asyncrl.plugins.datasets.rows.data_fingerprint import DataRecord
-from asyncrl.plugins.datasets.rows.files import FileDataset
+from asyncrl.data.datasets import DataRecord, load_dataset
+from asyncrl.data.files import FileDataset
 
 ROWS: list[dict[str, Any]] = [
     {"question": f"{i}+1?", "reward_model": {"ground_truth": str(i + 1), "style": "rule"}} for i in range(7)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.setting import ConfigError
-from asyncrl.plugins.datasets.prompt_format import load_chat_template
-from asyncrl.plugins.datasets.templates import sandbox
-from asyncrl.plugins.datasets.templates.chat_template import ChatError, ChatTemplate
-from asyncrl.plugins.datasets.templates.sandbox import TemplateLimit
+from asyncrl.data import template_sandbox
+from asyncrl.data.chat_template import ChatError, ChatTemplate
+from asyncrl.data.prompt_format import load_chat_template
+from asyncrl.data.template_sandbox import TemplateLimit
 from tests.unit.plugins.datasets.test_chat import QWEN
 
 LOOPS = {
@@ -101,7 +101,7 @@ TEXTS = {
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("bomb", LOOPS)
 def test_a_template_that_takes_too_long_is_named_and_others_go_on(bomb: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "CPU_LIMIT_S", 0.5)
+    monkeypatch.setattr(template_sandbox, "CPU_LIMIT_S", 0.5)
     template = ChatTemplate("{% if messages[0].content == 'boom' %}" + LOOPS[bomb] + "{% endif %}fine", {})
     assert template.render("x") == "fine"
     begun = time.thread_time()
@@ -143,14 +143,14 @@ def test_a_run_with_such_a_template_is_refused_before_it_starts(
         chat_template_args: dict[str, object] = {}  # noqa: RUF012
         system_prompt = ""
 
-    monkeypatch.setattr(sandbox, "CPU_LIMIT_S", 0.5)
+    monkeypatch.setattr(template_sandbox, "CPU_LIMIT_S", 0.5)
     (tmp_path / "chat_template.jinja").write_text(LOOPS["macros"])
     with pytest.raises(ConfigError, match=r"dataset\.chat_template='auto' .*'default' needs more than 0\.5 s"):
         load_chat_template(tmp_path, Settings())
 
 
 def test_the_time_of_many_renderings_does_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "CPU_LIMIT_S", 0.5)
+    monkeypatch.setattr(template_sandbox, "CPU_LIMIT_S", 0.5)
     busy, begun = ChatTemplate("{% for i in range(9999) %}{% endfor %}fine", {}), time.thread_time()
     while time.thread_time() - begun < 1.0:
         assert busy.render("x") == "fine"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from asyncrl.plugins.datasets.tokenizers import CharTokenizer, FastTokenizer, HuggingFaceTokenizer, load_tokenizer
+from asyncrl.data.tokenizers import CharTokenizer, FastTokenizer, HuggingFaceTokenizer, load_tokenizer
 
 TEXT = "37+5=42;42+81=123#123"
 
@@ -36,7 +36,7 @@ def test_an_alphabet_that_repeats_a_character_is_refused() -> None:
 def test_a_saved_char_tokenizer_is_loaded_without_transformers(tmp_path: Path) -> None:
     CharTokenizer().save(tmp_path)
     program = (
-        "import sys; from asyncrl.plugins.datasets.tokenizers import load_tokenizer; "
+        "import sys; from asyncrl.data.tokenizers import load_tokenizer; "
         f"assert load_tokenizer({str(tmp_path)!r}).encode('1+2') == [4, 13, 5]; "
         "sys.exit(int('transformers' in sys.modules or 'torch' in sys.modules))"
     )

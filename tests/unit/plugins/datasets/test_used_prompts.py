@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts, parse_prompt_id
+from asyncrl.data.prompt_queue import UsedPrompts, parse_prompt_id
 
 
 @given(

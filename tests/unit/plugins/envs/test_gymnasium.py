@@ -19,10 +19,9 @@ import asyncrl
 from asyncrl.api import Completion, FinishReason, GenerationRequest, GenerationResult, Prompt, RunIn, SamplingParams
 from asyncrl.api.picture import Picture
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.data.tokenizers import CharTokenizer
 from asyncrl.plugins.agents.game import GameAgent
-from asyncrl.plugins.datasets.tokenizers import CharTokenizer
-from asyncrl.plugins.envs.game_text import action_of, text_of
-from asyncrl.plugins.envs.gymnasium_env import GymnasiumEnv
+from asyncrl.plugins.envs.gymnasium_env import GymnasiumEnv, action_of, text_of
 from asyncrl.plugins.envs.gymnasium_vector import VectorGames
 from asyncrl.rollout.checks import check, code_problems
 from asyncrl.rollout.episode import run_group

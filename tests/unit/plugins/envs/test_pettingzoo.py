@@ -9,8 +9,8 @@ import pytest
 
 from asyncrl.api import Completion, FinishReason, GenerationRequest, GenerationResult, Prompt, Sample, SamplingParams
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.data.tokenizers import CharTokenizer
 from asyncrl.manager.settings import PolicyConfig
-from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.plugins.envs.pettingzoo_env import PettingZooEnv
 from asyncrl.rollout.checks import check
 from asyncrl.rollout.episode import run_group

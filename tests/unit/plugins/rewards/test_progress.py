@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from asyncrl.plugins.rewards.progress import (
+from asyncrl.plugins.rewards.srpo import (
     NEAREST,
     SIIRL,
     Centres,

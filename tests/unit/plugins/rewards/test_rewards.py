@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from asyncrl.api import Episode, RewardFunction
 from asyncrl.api.reward import RunIn, marked_run_in, reward_parts, run_in, scored
-from asyncrl.comm.http import calls as http
-from asyncrl.comm.http.calls import HttpError, HttpRefused
+from asyncrl.comm import http_client as http
+from asyncrl.comm.http_client import HttpError, HttpRefused
 from asyncrl.comm.waits import Backoff
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.no_proxy import bypass_proxy
+from asyncrl.config.machine import bypass_proxy
 from asyncrl.plugins.rewards import remote
 from asyncrl.plugins.rewards.arithmetic import arithmetic_reward
 from asyncrl.plugins.rewards.code_tests import CodeTestsReward, program_in

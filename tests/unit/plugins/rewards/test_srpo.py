@@ -13,11 +13,10 @@ import pytest
 from asyncrl.api import Episode, RunIn
 from asyncrl.api.picture import Picture, evenly
 from asyncrl.api.reward import marked_run_in
-from asyncrl.plugins.rewards.progress import NEAREST, distances, shaped
-from asyncrl.plugins.rewards.srpo import SRPOReward, pixels
+from asyncrl.plugins.rewards.srpo import NEAREST, SRPOReward, distances, pixels, shaped
 
 HERE = "asyncrl.plugins.rewards.srpo:pixels"
-ENCODER = Path(__file__).parents[4] / "experiments" / "base_models" / "embodied_srpo_encoder"
+ENCODER = Path(__file__).parents[4] / "experiments" / "recipes" / "base_models" / "embodied_srpo_encoder"
 
 
 def grey(level: int) -> Picture:

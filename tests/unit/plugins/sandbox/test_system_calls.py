@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from asyncrl.plugins.sandbox.system_calls import refusing_filter
+from asyncrl.plugins.sandbox import refusing_filter
 
 AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 ALLOW, KILL = 0x7FFF0000, 0x80000000

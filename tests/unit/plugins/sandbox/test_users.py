@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.plugins.sandbox import users
-from asyncrl.plugins.sandbox.users import SandboxUnavailable, lent_user
+from asyncrl.plugins import sandbox as users
+from asyncrl.plugins.sandbox import SandboxUnavailable, lent_user
 
 ALL_IDS = "         0          0 4294967295\n"
 HOLD = """
 import os, secrets, sys
 from pathlib import Path
-from asyncrl.plugins.sandbox import users
+from asyncrl.plugins import sandbox as users
 os.getuid = lambda: 0
 users._LOCKS = Path(sys.argv[1])
 secrets.randbelow = lambda count: 5

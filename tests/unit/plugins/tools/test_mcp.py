@@ -14,7 +14,7 @@ import pytest
 from asyncrl.api import ToolCall
 from asyncrl.comm.waits import CLOSE_S, STOP_S
 from asyncrl.config.setting import ConfigError
-from asyncrl.plugins.tools.settings import McpServerConfig
+from asyncrl.plugins.settings import McpServerConfig
 from asyncrl.rollout.settings import UserCodeConfig
 from asyncrl.rollout.user_code.tools import RunTools
 from asyncrl.rollout.user_code_pool.runner import UserCodeRunner

@@ -30,8 +30,7 @@ from asyncrl.trainer.batches.micro_batch_layout import (
 )
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.base import PolicyOutputs
-from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine, FlatValueEngine
-from asyncrl.trainer.engines.flat.flat_optimizer import FlatOptimizer
+from asyncrl.trainer.engines.flat import FlatOptimizer, FlatPolicyEngine, FlatValueEngine
 from asyncrl.trainer.model.attention import PACKED, VARLEN, packed_attention, varlen_attention
 from asyncrl.trainer.model.load_models import load_causal_lm, load_critic
 from asyncrl.trainer.settings import OptimizerConfig

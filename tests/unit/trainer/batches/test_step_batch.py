@@ -11,9 +11,9 @@ import torch
 
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.comm.trajectory_codec import decode_trajectories, encode_trajectories
-from asyncrl.master.graph.call_graph import BATCH_KEYS
+from asyncrl.master.graph import BATCH_KEYS
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
-from asyncrl.trainer.trajectories.inbox import record_of
+from asyncrl.trainer.rank.inbox import record_of
 
 MakeBatch = Callable[..., StepBatch]
 

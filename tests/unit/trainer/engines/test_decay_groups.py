@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.trainer.engines.decay_groups import decay_groups, embedding_names
-from asyncrl.trainer.engines.flat.loader import FlatLoader
-from asyncrl.trainer.parallel.rank_position import RankPosition
+from asyncrl.trainer.engines.flat import FlatLoader
+from asyncrl.trainer.engines.optimizer import decay_groups, embedding_names
+from asyncrl.trainer.parallel.world import RankPosition
 from asyncrl.trainer.settings import OptimizerConfig
 
 ARCHITECTURES = [

@@ -20,11 +20,11 @@ from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines import role
 from asyncrl.trainer.engines.base import PolicyOutputs
-from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine, FlatValueEngine
-from asyncrl.trainer.engines.flat.flat_optimizer import FlatOptimizer
-from asyncrl.trainer.model import gradient_checkpointing
-from asyncrl.trainer.model.gradient_checkpointing import checkpoint_layers
-from asyncrl.trainer.model.load_models import attention_kind, load_causal_lm, load_critic
+from asyncrl.trainer.engines.flat import FlatOptimizer, FlatPolicyEngine, FlatValueEngine
+from asyncrl.trainer.model import layers as model_layers
+from asyncrl.trainer.model.layers import checkpoint_layers
+from asyncrl.trainer.model.layout_parity import first_layout
+from asyncrl.trainer.model.load_models import load_causal_lm, load_critic
 from asyncrl.trainer.settings import OptimizerConfig
 
 from ....late_stream import LateStream
@@ -47,7 +47,7 @@ def engine(  # type: ignore[no-untyped-def]
     return FlatPolicyEngine(
         model,
         temperature=temperature,
-        attention=attention_kind(attn),
+        attention=first_layout(attn).kind,
         tokens_per_micro_batch=budget,
         optimizer=FlatOptimizer(model.named_parameters(), OptimizerConfig()) if train else None,
         gradient_checkpointing=checkpointing,
@@ -208,7 +208,7 @@ def test_inputs_of_layers_that_wait_on_the_host_leave_the_device_and_come_back_w
 ) -> None:
     """Also where copies are late, as on a GPU's stream of its own, and with several micro-batches."""
     if late:
-        monkeypatch.setattr(gradient_checkpointing, "HostCopies", LateStream().copies)
+        monkeypatch.setattr(model_layers, "HostCopies", LateStream().copies)
     batch, gradients, alive = make_batch(), [], []
     for on_host in (False, True):
         policy = engine(llama_dir, budget=60, train=True, checkpointing=True, on_host=on_host)
@@ -278,7 +278,7 @@ def test_a_critic_values_every_prefix(llama_dir: Path, make_batch: MakeBatch, at
     batch = make_batch()
     critic = load_critic(llama_dir, "float32", attn, CPU)
     torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(2))
-    values = FlatValueEngine(critic, attention=attention_kind(attn), tokens_per_micro_batch=50)
+    values = FlatValueEngine(critic, attention=first_layout(attn).kind, tokens_per_micro_batch=50)
     outputs_T = values.outputs(batch)
     plain = load_critic(llama_dir, "float32", "eager", CPU)
     plain.head.load_state_dict(critic.head.state_dict())

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from asyncrl.trainer.engines.flat.flat_optimizer import FlatOptimizer
+from asyncrl.trainer.engines.flat import FlatOptimizer
 from asyncrl.trainer.settings import OptimizerConfig, OptimizerName
 
 CONFIG = OptimizerConfig(weight_decay=0.1, max_grad_norm=0.5)

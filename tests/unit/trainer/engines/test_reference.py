@@ -24,16 +24,16 @@ from asyncrl.api import (
 )
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ChoiceConfig
-from asyncrl.master.data.step_plan import Dealing, minibatches_of_groups
+from asyncrl.data.prompt_format import PromptFormat
+from asyncrl.data.tokenizers import load_tokenizer
+from asyncrl.master.step import Dealing, minibatches_of_groups
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
-from asyncrl.plugins.datasets.prompt_format import PromptFormat
-from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.reference import ReferenceConfig, ReferenceTrainer
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.functions.model_functions import StatValues
 from asyncrl.trainer.model.load_models import load_causal_lm
+from asyncrl.trainer.rank.inbox import record_of
 from asyncrl.trainer.rank.training_rank import TrainingRank
-from asyncrl.trainer.trajectories.inbox import record_of
 
 MakeRank = Callable[[ExperimentConfig], TrainingRank]
 RunStep = Callable[..., dict[str, StatValues]]

@@ -11,14 +11,13 @@ import torch
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
-from asyncrl.master.graph.builtin import load_graph
+from asyncrl.master.graph import load_graph
 from asyncrl.trainer.engines import ENGINES, Engine
 from asyncrl.trainer.engines.base import EngineLoader, engine_loader
-from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine
-from asyncrl.trainer.engines.flat.loader import FlatLoader
+from asyncrl.trainer.engines.flat import FlatLoader, FlatPolicyEngine
 from asyncrl.trainer.parallel.checks import problems
 from asyncrl.trainer.parallel.placement import engine_of, placement
-from asyncrl.trainer.parallel.rank_position import World
+from asyncrl.trainer.parallel.world import World
 from asyncrl.trainer.rank.training_rank import build_rank
 from asyncrl.trainer.settings import OptimizerConfig
 

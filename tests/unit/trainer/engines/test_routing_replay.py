@@ -22,16 +22,15 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device, Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.engine_io import GenerationInput, SamplingSpec
+from asyncrl.models.model_config import ROUTERS
 from asyncrl.models.parity import UnsupportedModelError
-from asyncrl.models.routers import ROUTERS
 from asyncrl.models.routing import UNRECORDED, Routers
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.base import PolicyOutputs
-from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine
-from asyncrl.trainer.engines.flat.loader import FlatLoader
-from asyncrl.trainer.parallel.rank_position import RankPosition
+from asyncrl.trainer.engines.flat import FlatLoader, FlatPolicyEngine
+from asyncrl.trainer.parallel.world import RankPosition
 from asyncrl.trainer.rank.training_rank import TrainingRank
 from asyncrl.trainer.settings import AttentionImplementation
 from tests.engine_steps import run

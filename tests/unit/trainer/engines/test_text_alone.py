@@ -21,8 +21,7 @@ from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.engine_io import GenerationInput, SamplingSpec
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import build_step_batch
-from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine
-from asyncrl.trainer.engines.flat.flat_optimizer import FlatOptimizer
+from asyncrl.trainer.engines.flat import FlatOptimizer, FlatPolicyEngine
 from asyncrl.trainer.settings import OptimizerConfig
 from tests.engine_steps import run
 

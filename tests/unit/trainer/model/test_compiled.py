@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from asyncrl.models.parity import UnsupportedModelError
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
-from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine
-from asyncrl.trainer.model import compiled
-from asyncrl.trainer.model.compiled import compile_layers
+from asyncrl.trainer.engines.flat import FlatPolicyEngine
+from asyncrl.trainer.model import layers
+from asyncrl.trainer.model.layers import compile_layers
 from asyncrl.trainer.model.layout_parity import select_attention
 from asyncrl.trainer.settings import AttentionImplementation
 
@@ -49,7 +49,7 @@ def gradients(model: PreTrainedModel, tokens: int) -> list[Tensor]:
 def test_compiled_parts_have_the_gradients_of_the_written_ones_and_are_compiled_once_for_all_lengths(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    monkeypatch.setattr(layers, "BACKEND", "aot_eager")
     plain, ours = model(), model()
     assert compile_layers(ours.model) == 2 * (2 + 1)
     for tokens in (7, 12):
@@ -72,14 +72,14 @@ def engine_of(**settings: Any) -> FlatPolicyEngine:
 
 
 def test_a_model_is_proven_with_its_compiled_parts_against_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    monkeypatch.setattr(layers, "BACKEND", "eager")
     layout = select_attention(engine_of(compiled=True), AttentionImplementation.sdpa, longest=64)
     assert layout.kind == AttentionKind.tree
 
     def wrong(graph: GraphModule, _inputs: list[Tensor]) -> Callable[..., tuple[Tensor, ...]]:
         return lambda *inputs: tuple(1.5 * out for out in graph(*inputs))
 
-    monkeypatch.setattr(compiled, "BACKEND", wrong)
+    monkeypatch.setattr(layers, "BACKEND", wrong)
     with pytest.raises(UnsupportedModelError, match="Qwen2ForCausalLM cannot be trained"):
         select_attention(engine_of(compiled=True), AttentionImplementation.sdpa, longest=64)
 
@@ -95,8 +95,8 @@ def test_a_part_is_compiled_for_every_kind_of_layer_and_never_computed_as_writte
     """Of more kinds than torch compiles by default: types, with and without gradients, sizes of one and of more."""
     torch._dynamo.reset()
     counted = CompileCounter()  # type: ignore[no-untyped-call]
-    monkeypatch.setattr(compiled, "BACKEND", counted)
-    norm = compiled.compiled(lambda hidden: hidden / hidden.square().mean(-1, keepdim=True).sqrt())
+    monkeypatch.setattr(layers, "BACKEND", counted)
+    norm = layers.compiled(lambda hidden: hidden / hidden.square().mean(-1, keepdim=True).sqrt())
     cases = list(product((torch.float32, torch.float64, torch.bfloat16), (1, 3), (False, True)))
     for dtype, tokens, gradients in cases:
         norm(torch.ones(tokens, 4, dtype=dtype, requires_grad=gradients))

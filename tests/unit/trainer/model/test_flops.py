@@ -22,13 +22,11 @@ from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.base import PolicyOutputs
-from asyncrl.trainer.engines.flat.engine import FlatPolicyEngine
-from asyncrl.trainer.engines.flat.flat_optimizer import FlatOptimizer
-from asyncrl.trainer.engines.flat.loader import FlatLoader
+from asyncrl.trainer.engines.flat import FlatLoader, FlatOptimizer, FlatPolicyEngine
 from asyncrl.trainer.model.flops import Attended, FlopCount, ForwardPass, NotCounted, model_flops
 from asyncrl.trainer.model.load_models import load_causal_lm
 from asyncrl.trainer.model.lora import add_adapters
-from asyncrl.trainer.parallel.rank_position import RankPosition
+from asyncrl.trainer.parallel.world import RankPosition
 from asyncrl.trainer.settings import LoraConfig, OptimizerConfig, VisionMode
 from tests.vlm_batches import vlm_batch, vlm_trajectories
 

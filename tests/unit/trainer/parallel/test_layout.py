@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.trainer.parallel.layout import Layout, slice_of, stage_layers
+from asyncrl.trainer.parallel.placement import Layout, slice_of, stage_layers
 
 sizes = st.integers(1, 64)
 layouts = st.builds(lambda r, d, t, p, c: Layout(r * d, t, p, r, c), sizes, sizes, sizes, sizes, sizes)

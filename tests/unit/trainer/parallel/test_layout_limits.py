@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl.models.model_facts import ModelFacts, facts_of
-from asyncrl.trainer.parallel.layout import Layout
-from asyncrl.trainer.parallel.layout_limits import misfits, tensor_sizes
+from asyncrl.models.model_config import ModelFacts, facts_of
+from asyncrl.trainer.parallel.checks import misfits, tensor_sizes
+from asyncrl.trainer.parallel.placement import Layout
 
 QWEN = {
     "model_type": "qwen2",

@@ -13,9 +13,8 @@ from torch.distributed.distributed_c10d import _world
 from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.models.ranks import PeerFailed, Ranks
-from asyncrl.trainer.parallel.rank_position import World
-from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
-from asyncrl.trainer.parallel.world import all_have_started, training_world
+from asyncrl.trainer.parallel.placement import Placement, WorkerGrid
+from asyncrl.trainer.parallel.world import World, all_have_started, training_world
 
 LIMIT_S = 300.0
 GRID = WorkerGrid(data=2, tensor=2)

@@ -9,10 +9,8 @@ from hypothesis import strategies as st
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
-from asyncrl.master.graph.call_graph import Call, Graph
-from asyncrl.trainer.parallel.layout import Layout
-from asyncrl.trainer.parallel.placement import placement, worker_grid
-from asyncrl.trainer.parallel.worker_grid import Coordinates, Placement, WorkerGrid
+from asyncrl.master.graph import Call, Graph
+from asyncrl.trainer.parallel.placement import Coordinates, Layout, Placement, WorkerGrid, placement, worker_grid
 from asyncrl.trainer.settings import RolePlacementConfig, RoleRanks
 
 sizes = st.integers(1, 4)

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from asyncrl.config.load import experiments_dir, load_supervised
+from asyncrl.config.load import experiments_dir, load_supervised, recipes_dir
+from asyncrl.data.prompt_format import PromptFormat
+from asyncrl.data.tokenizers import load_tokenizer, model_files
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
-from asyncrl.plugins.datasets.prompt_format import PromptFormat
-from asyncrl.plugins.datasets.tokenizers import load_tokenizer, model_files
 from asyncrl.plugins.rewards.arithmetic import arithmetic_reward
 from asyncrl.reference import ReferenceConfig, ReferenceTrainer
 from asyncrl.trainer.settings import OptimizerName
@@ -134,13 +134,13 @@ def shipped_record(experiment: str) -> dict[str, Any]:
     return record
 
 
-MADE_BY_BENCHMARKS = ("distill_teacher", "reward_model")
-"""Further models of the package, by folder."""
+TEACHER = recipes_dir() / SHIPPED_DIR / "distill_teacher"
+REWARD_MODEL = experiments_dir() / SHIPPED_DIR / "reward_model"
 
 
 @pytest.mark.parametrize("experiment", SHIPPED)
 def test_the_package_has_the_base_model_of_the_recipe_as_it_is(experiment: str) -> None:
-    """A recipe that was changed needs `python benchmarks/base_model.py --ship`."""
+    """A recipe that was changed needs `python experiments/recipes/ship_base_models.py`."""
     folder = shipped_dir(load_supervised(experiment))
     files = {name: file for name, file in model_files(folder).items() if name != SHIPPED_FILE}
     assert {name: sha256(file.read_bytes()).hexdigest() for name, file in files.items()} == shipped_record(experiment)[
@@ -148,10 +148,9 @@ def test_the_package_has_the_base_model_of_the_recipe_as_it_is(experiment: str) 
     ]
 
 
-@pytest.mark.parametrize("name", MADE_BY_BENCHMARKS)
-def test_the_package_has_teacher_and_reward_model_as_they_were_made(name: str) -> None:
-    """A change to one needs `benchmarks/distillation.py --teacher` or `benchmarks/reward_model.py --make`."""
-    folder = experiments_dir() / SHIPPED_DIR / name
+@pytest.mark.parametrize("folder", [TEACHER, REWARD_MODEL], ids=lambda folder: folder.name)
+def test_the_package_has_teacher_and_reward_model_as_they_were_made(folder: Path) -> None:
+    """A change to one needs `async_distill_teacher.py` or `reward_model_base.py` of `experiments/recipes`."""
     record = json.loads((folder / SHIPPED_FILE).read_text(encoding="utf-8"))
     files = {file.name: file for file in folder.iterdir() if file.name != SHIPPED_FILE}
     assert {name: sha256(file.read_bytes()).hexdigest() for name, file in files.items()} == record["sha256"]
@@ -161,13 +160,8 @@ def test_the_package_has_teacher_and_reward_model_as_they_were_made(name: str) -
 
 def test_the_package_has_no_base_model_of_a_former_recipe() -> None:
     expected = {shipped_dir(load_supervised(experiment)).name for experiment in SHIPPED}
-    expected |= {
-        "vlm_shapes",
-        "embodied_srpo",
-        "embodied_srpo_encoder",
-        *MADE_BY_BENCHMARKS,
-    }  # made by benchmarks/vlm_base.py, embodied_base.py, distillation.py and reward_model.py
-    assert {folder.name for folder in (experiments_dir() / SHIPPED_DIR).iterdir()} == expected
+    found = {folder.name for folder in (experiments_dir() / SHIPPED_DIR).iterdir()}
+    assert found == expected | {REWARD_MODEL.name}
 
 
 @pytest.mark.parametrize("experiment", SHIPPED)

@@ -12,10 +12,9 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from asyncrl.api.picture import Picture
-from asyncrl.models.pictures.picture_rows import Pictures
-from asyncrl.plugins.datasets.supervised.demonstration_rows import EncodedRows, LazyRows
-from asyncrl.plugins.datasets.supervised.demonstrations import BadDemonstration, Demonstration
-from asyncrl.plugins.datasets.tokenizers import load_tokenizer
+from asyncrl.data.demonstrations import BadDemonstration, Demonstration, EncodedRows, LazyRows
+from asyncrl.data.tokenizers import load_tokenizer
+from asyncrl.models.pictures import Pictures
 from asyncrl.trainer.settings import OptimizerName, VisionMode
 from asyncrl.trainer.supervised.checks import check
 from asyncrl.trainer.supervised.make_model import make_base_model

@@ -12,15 +12,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from asyncrl.config.setting import ChoiceConfig
-from asyncrl.plugins.datasets.supervised.preferences import JudgedAnswer
-from asyncrl.plugins.datasets.tokenizers import CharTokenizer
-from asyncrl.trainer.engines.flat.loader import FlatLoader
-from asyncrl.trainer.parallel.rank_position import RankPosition
+from asyncrl.data.preferences import JudgedAnswer
+from asyncrl.data.tokenizers import CharTokenizer
+from asyncrl.trainer.engines.flat import FlatLoader
+from asyncrl.trainer.parallel.world import RankPosition
 from asyncrl.trainer.settings import LoraConfig, OptimizerName
 from asyncrl.trainer.supervised.base_model import run_dir_of
 from asyncrl.trainer.supervised.checks import check
-from asyncrl.trainer.supervised.engine_objective import engine_settings, make_objective
 from asyncrl.trainer.supervised.make_model import make_base_model
+from asyncrl.trainer.supervised.objectives import engine_settings, make_objective
 from asyncrl.trainer.supervised.settings import (
     SFTCheckpointConfig,
     SFTConfig,

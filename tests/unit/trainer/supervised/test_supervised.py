@@ -11,15 +11,14 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_with_min_lr_schedule_with_warmup
 
 from asyncrl.config.setting import Device
+from asyncrl.data.demonstrations import DemonstrationFormat, LazyRows, demonstration_batches
+from asyncrl.data.files import FileDataset
+from asyncrl.data.prompt_format import PromptFormat
+from asyncrl.data.tokenizers import CharTokenizer, load_tokenizer
 from asyncrl.launch.commands.export.policy import export
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
-from asyncrl.plugins.datasets.prompt_format import PromptFormat
-from asyncrl.plugins.datasets.rows.files import FileDataset
-from asyncrl.plugins.datasets.supervised.demonstration_rows import LazyRows, demonstration_batches
-from asyncrl.plugins.datasets.supervised.demonstrations import DemonstrationFormat
-from asyncrl.plugins.datasets.tokenizers import CharTokenizer, load_tokenizer
 from asyncrl.trainer.settings import LoraConfig, LoraPublish, OptimizerName
-from asyncrl.trainer.supervised import checks, start_ranks
+from asyncrl.trainer.supervised import checks, make_model
 from asyncrl.trainer.supervised.base_model import run_dir_of
 from asyncrl.trainer.supervised.checks import check
 from asyncrl.trainer.supervised.make_model import make_base_model
@@ -331,7 +330,7 @@ def test_the_defaults_lower_the_loss_of_a_pretrained_model_a_little_and_do_not_r
 
 
 def test_ranks_on_gpus_see_one_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start_ranks, "visible_gpus", lambda: ("4", "GPU-a", "7"))
+    monkeypatch.setattr(make_model, "visible_gpus", lambda: ("4", "GPU-a", "7"))
     started: list[str | None] = []
 
     class Process:
@@ -343,9 +342,9 @@ def test_ranks_on_gpus_see_one_each(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         def kill(self) -> None: ...
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(start_ranks.subprocess, "Popen", Process)
+    monkeypatch.setattr(make_model.subprocess, "Popen", Process)
     for device in (Device.auto, Device.cpu):
         config = SFTConfig(device=device, trainer=SFTTrainerConfig(parallel="d3"))
-        with start_ranks.other_ranks(config, ["config", "out"], tmp_path / "run"):
+        with make_model.other_ranks(config, ["config", "out"], tmp_path / "run"):
             pass
     assert started == ["GPU-a", "7", None, None]  # this process sees all, and takes the first

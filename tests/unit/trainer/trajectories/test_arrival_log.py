@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from asyncrl.api.trajectory import Trajectory
-from asyncrl.trainer.trajectories.inbox import ArrivalLog, record_of
+from asyncrl.trainer.rank.inbox import ArrivalLog, record_of
 
 
 def test_each_poll_returns_all_records_after_its_cursor(make_trajectories: Callable[..., list[Trajectory]]) -> None:

@@ -12,8 +12,7 @@ import pytest
 
 from asyncrl.api.trajectory import SharedPrompt, Trajectory
 from asyncrl.comm.trajectory_codec import decode_trajectories, encode_trajectories
-from asyncrl.trainer.trajectories.inbox import Inbox, InboxFull, bytes_of, record_of
-from asyncrl.trainer.trajectories.inbox_store import InboxStore
+from asyncrl.trainer.rank.inbox import Inbox, InboxFull, InboxStore, bytes_of, record_of
 
 MakeTrajectories = Callable[..., list[Trajectory]]
 

@@ -11,9 +11,8 @@ import torch
 
 from asyncrl.api.trajectory import SharedPrompt, Trajectory
 from asyncrl.comm.trajectory_codec import decode_trajectories, encode_trajectories
-from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
-from asyncrl.trainer.trajectories.inbox import Inbox
-from asyncrl.trainer.trajectories.scored import attach, detach, scores_of
+from asyncrl.trainer.batches.step_batch import StepBatch, attach, build_step_batch, detach, scores_of
+from asyncrl.trainer.rank.inbox import Inbox
 
 MakeTrajectories = Callable[..., list[Trajectory]]
 

@@ -12,8 +12,8 @@ import pytest
 from asyncrl.api.trajectory import Sample, SampleColumns, SharedPrompt, Trajectory
 from asyncrl.comm.push_pull import InvalidTrajectory
 from asyncrl.comm.trajectory_codec import decode_trajectories, encode_trajectories
-from asyncrl.models.routers import RoutingShape
-from asyncrl.trainer.trajectories.trajectory_check import TrajectoryCheck
+from asyncrl.models.model_config import RoutingShape
+from asyncrl.trainer.rank.receiver import TrajectoryCheck
 
 VOCABULARY, NEWEST = 17, 3
 

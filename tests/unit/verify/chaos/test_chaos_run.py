@@ -13,8 +13,7 @@ import pytest
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import METRICS_FILE, run_dir_of
 from asyncrl.verify.chaos.chaos_run import ChaosRun, FaultInjector
-from asyncrl.verify.chaos.fault_costs import LAUNCHER
-from asyncrl.verify.chaos.fault_plan import Fault, FaultKind
+from asyncrl.verify.chaos.faults import LAUNCHER, Fault, FaultKind
 
 
 def chaos_run(folder: Path, command: Sequence[str], *plan: Fault) -> ChaosRun:

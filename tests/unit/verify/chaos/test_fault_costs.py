@@ -19,8 +19,7 @@ from asyncrl.comm.ended_rollouts import (
     Trained,
 )
 from asyncrl.verify.audit.ledger_files import Entry
-from asyncrl.verify.chaos.fault_costs import LAUNCHER, InjectedFault, add_costs, complete, find_work
-from asyncrl.verify.chaos.fault_plan import Fault, FaultKind
+from asyncrl.verify.chaos.faults import LAUNCHER, Fault, FaultKind, InjectedFault, add_costs, complete, find_work
 
 SETTINGS = RunSettings(1, 1, "drop", 1, 0)
 

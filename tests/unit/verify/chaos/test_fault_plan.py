@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.verify.chaos.fault_plan import FIRST_STEP, LAST_STEPS, SECONDS, Fault, FaultKind, PlanClock, make_plan
+from asyncrl.verify.chaos.faults import FIRST_STEP, LAST_STEPS, SECONDS, Fault, FaultKind, PlanClock, make_plan
 
 PROCESSES = {
     "generation_server": ["generation_server/0", "generation_server/1"],

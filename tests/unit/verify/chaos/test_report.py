@@ -9,8 +9,7 @@ from rich.console import Console
 
 from asyncrl.launch.commands import chaos
 from asyncrl.verify.chaos.chaos_run import Watched
-from asyncrl.verify.chaos.fault_costs import InjectedFault
-from asyncrl.verify.chaos.fault_plan import Fault, FaultKind
+from asyncrl.verify.chaos.faults import Fault, FaultKind, InjectedFault
 from asyncrl.verify.chaos.report import WIDTH, table, verdict
 
 

@@ -17,11 +17,10 @@ from numpy.typing import NDArray
 
 from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.master.graph.builtin import load_graph
+from asyncrl.master.graph import load_graph
 from asyncrl.trainer.batches.step_batch import build_step_batch
 from asyncrl.trainer.parallel.placement import placement
-from asyncrl.trainer.parallel.rank_position import World
-from asyncrl.trainer.parallel.world import training_world
+from asyncrl.trainer.parallel.world import World, training_world
 from asyncrl.trainer.rank.training_rank import TrainingRank
 
 LIMIT_S = 600.0

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.master.graph.builtin import load_graph
+from asyncrl.master.graph import load_graph
 from asyncrl.trainer.engines.sharded.build import BuildPlan
-from asyncrl.trainer.parallel.rank_position import World
+from asyncrl.trainer.parallel.world import World
 from asyncrl.trainer.rank.training_rank import build_rank
 
 pytestmark = pytest.mark.slow

@@ -16,11 +16,11 @@ from asyncrl.models.parity import UnsupportedModelError, forks, probe_sequences
 from asyncrl.models.ranks import Ranks
 from asyncrl.trainer.batches.micro_batch import MicroBatch, one_micro_batch
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
-from asyncrl.trainer.engines.sharded import select_layout as selecting
+from asyncrl.trainer.engines.sharded import loader
 from asyncrl.trainer.engines.sharded.context_parallel import _across_ranks, cut_to_part, part_of
-from asyncrl.trainer.engines.sharded.select_layout import select_layout
+from asyncrl.trainer.engines.sharded.loader import select_layout
 from asyncrl.trainer.model.attention import packed_attention, varlen_attention
-from asyncrl.trainer.parallel.rank_position import World
+from asyncrl.trainer.parallel.world import World
 
 pytestmark = pytest.mark.slow
 
@@ -103,7 +103,7 @@ def test_a_model_that_looks_along_the_tokens_by_other_means_is_refused(
     layout: str, convolves: bool, said: str, config: ExperimentConfig, on_ranks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also one that is right when it is packed."""
-    original = selecting._surrogate
+    original = loader._surrogate
 
     def surrogate(*args: Any) -> Any:
         model = original(*args)
@@ -111,7 +111,7 @@ def test_a_model_that_looks_along_the_tokens_by_other_means_is_refused(
             model.model.layers[0].register_forward_pre_hook(look_back, with_kwargs=True)
         return model
 
-    monkeypatch.setattr(selecting, "_surrogate", surrogate)
+    monkeypatch.setattr(loader, "_surrogate", surrogate)
 
     def settle(world: World) -> str:
         place, path = world.place("actor"), str(config.model.path)

@@ -14,17 +14,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.master.graph.builtin import load_graph
+from asyncrl.master.graph import load_graph
 from asyncrl.models.transformers_internals import EXPERTS_MODULE
-from asyncrl.models.weights.versions.manifest import FileEntry
 from asyncrl.trainer.batches.step_batch import build_step_batch
-from asyncrl.trainer.engines.sharded.gathering import whole
+from asyncrl.trainer.engines.sharded.build import whole
 from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError, cut_layers
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.model.lora import add_adapters
-from asyncrl.trainer.parallel.rank_position import World
+from asyncrl.trainer.parallel.world import World
 from asyncrl.trainer.rank.training_rank import TrainingRank, build_rank
 from asyncrl.trainer.settings import LoraConfig
+from asyncrl.weights.manifest import FileEntry
 
 pytestmark = pytest.mark.slow
 

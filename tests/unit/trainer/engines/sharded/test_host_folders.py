@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.master.graph.builtin import load_graph
-from asyncrl.models.weights.versions.manifest import FileEntry
+from asyncrl.master.graph import load_graph
 from asyncrl.trainer.messages import SaveCheckpoint
-from asyncrl.trainer.parallel.rank_position import World
+from asyncrl.trainer.parallel.world import World
 from asyncrl.trainer.rank.host_folders import MemoryCheckpointLost
 from asyncrl.trainer.rank.training_rank import TrainingRank, build_rank
+from asyncrl.weights.manifest import FileEntry
 
 pytestmark = pytest.mark.slow
 

@@ -24,21 +24,20 @@ from transformers import (
 
 from asyncrl.api.trajectory import Trajectory
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.setting import Dtype
-from asyncrl.config.token_ids import token_ids
-from asyncrl.master.data.step_plan import Dealing, minibatches_of_groups
-from asyncrl.master.graph.builtin import load_graph
-from asyncrl.models.routers import routing_shape_of
-from asyncrl.models.weights.model_files.adapters import published_name
-from asyncrl.models.weights.model_files.folder_tensors import folder_tensors
+from asyncrl.config.setting import Dtype, token_ids
+from asyncrl.master.graph import load_graph
+from asyncrl.master.step import Dealing, minibatches_of_groups
+from asyncrl.models.model_config import routing_shape_of
 from asyncrl.trainer.batches.step_batch import build_step_batch
-from asyncrl.trainer.engines.flat.engine import FlatEngine
+from asyncrl.trainer.engines.flat import FlatEngine
+from asyncrl.trainer.engines.sharded.build import whole
 from asyncrl.trainer.engines.sharded.engine import ShardedEngine
-from asyncrl.trainer.engines.sharded.gathering import whole
 from asyncrl.trainer.model.lora import is_adapter, plain_name
-from asyncrl.trainer.parallel.rank_position import World
+from asyncrl.trainer.parallel.world import World
 from asyncrl.trainer.rank.training_rank import build_rank
 from asyncrl.trainer.settings import LoraPublish
+from asyncrl.weights.adapters import published_name
+from asyncrl.weights.folder_tensors import folder_tensors
 
 pytestmark = pytest.mark.slow
 

@@ -16,17 +16,17 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ChoiceConfig, Dtype
 from asyncrl.manager.settings import PolicyConfig
-from asyncrl.master.graph.builtin import load_graph
-from asyncrl.models.weights.versions.manifest import FileEntry
+from asyncrl.master.graph import load_graph
 from asyncrl.trainer.engines.base import TrainingEngine
-from asyncrl.trainer.engines.flat.engine import FlatEngine
-from asyncrl.trainer.engines.host_offload import local
+from asyncrl.trainer.engines.flat import FlatEngine
+from asyncrl.trainer.engines.optimizer import local
+from asyncrl.trainer.engines.sharded.build import whole
 from asyncrl.trainer.engines.sharded.engine import ShardedEngine
-from asyncrl.trainer.engines.sharded.gathering import whole
 from asyncrl.trainer.messages import SaveCheckpoint
-from asyncrl.trainer.parallel.rank_position import World
+from asyncrl.trainer.parallel.world import World
 from asyncrl.trainer.rank.training_rank import TrainingRank, build_rank
 from asyncrl.trainer.settings import KeptOn, ReferenceMode, RoleRanks
+from asyncrl.weights.manifest import FileEntry
 
 pytestmark = pytest.mark.slow
 

@@ -15,14 +15,14 @@ from torch import Tensor
 from asyncrl.algorithms.arithmetic import Stats
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
-from asyncrl.master.graph.builtin import load_graph
+from asyncrl.master.graph import load_graph
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.engines.base import PolicyOutputs
+from asyncrl.trainer.engines.sharded.build import whole
 from asyncrl.trainer.engines.sharded.engine import ShardedEngine, ShardedPolicyEngine, ShardedValueEngine
-from asyncrl.trainer.engines.sharded.gathering import whole
 from asyncrl.trainer.engines.sharded.loader import ShardedLoader
-from asyncrl.trainer.parallel.rank_position import World
+from asyncrl.trainer.parallel.world import World
 from asyncrl.trainer.rank.training_rank import build_rank
 from asyncrl.trainer.settings import VisionMode
 from tests.vlm_batches import adapter_gradients, vlm_batch, vlm_expected, vlm_expected_hidden, vlm_trajectories

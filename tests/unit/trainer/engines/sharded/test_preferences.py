@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from asyncrl.config.setting import ChoiceConfig
-from asyncrl.trainer.parallel.rank_position import RankPosition
+from asyncrl.trainer.parallel.world import RankPosition
 from asyncrl.trainer.settings import OptimizerName
-from asyncrl.trainer.supervised.engine_objective import engine_settings, make_objective
+from asyncrl.trainer.supervised.objectives import engine_settings, make_objective
 from asyncrl.trainer.supervised.settings import SFTConfig, SFTTrainerConfig
 from tests.unit.trainer.supervised.test_preferences import BATCH
 from tests.unit.trainer.supervised.trl_values import policy

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ChoiceConfig
-from asyncrl.master.data.step_plan import Assignment, plan_step
+from asyncrl.master.step import Assignment, plan_step
 from asyncrl.trainer.batches.exchange import Shares, exchange_trajectories, move_columns
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.messages import GridShare, MoveColumns
-from asyncrl.trainer.parallel.rank_position import World
+from asyncrl.trainer.parallel.world import World
 from asyncrl.trainer.settings import RoleRanks
 
 pytestmark = pytest.mark.slow

@@ -1,1 +1,0 @@
-"""Options of the command line that print what would run, and start nothing."""

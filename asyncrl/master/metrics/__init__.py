@@ -1,1 +1,0 @@
-"""Rows of metrics, evaluations, win rates."""

@@ -1,1 +1,0 @@
-"""Connections to ranks, workers and name resolution, and announcement of versions."""

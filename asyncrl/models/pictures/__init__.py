@@ -1,1 +1,0 @@
-"""Pictures in models: their text in prompts, their ids, their rows in a loaded model."""

@@ -1,0 +1,416 @@
+"""The train steps of actor and critic: one optimizer step per minibatch, in each pass over the batch; the actor's loss,
+and the denominators of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncrl.algorithms.arithmetic import Stat, Stats, count_stat, mean_stat, merge_stats
+from asyncrl.algorithms.critic import align_values
+from asyncrl.algorithms.inputs import PolicyLossInputs, SelectionInputs, SelectionOutput, ValueLossInputs
+from asyncrl.algorithms.objective import Objective, should_stop, weight_variance
+from asyncrl.algorithms.registry import WHOLE_DISTRIBUTIONS
+from asyncrl.models.chunked_logprobs import EntropyMode
+from asyncrl.models.ranks import Ranks
+from asyncrl.trainer.batches.micro_batch import MicroBatch
+from asyncrl.trainer.batches.step_batch import StepBatch
+from asyncrl.trainer.engines.base import PolicyOutputs, StepOutcome
+from asyncrl.trainer.functions.model_functions import CallContext, StatValues, model_function
+from asyncrl.trainer.settings import ReferenceMode
+
+Normaliser = Callable[[Tensor, Tensor, int], float]
+"""(mask_N, seq_ids_N, num_seqs) to a share of the denominator."""
+
+
+def global_normalisers(ctx: CallContext, batch: StepBatch, wanted_T: Tensor, share: Normaliser) -> list[float]:
+    """Return the denominator of every minibatch over all ranks, by one collective for the whole step."""
+    minibatches_TE = batch["minibatches"][batch.seq_ids_T]
+    shares = torch.zeros(batch.num_minibatches, dtype=torch.float64)
+    for number in range(batch.num_minibatches):
+        chosen_T = wanted_T & (minibatches_TE == number).any(-1)
+        ids, seq_ids_N = torch.unique_consecutive(batch.seq_ids_T[chosen_T], return_inverse=True)
+        shares[number] = share(torch.ones_like(seq_ids_N, dtype=torch.bool), seq_ids_N, len(ids))
+    total: list[float] = ctx.ranks.all_reduce_sum(shares).tolist()
+    return total
+
+
+PROX, REF, KEEP = "prox_logprobs", "ref_logprobs", "keep"
+COMPUTED, COMPUTED_RATIO = "tokens/computed", "tokens/computed_ratio"
+"""Tokens computed for each input token of the samples: sharing prefixes lowers the ratio, padding raises it."""
+
+
+class ProximalLogprobs:
+    """Proximal log-probabilities: those of the actor before its first optimizer step on the batch.
+
+    Deferred ones are computed for the later minibatches only: until the step of the first minibatch, the actor still is
+    the proximal policy.
+
+    Args:
+        wanted_T: the tokens that carry loss, bool [T].
+        first: the first minibatch that takes a step.
+        at_first: compute those of the first minibatch too.
+    """
+
+    def __init__(self, batch: StepBatch, wanted_T: Tensor, first: int, *, at_first: bool) -> None:
+        compute = batch.deferred(PROX)
+        self._first = first if compute is not None else None
+        if compute is None or at_first:
+            self.logprobs_T = batch[PROX]
+        else:
+            later_T = (batch["minibatches"] != first).any(-1)[batch.seq_ids_T]
+            self.logprobs_T = compute(wanted_T & later_T)
+
+    def of(self, micro_batch: MicroBatch, logprobs_N: Tensor, number: int) -> Tensor:
+        """Return the proximal log-probabilities of the wanted tokens of `micro_batch`, of minibatch `number`. The actor
+        now gives these tokens `logprobs_N`.
+        """
+        return logprobs_N.detach() if number == self._first else self.logprobs_T[micro_batch.targets_N]
+
+
+class Selection:
+    """The tokens of a minibatch that the objective's selection keeps, and their penalties.
+
+    Args:
+        wanted_T: the tokens that carry loss, bool [T].
+        start_T: log-probabilities [T] at the step's start.
+    """
+
+    def __init__(self, objective: Objective, batch: StepBatch, wanted_T: Tensor, start_T: Tensor) -> None:
+        self._objective, self._batch, self._wanted_T, self._start_T = objective, batch, wanted_T, start_T
+        self._keep_T = torch.ones_like(wanted_T)
+        self._penalty_T: Tensor | None = None
+
+    def choose(self, number: int, ranks: Ranks) -> None:
+        """Choose among all tokens of minibatch `number` on all `ranks`. Every rank calls it."""
+        batch = self._batch
+        chosen_T = self._wanted_T & (batch["minibatches"][batch.seq_ids_T] == number).any(-1)
+        behave_T = batch["behave_logprobs"]
+        output = self._objective.selection(
+            SelectionInputs(
+                start_logprobs_T=self._start_T[chosen_T],
+                behave_logprobs_T=behave_T[chosen_T],
+                advantages_T=batch["advantages"][chosen_T],
+                gather=None if ranks.world == 1 else partial(_of_all_ranks, ranks),
+            )
+        )
+        self._keep_T = torch.ones_like(self._wanted_T)
+        self._keep_T[chosen_T] = output.keep_T
+        if output.penalty_T is not None:
+            self._penalty_T = torch.zeros_like(behave_T)
+            self._penalty_T[chosen_T] = output.penalty_T.to(behave_T.dtype)
+
+    def of(self, targets_N: Tensor) -> SelectionOutput:
+        """Return the choice among the tokens `targets_N` of the minibatch."""
+        return SelectionOutput(self._keep_T[targets_N], None if self._penalty_T is None else self._penalty_T[targets_N])
+
+
+def _of_all_ranks(ranks: Ranks, values_T: Tensor) -> Tensor:
+    """Join the `values_T` of all ranks, in fp64."""
+    parts = ranks.all_gather_bytes(values_T.double().cpu().numpy().tobytes())
+    return torch.from_numpy(np.concatenate([np.frombuffer(part, np.float64) for part in parts])).to(values_T.device)
+
+
+class ActorLoss:
+    """The objective on this step's batch, with its loss tokens, denominators and the policies it compares."""
+
+    def __init__(self, ctx: CallContext, batch: StepBatch) -> None:
+        self._ctx, self._batch = ctx, batch
+        self._objective = ctx.state.objective
+        self.wanted_T = self._signal()
+        """The tokens that carry loss, bool [T]."""
+        self.normalisers = global_normalisers(ctx, batch, self.wanted_T, self._objective.normaliser)
+        # The reference first: it is then done before the actor moves to the device, if idle roles are off-loaded.
+        self._ref_T = batch[REF] if self._objective.needs_reference and not self.exact_kl else None
+        self._prox: ProximalLogprobs | None = None
+        if self._objective.needs_prox or PROX in ctx.reads:
+            first = next((number for number, total in enumerate(self.normalisers) if total > 0.0), 0)
+            self._prox = ProximalLogprobs(batch, self.wanted_T, first, at_first=self._objective.selects)
+        self._selection: Selection | None = None
+        if self._objective.selects:
+            start_T = batch["behave_logprobs"] if self._prox is None else self._prox.logprobs_T
+            self._selection = Selection(self._objective, batch, self.wanted_T, start_T)
+
+    @property
+    def exact_kl(self) -> bool:
+        """True if the KL term needs whole distributions."""
+        kl = self._objective.spec.kl
+        return kl is not None and kl.name in WHOLE_DISTRIBUTIONS
+
+    @property
+    def entropy(self) -> EntropyMode:
+        """Entropies that the loss gets: with gradients for a bonus, else for statistics only."""
+        return EntropyMode.differentiable if self._objective.spec.entropy_coef != 0.0 else EntropyMode.constant
+
+    def select(self, number: int) -> None:
+        """Choose among all tokens of minibatch `number`. Every rank calls it, before its first forward pass."""
+        if self._selection is not None:
+            self._selection.choose(number, self._ctx.ranks)
+
+    def share(self, micro_batch: MicroBatch, outputs: PolicyOutputs, *, number: int) -> tuple[Tensor, Stats]:
+        """Return loss share and statistics of a micro-batch of minibatch `number`."""
+        if outputs.distributions_NV is None:
+            inputs = self._inputs(micro_batch, outputs.logprobs_N, outputs.entropy_N, number)
+            ref_N = None if self._ref_T is None else self._ref_T[micro_batch.targets_N]
+            share, stats = self._objective(inputs, ref_N, self.normalisers[number], kl_coef=self._ctx.state.kl.coef)
+        else:
+            share, stats = self._share_with_distributions(
+                micro_batch, outputs.logprobs_N, outputs.distributions_NV, number
+            )
+        computed, whole = micro_batch.model_inputs["input_ids"].numel(), len(micro_batch.sources_I)
+        return share, {**stats, **self._computed(computed, whole)}
+
+    def _computed(self, computed: int, whole: int) -> Stats:
+        device = self._batch.device
+        computed_, whole_ = (torch.full((), float(number), device=device) for number in (computed, whole))
+        return {COMPUTED: Stat(whole_, whole_, "sum"), COMPUTED_RATIO: Stat(computed_, whole_)}
+
+    def no_stats(self) -> Stats:
+        """Return statistics of no tokens: a rank without loss tokens then has the same keys as the others."""
+        device = self._batch.device
+        none_N = torch.zeros(0, device=device)
+        ids_N = torch.zeros(0, dtype=torch.int64, device=device)
+        vocabulary_NV = torch.zeros(0, 1, device=device) if self.exact_kl else None
+        inputs = PolicyLossInputs(
+            logprobs_T=none_N,
+            prox_logprobs_T=none_N,
+            behave_logprobs_T=none_N,
+            advantages_T=none_N,
+            mask_T=ids_N.bool(),
+            seq_ids_T=ids_N,
+            num_seqs=0,
+            versions_T=ids_N,
+            current_version=self._batch.version,
+            entropy_T=none_N,
+            columns=self._batch.own_by_token(ids_N),
+            selection=SelectionOutput(ids_N.bool()) if self._objective.selects else None,
+        )
+        with torch.no_grad():
+            stats = self._objective(
+                inputs, none_N, 0.0, kl_coef=0.0, log_probs_TV=vocabulary_NV, ref_log_probs_TV=vocabulary_NV
+            )[1]
+        return {**stats, **self._computed(0, 0)}
+
+    def _share_with_distributions(
+        self, micro_batch: MicroBatch, logprobs_N: Tensor, log_probs_NV: Tensor, number: int
+    ) -> tuple[Tensor, Stats]:
+        ref_NV = self._ctx.policy("ref").distributions(micro_batch)
+        inputs = self._inputs(micro_batch, logprobs_N, -(log_probs_NV.exp() * log_probs_NV).sum(-1), number)
+        return self._objective(
+            inputs,
+            ref_NV.gather(-1, micro_batch.tokens_N[:, None]).squeeze(-1),
+            self.normalisers[number],
+            kl_coef=self._ctx.state.kl.coef,
+            log_probs_TV=log_probs_NV,
+            ref_log_probs_TV=ref_NV,
+        )
+
+    def _inputs(
+        self, micro_batch: MicroBatch, logprobs_N: Tensor, entropy_N: Tensor | None, number: int
+    ) -> PolicyLossInputs:
+        batch, targets_N = self._batch, micro_batch.targets_N
+        return PolicyLossInputs(
+            logprobs_T=logprobs_N,
+            prox_logprobs_T=None if self._prox is None else self._prox.of(micro_batch, logprobs_N, number),
+            behave_logprobs_T=batch["behave_logprobs"][targets_N],
+            advantages_T=batch["advantages"][targets_N],
+            mask_T=torch.ones_like(targets_N, dtype=torch.bool),
+            seq_ids_T=micro_batch.seq_ids_N,
+            num_seqs=micro_batch.num_seqs,
+            versions_T=batch["versions"][targets_N],
+            current_version=batch.version,
+            entropy_T=entropy_N,
+            columns=batch.own_by_token(targets_N),
+            selection=None if self._selection is None else self._selection.of(targets_N),
+        )
+
+    def _signal(self) -> Tensor:
+        batch = self._batch
+        wanted_T = batch["loss_mask"]
+        if KEEP in self._ctx.reads:
+            wanted_T = wanted_T & batch[KEEP][batch.seq_ids_T]
+        if self._objective.acts_without_advantage or not self._ctx.args.get("drop_zero_advantage", True):
+            return wanted_T
+        nonzero_T = (batch["advantages"] != 0) & wanted_T
+        counts_S = torch.zeros(batch.num_seqs, dtype=torch.int64, device=batch.device)
+        signal_S = counts_S.index_add_(0, batch.seq_ids_T, nonzero_T.long()) > 0
+        return wanted_T & signal_S[batch.seq_ids_T]
+
+
+@model_function("actor_train")
+def actor_train(ctx: CallContext, batch: StepBatch) -> StatValues:
+    """Train the actor on `advantages` with the objective of the config.
+
+    Reads `prox_logprobs`, `ref_logprobs` and `keep` if the graph provides them. Two kinds of samples count neither in
+    the loss nor in the normaliser: those that `keep` excludes, and those whose advantages are all zero, which have no
+    gradient. The latter stay in if a KL term or an entropy bonus acts on them, or if `args.drop_zero_advantage` is
+    false.
+
+    The loop ends early once a bound (`stop_kl`, `stop_weight_variance`) is exceeded: the steps of that minibatch and of
+    all later ones, in later passes too, are not taken. In the critic's warm-up steps losses are computed and no step is
+    taken.
+    """
+    loss = ActorLoss(ctx, batch)
+    progress = _Progress()
+    warmup_steps = ctx.config.algorithm.critic.warmup_steps if ctx.has_role("critic") else 0
+    with torch.set_grad_enabled(batch.version >= warmup_steps):
+        _run_minibatches(ctx, batch, loss, progress, warmup_steps)
+    if ctx.config.algorithm.reference.mode == ReferenceMode.ema and "ref" in ctx.engines:
+        ctx.policy("ref").average_towards(ctx.policy(), ctx.config.algorithm.reference.ema_decay)
+    return _report(ctx, batch, loss, progress)
+
+
+@dataclass
+class _Progress:
+    """Results of the minibatch loop so far."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    stats: list[Stats] = field(default_factory=list)
+    outcomes: list[StepOutcome] = field(default_factory=list)
+    lr: float = 0.0
+    stopped: str | None = None
+
+
+def _run_minibatches(
+    ctx: CallContext, batch: StepBatch, loss: ActorLoss, progress: _Progress, warmup_steps: int
+) -> None:
+    engine = ctx.policy()
+    for number in range(batch.num_minibatches):
+        progress.lr = ctx.config.learning_rate(batch.version, number / batch.num_minibatches, first=warmup_steps)
+        if loss.normalisers[number] == 0.0:  # no sample of any rank has a signal: nothing to step on
+            progress.losses.append(torch.zeros((), device=batch.device))
+            continue
+        loss.select(number)
+        share, stats = engine.compute_gradients(
+            batch,
+            loss.wanted_T,
+            batch.minibatch(number),
+            partial(loss.share, number=number),
+            entropy=loss.entropy,
+            distributions=loss.exact_kl,
+        )
+        progress.losses.append(share)
+        progress.stats += stats
+        if torch.is_grad_enabled():
+            progress.stopped = _reason_to_stop(ctx, [loss.no_stats(), *stats])
+            if progress.stopped:
+                return
+            progress.outcomes.append(engine.step(progress.lr))
+
+
+def _reason_to_stop(ctx: CallContext, stats: Sequence[Stats]) -> str | None:
+    """Return why the loop must stop, or None. Based on statistics of all ranks, so that all ranks decide alike."""
+    algorithm = ctx.config.algorithm
+    if not algorithm.stop_kl and not algorithm.stop_weight_variance:
+        return None
+    reduced = ctx.reduce(merge_stats(stats))
+    return should_stop(reduced, max_kl=algorithm.stop_kl, max_weight_variance=algorithm.stop_weight_variance)
+
+
+def _report(ctx: CallContext, batch: StepBatch, loss: ActorLoss, progress: _Progress) -> StatValues:
+    """Reduce the loop's statistics over ranks and update the KL coefficient, once per step."""
+    generated = count_stat(batch["loss_mask"].sum())
+    own = {"tokens/trained": generated, "samples/total": count_stat(torch.tensor(batch.num_seqs, device=batch.device))}
+    reduced = ctx.reduce(merge_stats([loss.no_stats(), own, *progress.stats]))
+    missing = batch.num_minibatches - len(progress.losses)
+    losses: list[float] = ctx.ranks.all_reduce_sum(torch.stack(progress.losses).double()).tolist()
+    outcomes = progress.outcomes
+    if "kl/reference" in reduced:
+        ctx.state.kl.update(reduced["kl/reference"], int(reduced["samples/total"]))
+    variance = weight_variance(reduced["ppo/behave_ratio_mean"], reduced["ppo/behave_ratio_square_mean"])
+    return {
+        **reduced,
+        "ppo/effective_share": 1.0 / (1.0 + variance),
+        "loss": sum(losses) / len(losses),
+        "ppo/loss_per_minibatch": losses,
+        "ppo/minibatches_skipped": float(missing if progress.stopped is None else missing + 1),
+        "grad_norm": sum(outcome.grad_norm for outcome in outcomes) / max(1, len(outcomes)),
+        "grad_norm/max": max((outcome.grad_norm for outcome in outcomes), default=0.0),
+        "optimizer/steps": float(sum(outcome.applied for outcome in outcomes)),
+        "optimizer/not_finite": float(sum(not outcome.applied for outcome in outcomes)),
+        "lr": progress.lr,
+        "kl/coef": ctx.state.kl.coef,
+    }
+
+
+@model_function("critic_train")
+def critic_train(ctx: CallContext, batch: StepBatch) -> StatValues:
+    """Train the critic on `returns`, with one optimizer step per minibatch of each pass.
+
+    `values` are the critic's outputs at the step's start. With `value_norm` the returns update the normalisation first,
+    and old values and targets are in its units.
+    """
+    engine, objective = ctx.value(), ctx.state.value_objective
+    wanted_T = batch["value_mask"] if "value_mask" in batch else batch["loss_mask"]
+    old_T, returns_T = _targets(ctx, batch, wanted_T)
+    normalisers = global_normalisers(ctx, batch, wanted_T, objective.normaliser)
+    losses, stats, norms = [], [_no_stats(ctx, batch.device)], []
+    lr = 0.0
+    for number, normaliser in enumerate(normalisers):
+        lr = ctx.config.critic_learning_rate(batch.version, number / batch.num_minibatches)
+        if normaliser == 0.0:
+            continue
+
+        def share(micro_batch: MicroBatch, values_N: Tensor, normaliser: float = normaliser) -> tuple[Tensor, Stats]:
+            targets_N = micro_batch.targets_N
+            everything_N = torch.ones_like(targets_N, dtype=torch.bool)
+            inputs = ValueLossInputs(values_N, old_T[targets_N], returns_T[targets_N], everything_N)
+            return objective(inputs, micro_batch.seq_ids_N, micro_batch.num_seqs, normaliser)
+
+        loss, parts = engine.compute_gradients(batch, wanted_T, batch.minibatch(number), share)
+        norms.append(engine.step(lr))
+        losses.append(loss)
+        stats += parts
+    reduced = ctx.reduce(merge_stats([*stats, _fit(old_T, returns_T, wanted_T)]))
+    total = torch.stack([*losses, torch.zeros((), device=batch.device)]).sum()
+    return {
+        **reduced,
+        "critic/explained_variance": _explained_variance(reduced),
+        "critic/loss": float(ctx.ranks.all_reduce_sum(total)) / max(1, len(losses)),
+        "critic/grad_norm": sum(outcome.grad_norm for outcome in norms) / max(1, len(norms)),
+        "critic/lr": lr,
+    }
+
+
+def _fit(old_T: Tensor, returns_T: Tensor, wanted_T: Tensor) -> Stats:
+    """Return the means from which the explained variance of the returns is computed, for the values at the step's
+    start.
+    """
+    error_T, returns_T = (returns_T - old_T).double(), returns_T.double()
+    return {
+        "critic/returns_mean": mean_stat(returns_T, wanted_T),
+        "critic/returns_square_mean": mean_stat(returns_T.square(), wanted_T),
+        "critic/error_mean": mean_stat(error_T, wanted_T),
+        "critic/error_square_mean": mean_stat(error_T.square(), wanted_T),
+    }
+
+
+def _explained_variance(reduced: StatValues) -> float:
+    """Return 1 - Var(returns - values) / Var(returns); 0 if all returns are equal."""
+    of_returns = reduced["critic/returns_square_mean"] - reduced["critic/returns_mean"] ** 2
+    of_errors = reduced["critic/error_square_mean"] - reduced["critic/error_mean"] ** 2
+    return 1.0 - of_errors / of_returns if of_returns > 0.0 else 0.0
+
+
+def _targets(ctx: CallContext, batch: StepBatch, wanted_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Return values at the step's start and regression targets, both in the critic's units."""
+    old_T, _ = align_values(batch["values"], batch.seq_ids_T, batch.num_seqs)
+    returns_T = batch["returns"]
+    norm = ctx.state.value_norm
+    if norm is None:
+        return old_T, returns_T
+    old_T = norm.normalise(old_T)
+    norm.update(returns_T, wanted_T, ctx.ranks.all_reduce_sum if ctx.ranks.world > 1 else None)
+    return old_T, norm.normalise(returns_T)
+
+
+def _no_stats(ctx: CallContext, device: torch.device) -> Stats:
+    none_N = torch.zeros(0, device=device)
+    ids_N = torch.zeros(0, dtype=torch.int64, device=device)
+    return ctx.state.value_objective(ValueLossInputs(none_N, none_N, none_N, ids_N.bool()), ids_N, 0, 0.0)[1]

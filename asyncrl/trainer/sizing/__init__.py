@@ -1,1 +1,0 @@
-"""Sizes before anything starts: parameters and their cut, and the memory that a rank needs."""

@@ -1,1 +1,0 @@
-"""Trajectories of a ModelWorker: their checks on arrival, the inbox in memory, the kept inbox on the host."""

@@ -1,0 +1,299 @@
+"""Checkpoints: everything that a training run needs to continue. A kill at any moment leaves a complete checkpoint.
+
+    begin    all ranks: begin to copy the tensors to host memory; then training continues (`checkpoint_shards`)
+    write    each rank by itself, in a thread: write its file of tensors, sync it, compute its checksum
+    commit   the leading rank, once the master knows that all have written: state.json, the manifest, the rename
+
+The tensors are those of every part (a role whose weights or optimizer change), named `<role>.<name>` independent of the
+layout, and each rank's random number state, `rng.<rank>.<device>`. So any number of ranks in any layout can read them.
+`state.json` has the other state of the parts, and the caller's own state, which is opaque here. Tensors are
+safetensors, the rest is JSON: nothing is unpickled. `restore` reads it all, in any current layout of the ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from asyncrl.comm.files import no_retry
+from asyncrl.config.run_dir import CHECKPOINT_STATE_FILE, versions_in
+from asyncrl.models.host_copies import HostCopies
+from asyncrl.models.ranks import Ranks
+from asyncrl.weights import atomic_dir
+from asyncrl.weights.checkpoint_folder import latest, prune
+from asyncrl.weights.checkpoint_shards import Parts, ShardCopies, StoredTensors, all_tensors
+from asyncrl.weights.manifest import FileEntry, Manifest, write_manifest
+
+FORMAT = 3
+"""Format of `state.json` and of the tensors' names. In earlier formats, each rank wrote slices of vectors."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Writing:
+    """A checkpoint that this rank is writing."""
+
+    path: Path
+    version: int
+    document: bytes
+    """The content of `state.json`."""
+    share: Future[dict[str, FileEntry]]
+
+
+class Hosts(Protocol):
+    """The ranks' hosts, each with a separate folder of all that its ranks hold."""
+
+    @property
+    def hosts(self) -> Sequence[str]:
+        """Host names of all ranks, by rank."""
+
+    @property
+    def leads(self) -> bool:
+        """True if this rank creates and commits the folder on its host."""
+
+    def forget(self, root: Path, *, but: Collection[str]) -> None:
+        """Remove the versions in `root` but those named."""
+
+
+class CheckpointWriter:
+    """Writes checkpoints of `parts`, one after the other.
+
+    `begin` is called by all ranks in the thread that trains, the rest from any thread.
+
+    Args:
+        parts: parts of this rank.
+        roles: roles that have a part on any rank; the same on all ranks.
+        in_memory: the folder is in memory: files are written again (`MappedFile`), and lack of room is
+            an error at once. For a full disk, the writer waits.
+        hosts: hosts of the ranks, if each host has its own folder; None if all ranks write into one folder.
+        copies: make the copies.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        roles: Sequence[str],
+        ranks: Ranks,
+        *,
+        in_memory: bool = False,
+        hosts: Hosts | None = None,
+        copies: HostCopies | None = None,
+    ) -> None:
+        self._in_memory, self._hosts = in_memory, hosts
+        self._roles, self._ranks = roles, ranks
+        self._shards = ShardCopies(
+            parts, ranks, copies or HostCopies(), mapped=in_memory, hosts=None if hosts is None else hosts.hosts
+        )
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: _Writing | None = None
+        self._committing = Lock()
+        self._committed: Path | None = None
+
+    def begin(self, path: Path, *, version: int, state: Mapping[str, Any]) -> None:
+        """Begin to copy a checkpoint of policy `version` to host memory, and to write it aside of `path`.
+
+        Waits first until an earlier checkpoint is written. When this returns, training may continue: code that changes
+        the copied tensors lets the copy end first (`RoleState.let_end`).
+
+        Args:
+            state: any JSON values; `restore` returns them.
+
+        Raises:
+            PeerFailed: another rank could not begin.
+            OSError: this rank could not create the folder, or there is no room in memory.
+        """
+        if self._writing is not None:
+            self._writing.share.exception()  # its failure is reported by the reply to the request that began it
+        self._shards.plan()
+
+        def make_room() -> None:
+            if self._ranks.leads if self._hosts is None else self._hosts.leads:
+                with no_retry(self._in_memory):
+                    self._make_room(path)
+
+        self._ranks.together(make_room, f"beginning {path}")
+        shard = self._ranks.together(lambda: self._shards.begin(path), f"beginning {path}")
+        roles = self._steps_of_roles(shard.steps)
+        self._committed = None
+        document = json.dumps({"format": FORMAT, "version": version, "roles": roles, **state}).encode()
+        share = self._thread.submit(shard.write, atomic_dir.aside(path), self._ranks)
+        self._writing = _Writing(path, version, document, share)
+
+    def _make_room(self, path: Path) -> None:
+        if self._hosts is not None:  # all hosts have now committed the newest version, so older ones may go
+            self._hosts.forget(path.parent, but=[f"v{version}" for version in versions_in(path.parent)[-1:]])
+        atomic_dir.begin(path)
+
+    def _steps_of_roles(self, mine: Mapping[str, int]) -> dict[str, dict[str, int]]:
+        """Collect the optimizer steps of every role on all ranks, since the leading rank need not host every role."""
+        steps = [mine.get(role, -1) for role in self._roles]
+        known: list[int] = self._ranks.all_reduce_max(torch.tensor(steps, dtype=torch.int64)).tolist()
+        return {role: {"step": step} if step >= 0 else {} for role, step in zip(self._roles, known, strict=True)}
+
+    def share(self, path: Path) -> Future[dict[str, FileEntry]]:
+        """Return a future of this rank's files of the checkpoint `path`. It is done once they are on the disk, or
+        fails.
+
+        Raises:
+            RuntimeError: `path` is not the checkpoint that was begun last.
+        """
+        return self._begun(path).share
+
+    def commit(self, path: Path, files: Mapping[str, FileEntry], *, keep: int, protected: Collection[int]) -> None:
+        """Make the checkpoint `path`, of which all ranks have written `files`, visible. The leading rank alone.
+
+        Then all other checkpoints are deleted, except the newest `keep` and the `protected` ones; with `hosts`, none is
+        deleted. A second call does nothing: a MasterWorker that replaces a dead one repeats the request.
+
+        Raises:
+            OSError: the checkpoint cannot be written.
+            RuntimeError: `path` is not the checkpoint that was begun last.
+        """
+        writing = self._begun(path)
+        with self._committing, no_retry(self._in_memory):
+            if self._committed == path:
+                return
+            self._commit(path, files, writing)
+            self._committed = path
+            if self._hosts is not None:
+                return
+            prune(path.parent, keep, protected)
+
+    def _commit(self, path: Path, files: Mapping[str, FileEntry], writing: _Writing) -> None:
+        directory = atomic_dir.aside(path)
+        state_file = directory / CHECKPOINT_STATE_FILE
+        atomic_dir.write_file(state_file, writing.document)
+        listed = {**files, state_file.name: FileEntry.of([writing.document])}
+        write_manifest(directory, Manifest("checkpoint", writing.version, listed))
+        atomic_dir.commit(path)
+
+    def close(self) -> None:
+        """Wait for the checkpoint in progress."""
+        self._thread.shutdown()
+        self._shards.close()
+
+    def _begun(self, path: Path) -> _Writing:
+        if self._writing is None or self._writing.path != path:
+            last = "none" if self._writing is None else self._writing.path
+            raise RuntimeError(f"checkpoint {path} is not under way here; the last one begun: {last}")
+        return self._writing
+
+
+def restore_newest(parts: Parts, root: Path, ranks: Ranks) -> dict[str, Any] | None:
+    """Restore the newest whole checkpoint in `root`. Called by all ranks, which restore the same one.
+
+    Returns:
+        The state that was passed to `CheckpointWriter.begin`; None if there is no checkpoint, and then nothing changes.
+
+    Raises:
+        ValueError: the checkpoint is of another model or graph, or of an older asyncrl; nothing is changed then.
+    """
+    path = _agree_on_latest(root, ranks)
+    if path is None:
+        return None
+    state = read_state(path)
+    for role in parts:
+        if role not in state["roles"]:
+            raise ValueError(f"{path} has no state of role {role!r}: it is of another graph; set resume=restart")
+    _check_same_model(path, StoredTensors(path), all_tensors(parts), parts, ranks)
+    return restore(parts, path, ranks)
+
+
+def restore(parts: Parts, path: Path, ranks: Ranks) -> dict[str, Any]:
+    """Restore the checkpoint in the folder `path`, which is known to be of this model. Called by all ranks.
+
+    If ranks are on several hosts, the folder of each host has what its ranks hold.
+
+    Returns:
+        The state that was passed to `CheckpointWriter.begin`.
+
+    Raises:
+        PeerFailed: another rank could not restore it.
+        ValueError: the folder lacks a tensor that this rank holds.
+    """
+    state = read_state(path)
+    mine = all_tensors(parts)
+    stored = StoredTensors(path, {name: tensor.shape for name, tensor in mine.items()})
+
+    def read() -> None:
+        for role, part in parts.items():
+            with part.on_device():
+                stored.read_into({n: tensor for n, tensor in mine.items() if n.startswith(f"{role}.")})
+                part.load_state(state["roles"][role])
+        _restore_rng(stored, ranks.rank)
+
+    ranks.together(read, f"reading {path}")
+    return state
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Read the state of the checkpoint `path` beside its tensors.
+
+    Raises:
+        ValueError: an older asyncrl wrote it.
+    """
+    state: dict[str, Any] = json.loads((path / CHECKPOINT_STATE_FILE).read_bytes())
+    if state.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} was written by another version of asyncrl (format {state.get('format', 2)}, this one reads "
+            f"{FORMAT}); continue with the version that wrote it, or set resume=restart to start over"
+        )
+    return state
+
+
+def _check_same_model(
+    path: Path, stored: StoredTensors, mine: Mapping[str, Tensor], roles: Collection[str], ranks: Ranks
+) -> None:
+    """Check that the ranks together hold exactly the tensors that are stored of `roles`, in the same shapes.
+
+    Raises:
+        ValueError: the tensors differ; the message names the difference.
+    """
+    names = sorted(name for name in stored.shapes if name.partition(".")[0] in roles)
+    wanted = ranks.all_reduce_max(torch.tensor([float(name in mine) for name in names]))
+    wrong = [name for name, tensor in mine.items() if stored.shapes.get(name) != tuple(tensor.shape)]
+    wrong += [name for name, flag in zip(names, wanted.tolist(), strict=True) if not flag]
+
+    def refuse() -> None:
+        if wrong:
+            raise ValueError(
+                f"{path} is of a model with other parameters ({len(wrong)} differ, for example {wrong[0]!r}); start a "
+                "new trial, or set resume=restart"
+            )
+
+    ranks.together(refuse, f"comparing the model with {path}")
+
+
+def _agree_on_latest(root: Path, ranks: Ranks) -> Path | None:
+    """Return the newest checkpoint.
+
+    The leading rank checks the files and the others follow, so that all choose the same.
+    """
+    number = -1
+
+    def look() -> None:
+        nonlocal number
+        if ranks.leads and (found := latest(root)) is not None:
+            number = int(found.name[1:])
+
+    ranks.together(look, f"looking for a checkpoint in {root}")
+    chosen = int(ranks.all_reduce_max(torch.tensor([number], dtype=torch.int64)).item())
+    return None if chosen < 0 else root / f"v{chosen}"
+
+
+def _restore_rng(stored: StoredTensors, rank: int) -> None:
+    """Restore this rank's random number state.
+
+    A rank that did not exist at the time of saving keeps its current state.
+    """
+    if (name := f"rng.{rank}.cpu") in stored.shapes:
+        torch.set_rng_state(stored.read(name))
+    if (name := f"rng.{rank}.cuda") in stored.shapes and torch.cuda.is_available():
+        torch.cuda.set_rng_state(stored.read(name))

@@ -1,0 +1,318 @@
+"""Simulated generation servers: the HTTP paths of real ones, the lives of their processes, and their faults.
+
+Answers are decoded by `ContinuousBatch`, a model of the engine's speed. An answer repeats one number, which encodes its
+seed. The random choices of faults depend only on the run's seed.
+
+A server that dies breaks the calls to it. Its registration stays until its lease is over. Then a new process replaces
+it, at another address and with the initial model's weights, as after a restart by the launcher. A suspended server (a
+frozen virtual machine, a hanging driver) answers nothing, and later continues from the same state. A preempted server
+dies and returns much later, together with others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from asyncrl.inference.messages import (
+    AbortRequest,
+    ContinueRequest,
+    GenerateRequest,
+    MemoryRequest,
+    PauseMode,
+    PauseRequest,
+    UpdateWeightsRequest,
+)
+from asyncrl.manager.messages import BadRequest
+from simulator.engine import ContinuousBatch, EngineCounts, Running
+from simulator.setup import EngineModel, Faults, LogNormal
+from simulator.wire import Network
+
+
+class Engine:
+    """A simulated generation server, a `Host`. Units are those of the model and the lengths.
+
+    Args:
+        model: its speed.
+        lengths: lengths of answers.
+        version: version of its weights.
+
+    Attributes:
+        gone: set once the process has ended, which breaks its calls.
+        frozen: an event while the process is suspended: nothing is answered until it is set.
+    """
+
+    def __init__(self, model: EngineModel, lengths: LogNormal, version: int = 0) -> None:
+        self.model, self.version = model, version
+        self._lengths = lengths
+        self.gone: asyncio.Event = asyncio.Event()
+        self.frozen: asyncio.Event | None = None
+        self._batch = ContinuousBatch(model)
+
+    @property
+    def counts(self) -> EngineCounts:
+        """Work of the server at the last event."""
+        return self._batch.counts
+
+    async def answer(self, path: str, body: Any) -> Any:
+        """See `Host`."""
+        if self.frozen is not None:
+            await self.frozen.wait()
+        if self.gone.is_set():
+            raise ConnectionResetError("the process is gone")
+        match path, body:
+            case "/generate", GenerateRequest():
+                return await self._generate(body)
+            case "/abort_request", AbortRequest():
+                self._batch.abort(body.rid or "")
+            case "/pause_generation", PauseRequest():
+                self._batch.pause(PauseMode(body.mode))
+            case "/continue_generation", ContinueRequest():
+                self._batch.go_on()
+            case "/update_weights_from_disk", UpdateWeightsRequest():
+                return await self._update(body)
+            case "/model_info", _:
+                return {"weight_version": str(self.version), "model_path": "simulated"}
+            case (("/release_memory_occupation" | "/resume_memory_occupation"), MemoryRequest()):
+                await self._switch(path, body)
+            case "/ready", _:
+                return None
+            case _:
+                raise BadRequest(f"{path} of a {type(body).__name__} is not simulated")
+        return {"success": True}
+
+    async def _generate(self, body: GenerateRequest) -> list[dict[str, Any]]:
+        assert isinstance(body.rid, list)
+        assert isinstance(body.sampling_params, list)
+        assert body.input_ids is not None
+        items = zip(body.rid, body.input_ids, body.sampling_params, strict=True)
+        sequences = [self._sequence(*item) for item in items]  # type: ignore[arg-type]
+        self._batch.add(sequences)
+        try:
+            done = await asyncio.gather(*(sequence.answer for sequence in sequences))
+        except asyncio.CancelledError:  # the connection broke: a server continues, and the client aborts
+            for sequence in sequences:
+                if sequence.answer.cancelled():
+                    sequence.answer = asyncio.get_running_loop().create_future()
+            raise
+        return [self._reply(sequence) for sequence in done]
+
+    def _sequence(self, rid: str, input_ids: Sequence[int], params: dict[str, Any]) -> Running:
+        seed = params["sampling_seed"]
+        before = params.get("custom_params", {}).get("seed_offset", 0)
+        left = max(1, self._lengths.tokens(input_ids[0], seed) - before)
+        most = params["max_new_tokens"]
+        finish = "stop" if left <= most else "length"
+        future: asyncio.Future[Running] = asyncio.get_running_loop().create_future()
+        return Running(rid, input_ids, 2 + seed % 1_000_003, float(min(left, most)), finish, future)
+
+    def _reply(self, sequence: Running) -> dict[str, Any]:
+        tokens = sequence.generated
+        units = len(tokens)
+        finish = "abort" if sequence.aborted else sequence.finish
+        starts = [0, *(upto for upto, _ in sequence.marks)]
+        versions = [*(version for _, version in sequence.marks), self.version]
+        ends = [*starts[1:], units]
+        spans = [
+            {"version": str(version), "start": start, "end": end}
+            for version, start, end in zip(versions, starts, ends, strict=True)
+            if end > start
+        ]
+        meta = {
+            "finish_reason": {"type": finish},
+            "weight_version": str(self.version),
+            "weight_versions": spans,
+            "output_token_logprobs": [(-1.0, token, None) for token in tokens],
+        }
+        return {"output_ids": tokens, "meta_info": meta}
+
+    async def _switch(self, path: str, body: MemoryRequest) -> None:
+        """Pass the device to the trainer or back. Only the first kind of memory takes time."""
+        if self.sequences:
+            raise BadRequest(f"{path} while {self.sequences} sequences run")
+        if path.startswith("/release") or body.tags == ["weights"]:
+            await asyncio.sleep(self.model.switch_s)
+
+    async def _update(self, body: UpdateWeightsRequest) -> dict[str, Any]:
+        await asyncio.sleep(self.model.update_s)
+        if self.frozen is not None:
+            await self.frozen.wait()
+        if self.gone.is_set():
+            raise ConnectionResetError("the process is gone")
+        self._batch.begin_version(self.version, forget=body.flush_cache)
+        self.version = int(body.weight_version or 0)
+        return {"success": True, "weight_version": str(self.version)}
+
+    def die(self) -> None:
+        """End the process at once: running calls break."""
+        self._batch.advance()
+        self.gone.set()
+        if self.frozen is not None:
+            self.frozen.set()
+        self._batch.fail(ConnectionResetError("the process died"))
+
+    def stop(self) -> None:
+        """Suspend the process: it computes and answers nothing until `go_on`."""
+        self.frozen = asyncio.Event()
+        self._batch.suspend()
+
+    def go_on(self) -> None:
+        """Resume the process after `stop`."""
+        assert self.frozen is not None
+        self.frozen.set()
+        self.frozen = None
+        self._batch.resume()
+
+    def settle(self) -> EngineCounts:
+        """Return the counts as of now."""
+        self._batch.advance()
+        return self.counts
+
+    @property
+    def sequences(self) -> int:
+        """Number of running and queued answers."""
+        return len(self._batch)
+
+
+class Fleet:
+    """The servers of a run.
+
+    Args:
+        models: speed of each server.
+        tell: called with the registered servers: index to (URL, version at registration).
+
+    Attributes:
+        engines: living servers by index.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[EngineModel],
+        lengths: LogNormal,
+        network: Network,
+        tell: Callable[[Mapping[int, tuple[str, int]]], None],
+    ) -> None:
+        self._models, self._lengths, self._network, self._tell = models, lengths, network, tell
+        self._lives = 0
+        self._urls: dict[int, str] = {}
+        self._registered: Mapping[int, tuple[str, int]] = {}
+        self._past = EngineCounts()
+        self.engines: dict[int, Engine] = {}
+
+    def __len__(self) -> int:
+        """Number of servers, dead ones included."""
+        return len(self._models)
+
+    def start(self) -> None:
+        """Register all servers."""
+        for index in range(len(self)):
+            self._begin(index)
+        self._tell(self._registered)
+
+    def kill(self, index: int) -> None:
+        """End the server's process; its registration stays."""
+        engine = self.engines.pop(index)
+        del self._network.hosts[self._urls[index]]
+        self._past.add(engine.settle())
+        engine.die()
+
+    def unregister(self, index: int) -> None:
+        """End the server's registration."""
+        self._registered = {key: value for key, value in self._registered.items() if key != index}
+        self._tell(self._registered)
+
+    def restart(self, index: int) -> None:
+        """Start and register a new process, at another address and with the initial model's weights."""
+        self._begin(index)
+        self._tell(self._registered)
+
+    def counts(self) -> EngineCounts:
+        """Return the counts of all servers up to now."""
+        total = EngineCounts()
+        total.add(self._past)
+        for engine in self.engines.values():
+            total.add(engine.settle())
+        return total
+
+    @property
+    def sequences(self) -> int:
+        """Return the number of answers that run or wait at the servers."""
+        return sum(engine.sequences for engine in self.engines.values())
+
+    def _begin(self, index: int) -> None:
+        self._lives += 1
+        url = f"http://server{index}-{self._lives}"
+        engine = Engine(self._models[index], self._lengths)
+        self.engines[index] = self._network.hosts[url] = engine
+        self._urls[index] = url
+        self._registered = {**self._registered, index: (url, 0)}
+
+
+class ServerFaults:
+    """Causes the faults of a run's servers.
+
+    Args:
+        servers: number of servers.
+        lease_s: seconds by which a registration outlives its process.
+
+    Attributes:
+        deaths: number of deaths so far.
+    """
+
+    def __init__(self, faults: Faults, servers: int, *, lease_s: float, seed: int) -> None:
+        self._faults, self._lease_s = faults, lease_s
+        self._random = random.Random(f"faults {seed}")
+        self._slow = frozenset(self._random.sample(range(servers), round(faults.slow_share * servers)))
+        self.deaths = 0
+
+    def model_of(self, index: int, model: EngineModel) -> EngineModel:
+        """Return the speed of the server `index`, if `model` is that of a server that is not slow."""
+        return model.slower(self._faults.slow_factor) if index in self._slow else model
+
+    async def run(self, fleet: Fleet) -> None:
+        """Cause the faults."""
+        faults, seeds = self._faults, [self._random.getrandbits(32) for _ in range(2 * len(fleet) + 1)]
+        async with asyncio.TaskGroup() as tasks:
+            for index in range(len(fleet)):
+                if faults.death_every_s:
+                    tasks.create_task(self._deaths(fleet, index, faults.death_every_s, random.Random(seeds[2 * index])))
+                if faults.silence_every_s:
+                    own = random.Random(seeds[2 * index + 1])
+                    tasks.create_task(self._silences(fleet, index, faults.silence_every_s, own))
+            if faults.preempted_share:
+                tasks.create_task(self._preemption(fleet, random.Random(seeds[-1])))
+
+    async def _die(self, fleet: Fleet, index: int, back_after_s: float) -> None:
+        """End the server's process; a new one starts later."""
+        fleet.kill(index)
+        self.deaths += 1
+        await asyncio.sleep(min(self._lease_s, back_after_s))
+        if back_after_s > self._lease_s:
+            fleet.unregister(index)
+            await asyncio.sleep(back_after_s - self._lease_s)
+        fleet.restart(index)
+
+    async def _deaths(self, fleet: Fleet, index: int, every_s: float, own: random.Random) -> None:
+        while True:
+            await asyncio.sleep(own.expovariate(1 / every_s))
+            if index in fleet.engines:
+                await self._die(fleet, index, self._faults.restart_s)
+
+    async def _silences(self, fleet: Fleet, index: int, every_s: float, own: random.Random) -> None:
+        while True:
+            await asyncio.sleep(own.expovariate(1 / every_s))
+            engine = fleet.engines.get(index)
+            if engine is None or engine.frozen is not None:
+                continue
+            engine.stop()
+            await asyncio.sleep(self._faults.silence_s)
+            if not engine.gone.is_set():
+                engine.go_on()
+
+    async def _preemption(self, fleet: Fleet, own: random.Random) -> None:
+        faults = self._faults
+        await asyncio.sleep(faults.preempted_at_s)
+        taken = own.sample(sorted(fleet.engines), round(faults.preempted_share * len(fleet)))
+        await asyncio.gather(*(self._die(fleet, index, faults.preempted_for_s) for index in taken))
