@@ -1,4 +1,4 @@
-"""What a run notes in its folder for its user: remarks of its processes, and restarts with their causes and costs.
+"""Notes of a run for its user, in its folder: remarks of its processes, and restarts with their causes and costs.
 
     remarks.jsonl     {"time": ..., "remark": "WARNING: ..."}
     restarts.jsonl    {"time": ..., "restarted": "rollout_worker/0", "reason": "was killed by signal SIGKILL"}

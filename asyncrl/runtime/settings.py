@@ -218,7 +218,7 @@ class SystemConfig:
     @property
     def silence_s(self) -> float:
         """Seconds without a call after which a worker's rollouts are dropped, although its names are renewed: its event
-        loop stands still, as a user's code may hold it up for some seconds.
+        loop is blocked. A user's code may block it for some seconds.
         """
         return 3 * self.lease_s
 

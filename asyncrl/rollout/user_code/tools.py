@@ -96,8 +96,8 @@ class RunTools:
 
 
 def check_format(config: ExperimentConfig, chat: ChatTemplate | None) -> None:
-    """Check that thoughts are told from answers, that the chat template shows the run's tools to the model, and that
-    the parser reads their calls.
+    """Check that thoughts are kept apart from answers, that the chat template shows the run's tools to the model, and
+    that the parser reads their calls.
 
     Raises:
         ConfigError: one of these does not hold.

@@ -1,5 +1,5 @@
-"""What a step computes before its first optimizer step: log-probabilities, values, rewards of models, the filter of
-groups, and from all of it the advantages.
+"""Functions that run before a step's first optimizer step: log-probabilities, values, rewards of models, the filter of
+groups, and the advantages that follow from them.
 """
 
 from __future__ import annotations
