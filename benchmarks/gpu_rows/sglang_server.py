@@ -211,7 +211,7 @@ def _beside_trainer(server: Server) -> Iterator[Figure]:
     """Agreement with the trainer, then updates of the server's weights by the trainer's."""
     bench = server.bench
     with rank_of(bench, BESIDE, bench.folder) as rank:
-        yield from tried(bench, "agreement", partial(_distances, server, rank, f"SGLang, {bench.dtype}"))
+        yield from tried(bench, "agreement", partial(_distances, server, rank, "agreement"))
         step = step_of(bench, rank, BESIDE)
         numbers = itertools.count(1)
         # a disk may be slow, and the row ended
