@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-KEPT = ("tests/device", "tests/integration", "tests/unit/inference", "tests/unit/trainer", "tests/unit/models/weights")
+KEPT = ("tests/device", "tests/integration", "tests/unit/inference", "tests/unit/trainer", "tests/unit/weights")
 """Folders of tests that build engines."""
 PROOFS = ("tests/unit/trainer/model",)
 """Folders of tests of the proofs, beside `tests/unit/models`."""
