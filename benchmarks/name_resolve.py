@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from common import Table, parser, verdict
 
 from asyncrl.comm import names
-from asyncrl.comm.name_resolve import EtcdAccess, NameBackend, make_resolver
+from asyncrl.comm.name_resolve import NameBackend, make_resolver
 
 LEASE_S = 10.0
 START_LIMIT_S = 30.0
@@ -45,7 +45,7 @@ def etcd() -> Iterator[str]:
         server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             address = client.removeprefix("http://")
-            make_resolver(NameBackend.etcd3, "/probe", etcd=EtcdAccess.at(address), patience_s=START_LIMIT_S).close()
+            make_resolver(NameBackend.etcd3, "/probe", access={"addresses": address}, patience_s=START_LIMIT_S).close()
             yield address
         finally:
             server.kill()
@@ -62,7 +62,7 @@ def requests(address: str) -> float:
 def measure(address: str, processes: int, seconds: float) -> float:
     """Return the requests per second of this many idle processes."""
     root = f"/asyncrl/{processes}"
-    resolvers = [make_resolver(NameBackend.etcd3, root, etcd=EtcdAccess.at(address)) for _ in range(processes)]
+    resolvers = [make_resolver(NameBackend.etcd3, root, access={"addresses": address}) for _ in range(processes)]
     try:
         for index, resolver in enumerate(resolvers):
             entries = (names.status_key(names.ROLLOUT_WORKER, index), names.worker_key(names.ROLLOUT_WORKER, index))

@@ -20,8 +20,6 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from asyncrl.comm.name_resolve import EtcdAccess
-
 from .ports import free_ports
 
 USER, PASSWORD = "run", "ein-Passwort"
@@ -60,9 +58,9 @@ class EtcdCluster:
         """As in `system.name_resolve_root`."""
         return " ".join(self.members)
 
-    def access(self, **others: str) -> EtcdAccess:
+    def access(self, **others: str) -> dict[str, str]:
         """Return the access to the cluster, without the login."""
-        return EtcdAccess.at(self.address, **(self.files() | others))
+        return {"addresses": self.address} | self.files() | others
 
     def files(self) -> dict[str, str]:
         """The settings of TLS."""

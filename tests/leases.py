@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from asyncrl.comm.name_resolve import NameResolveError, NameResolver, NameResolveTimeout, base
+from asyncrl.comm import name_resolve
+from asyncrl.comm.name_resolve import NameResolveError, NameResolver, NameResolveTimeout
 
 LONG_S = 60.0
 PATIENCE_S = 60.0
@@ -16,7 +17,7 @@ PATIENCE_S = 60.0
 
 def renew_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leases of `LONG_S` are renewed three times a second, as short ones are."""
-    monkeypatch.setattr(base, "RENEWALS_PER_LEASE", 3 * LONG_S)
+    monkeypatch.setattr(name_resolve, "RENEWALS_PER_LEASE", 3 * LONG_S)
     with contextlib.suppress(ImportError, NameResolveError):  # where etcd3 is installed
         from asyncrl.hosts import etcd
 

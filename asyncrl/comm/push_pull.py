@@ -34,7 +34,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -46,7 +46,7 @@ import zmq
 from asyncrl.api.trajectory import Trajectory
 from asyncrl.comm.ended_rollouts import AT_LEAST, RecentIds
 from asyncrl.comm.security import SocketSecurity, SourceLog
-from asyncrl.comm.sockets import Context, Frame, PeerLink, PeerRouter, SocketThread, peer_address
+from asyncrl.comm.sockets import Frame, PeerLink, PeerRouter, SocketThread, peer_address
 from asyncrl.comm.trajectory_codec import CodecError, Prepared, decode_each, decode_typed, encode_prepared, prepare
 from asyncrl.comm.typed import msgpack_decoder
 from asyncrl.comm.waits import PATIENCE_S
@@ -56,8 +56,8 @@ _log = logging.getLogger(__name__)
 BATCH_BYTES = 1 << 20  # of arrays in one message: above this size the cost per message is negligible
 BATCH_TRAJECTORIES = 64  # in one message: a quarter of what a pusher holds by default, so that both ends have work
 MAX_REASON = 500  # characters of a refusal's reason
-DEFAULT_MAX_BYTES = 256 << 20
-"""Limit of one trajectory in bytes: 20 million tokens."""
+MAX_BYTES = MAX_MESSAGE_BYTES = 256 << 20
+"""Limits of one trajectory at its sender, and of a message at its receiver, in bytes: 20 million tokens."""
 DEFAULT_RESEND_AFTER_S = 10.0
 """Longer than any pause of a healthy puller. A broken connection is noticed at once, so this does not delay it."""
 _SOCKET_HIGH_WATER = 16  # batches in libzmq's own buffer per connection, at both ends; the outbox holds the rest
@@ -90,20 +90,12 @@ def encode(message: list[int] | Reply) -> bytes:
 
 
 def decode_numbers(frame: Frame) -> list[int]:
-    """Return the numbers in the first frame of a pusher's message.
-
-    Raises:
-        CodecError: the frame is malformed.
-    """
+    """Return the numbers in the first frame of a pusher's message; raise CodecError if it is malformed."""
     return decode_typed(_NUMBERS, frame, "numbers of trajectories")
 
 
 def decode_reply(frame: Frame) -> Reply:
-    """Decode a puller's reply.
-
-    Raises:
-        CodecError: it is not a puller's reply.
-    """
+    """Return a puller's reply; raise CodecError if it is none."""
     return decode_typed(_REPLY, frame, "reply")
 
 
@@ -150,10 +142,6 @@ class Push:
             self.accepted.set_exception(error)
 
 
-class OutboxFull(Exception):
-    """`add` was called while `high_water` trajectories were unacknowledged."""
-
-
 class Outbox:
     """The unacknowledged trajectories and their states. Times are seconds of any monotonic clock."""
 
@@ -171,7 +159,7 @@ class Outbox:
 
     @property
     def full(self) -> bool:
-        """True while `add` would raise."""
+        """True while `high_water` trajectories are unacknowledged."""
         return len(self._entries) >= self._high_water
 
     @property
@@ -185,13 +173,7 @@ class Outbox:
         return list(self._in_flight_at)
 
     def add(self, entry: Push) -> None:
-        """Keep a new trajectory; it waits to be sent.
-
-        Raises:
-            OutboxFull: there is no room.
-        """
-        if self.full:
-            raise OutboxFull(f"{len(self._entries)} messages are unacknowledged, high_water={self._high_water}")
+        """Keep a new trajectory, unless the outbox is `full`; it waits to be sent."""
         entry.seq = self._next_seq
         self._next_seq += 1
         self._entries[entry.seq] = entry
@@ -206,7 +188,7 @@ class Outbox:
         for position, entry in enumerate(self._waiting):
             if not entry.done and (entry.peer is None or entry.peer in writable):
                 del self._waiting[position]
-                peer = entry.peer or self._least_loaded(writable)
+                peer = entry.peer or min(writable, key=self._in_flight_at.__getitem__)
                 entry.peer, entry.due = peer, now + self._resend_after_s
                 entry.sends += 1
                 self._in_flight[entry.seq] = entry
@@ -256,11 +238,6 @@ class Outbox:
     def next_due(self) -> float | None:
         """Return the time at which the next entry expires; None if nothing is in flight."""
         return next((entry.due for entry in self._in_flight.values()), None)
-
-    def _least_loaded(self, peers: Collection[str]) -> str:
-        if len(peers) == 1:
-            return next(iter(peers))
-        return min(peers, key=self._in_flight_at.__getitem__)
 
     def _wait_again(self, entries: list[Push], *, keep_peer: bool) -> None:
         for entry in reversed(entries):
@@ -336,7 +313,6 @@ class TrajectoryPusher:
         identity: name in logs and errors, e.g. `rollout_worker/0`.
         resend_after_s: seconds without acknowledgement after which a trajectory is sent again.
         high_water: trajectories held at most; further `push` calls wait.
-        max_bytes: limit of one trajectory; the pullers' must not be smaller.
     """
 
     def __init__(
@@ -347,12 +323,10 @@ class TrajectoryPusher:
         identity: str,
         resend_after_s: float = DEFAULT_RESEND_AFTER_S,
         high_water: int = 256,
-        max_bytes: int = DEFAULT_MAX_BYTES,
     ) -> None:
         self._identity = identity
-        self._max_bytes = max_bytes
         self._outbox = Outbox(high_water=high_water, resend_after_s=resend_after_s)
-        self._security, self._context = security, Context()
+        self._security = security
         self._links: dict[str, PeerLink] = {}  # by address
         self._writable: dict[str, PeerLink] = {}  # those that accept a message now
         self._log = SourceLog("reply")
@@ -383,7 +357,7 @@ class TrajectoryPusher:
             self._links.pop(gone).router.close()
         for address in addresses:
             if address not in self._links:
-                router = PeerRouter(self._security, high_water=_SOCKET_HIGH_WATER, context=self._context)
+                router = PeerRouter(self._security, high_water=_SOCKET_HIGH_WATER)
                 try:
                     self._links[address] = router.connect(
                         address,
@@ -408,10 +382,8 @@ class TrajectoryPusher:
             PushTimeout: no acknowledgement, or no place, within `timeout_s` seconds.
         """
         prepared = prepare(trajectory)
-        if prepared.nbytes > self._max_bytes:
-            raise CodecError(
-                f"trajectory {trajectory.rollout_id!r} takes {prepared.nbytes} bytes, limit {self._max_bytes}"
-            )
+        if prepared.nbytes > MAX_BYTES:
+            raise CodecError(f"trajectory {trajectory.rollout_id!r} takes {prepared.nbytes} bytes, limit {MAX_BYTES}")
         if self._closed:
             raise PushTimeout(f"{self._identity} was closed")
         loop = asyncio.get_running_loop()
@@ -445,7 +417,6 @@ class TrajectoryPusher:
             self._writable.clear()
             for link in self._links.values():
                 link.router.close()
-            self._context.term()
         return self.unacked_ids
 
     def _hold_queued(self) -> None:
@@ -580,24 +551,6 @@ def group(pushers: Iterable[str], pullers: Iterable[str]) -> Groups:
 # The receiver. A background thread receives, so that the process may compute in its main thread.
 
 
-@dataclass(slots=True)
-class PullerCounters:
-    """Counters of arrivals. Each trajectory is counted in one of the first four, and a refused handshake in the last. A
-    message that cannot be decoded counts as one.
-    """
-
-    received: int = 0
-    """Accepted by the consumer."""
-    duplicates: int = 0
-    """Received before; acknowledged again."""
-    malformed: int = 0
-    """Not decodable, too large, or invalid for the consumer."""
-    refused: int = 0
-    """The consumer raised an error; not acknowledged, so it is sent again."""
-    unauthenticated: int = 0
-    """Connections that failed the handshake."""
-
-
 class InvalidTrajectory(ValueError):
     """The consumer will never accept this trajectory; the message has the reason."""
 
@@ -612,10 +565,14 @@ class TrajectoryPuller:
     Args:
         bind_host: address of the interface to listen on; also the host that `endpoint` names.
         security: the run's keys, or None for plaintext.
-        max_bytes: limit of one message; at least twice BATCH_BYTES, and above the pushers' `max_bytes`.
         remembered: number of ids that are kept to recognize duplicates (`ids_remembered`).
         accepted: ids that an earlier process accepted and this one still has. If the acknowledgement was lost with that
             process, the sender repeats the trajectory.
+
+    Attributes:
+        counts: arrivals by what became of them, a message that cannot be decoded as one: `received` (accepted by the
+            consumer), `duplicate` (acknowledged again), `malformed` (also: too large, or invalid for the consumer),
+            `refused` (the consumer raised another error).
     """
 
     def __init__(
@@ -624,20 +581,14 @@ class TrajectoryPuller:
         security: SocketSecurity | None,
         *,
         on_message: Callable[[Trajectory], None],
-        max_bytes: int = DEFAULT_MAX_BYTES,
         remembered: int = AT_LEAST,
         accepted: Iterable[str] = (),
     ) -> None:
-        if max_bytes < 2 * BATCH_BYTES:
-            raise ValueError(
-                f"max_bytes={max_bytes} is less than a message of small trajectories needs: use at least "
-                f"{2 * BATCH_BYTES}"
-            )
-        self._consume, self._max_bytes = on_message, max_bytes
+        self._consume = on_message
         self._seen: RecentIds[bool] = RecentIds(remembered)
         for rollout_id in accepted:
             self._seen.put(rollout_id, True)
-        self._counters = PullerCounters()
+        self.counts = Counter[str]()
         self._log = SourceLog("trajectory")
         # A message of up to twice the limit is read, counted and refused. For a larger one libzmq ends the connection.
         self._io = SocketThread(
@@ -647,16 +598,15 @@ class TrajectoryPuller:
             name="trajectory-puller",
             requests_high_water=_SOCKET_HIGH_WATER,
             replies_high_water=_REPLIES_HIGH_WATER,
-            max_frame_bytes=2 * max_bytes,
+            max_frame_bytes=2 * MAX_MESSAGE_BYTES,
         )
         self.endpoint = self._io.endpoint
         self._io.start()
 
     @property
-    def counters(self) -> PullerCounters:
-        """Return the counts so far."""
-        self._counters.unauthenticated = self._io.unauthenticated
-        return self._counters
+    def unauthenticated(self) -> int:
+        """Connections that failed the handshake."""
+        return self._io.unauthenticated
 
     def close(self) -> None:
         """Stop receiving. Accepted trajectories are acknowledged; the others stay with their senders."""
@@ -673,7 +623,7 @@ class TrajectoryPuller:
         numbers: list[int] = []
         try:
             numbers = decode_numbers(frames[0].buffer)
-            decoded = decode_each([frame.buffer for frame in frames[1:]], max_bytes=self._max_bytes)
+            decoded = decode_each([frame.buffer for frame in frames[1:]], max_bytes=MAX_MESSAGE_BYTES)
             if len(decoded) != len(numbers):
                 raise CodecError(f"message has {len(numbers)} numbers for {len(decoded)} trajectories")
         except CodecError as error:
@@ -698,22 +648,22 @@ class TrajectoryPuller:
             InvalidTrajectory: the consumer will never accept it.
         """
         if trajectory.rollout_id in self._seen:
-            self._counters.duplicates += 1
+            self.counts["duplicate"] += 1
             return True
         try:
             self._consume(trajectory)
         except InvalidTrajectory:
             raise
         except Exception:
-            self._counters.refused += 1
+            self.counts["refused"] += 1
             _log.exception("trajectory %r was not accepted, it will be sent again", trajectory.rollout_id)
             return False
         self._seen.put(trajectory.rollout_id, True)
-        self._counters.received += 1
+        self.counts["received"] += 1
         return True
 
     def _refused(self, frames: list[zmq.Frame], numbers: list[int], error: Exception) -> Refused:
         """Count these trajectories of a message, and return the reply that makes the sender drop them."""
-        self._counters.malformed += 1
+        self.counts["malformed"] += 1
         self._log.note(peer_address(frames), str(error))
         return Refused(numbers, str(error)[:MAX_REASON])

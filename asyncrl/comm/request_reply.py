@@ -55,8 +55,10 @@ _log = logging.getLogger(__name__)
 
 _ID = struct.Struct("<Q")
 _MAX_TEXT = 32_000  # characters of a traceback: enough for any, bounded for a hostile exception
-DEFAULT_MAX_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 """Limit of one body: the master's metadata of a very large batch."""
+MOST_QUEUED = MOST_IMMEDIATE = 1024
+"""Outstanding calls of a server, of either kind; further ones are answered with ServerBusy."""
 _SOCKET_HIGH_WATER = 1000  # requests, and replies, in libzmq's own buffer per client
 
 
@@ -114,25 +116,25 @@ def encode(body: msgspec.Struct) -> bytes:
     """Return `body` as bytes.
 
     Raises:
-        MessageError: a free-form part of it is not plain data, or it is larger than DEFAULT_MAX_BYTES.
+        MessageError: a free-form part of it is not plain data, or it is larger than MAX_BYTES.
     """
     try:
         encoded = msgspec.msgpack.encode(body, enc_hook=_as_builtin)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise MessageError(f"{type(body).__name__} is not plain data: {error}") from error
-    if len(encoded) > DEFAULT_MAX_BYTES:
-        raise MessageError(f"{type(body).__name__} takes {len(encoded)} bytes, limit {DEFAULT_MAX_BYTES}")
+    if len(encoded) > MAX_BYTES:
+        raise MessageError(f"{type(body).__name__} takes {len(encoded)} bytes, limit {MAX_BYTES}")
     return encoded
 
 
-def decode(encoded: memoryview, body_type: type[_B], max_bytes: int) -> _B:
+def decode(encoded: memoryview, body_type: type[_B]) -> _B:
     """Return the body in `encoded`, which may be any bytes, as `body_type`.
 
     Raises:
         MessageError: it is not of that type. The message has the path of the first wrong field and the expected type.
     """
-    if encoded.nbytes > max_bytes:
-        raise MessageError(f"{body_type.__name__} of {encoded.nbytes} bytes is over the limit of {max_bytes}")
+    if encoded.nbytes > MAX_BYTES:
+        raise MessageError(f"{body_type.__name__} of {encoded.nbytes} bytes is over the limit of {MAX_BYTES}")
     try:
         body: _B = msgpack_decoder(body_type).decode(encoded)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
@@ -218,34 +220,30 @@ class RequestClient:
         address: the server's endpoint.
         security: the run's keys, or None for plaintext.
         name: the server's name in errors, e.g. `model_worker/0`; the address by default.
-        max_bytes: limit of one reply.
-        router: router shared with other clients; its owner closes it after them. None: the client creates its own.
+        router: router shared with other clients, with keys of its own; its owner closes it after them. None: the client
+            creates one.
 
     Raises:
-        ValueError: `address` is not an endpoint, another client of `router` has it, or the router has other keys.
+        ValueError: `address` is not an endpoint, or another client of `router` has it.
     """
 
     def __init__(
         self,
         address: str,
-        security: SocketSecurity | None,
+        security: SocketSecurity | None = None,
         *,
         name: str | None = None,
-        max_bytes: int = DEFAULT_MAX_BYTES,
         router: PeerRouter | None = None,
     ) -> None:
         self._peer = f"{name} ({address})" if name else address
-        self._max_bytes = max_bytes
         self._calls: dict[int, _Outstanding] = {}
         self._unsent: deque[_Outstanding] = deque()
         self._next_call = 0
         self._closed = False
         self._log = SourceLog("reply")
-        if router is not None and router.security != security:
-            raise ValueError(f"the router to {self._peer} has other keys than this client: give both the run's")
-        self._own_router = None
-        if router is None:
-            router = self._own_router = PeerRouter(security)
+        self._own_router = PeerRouter(security) if router is None else None
+        router = router or self._own_router
+        assert router is not None
         try:
             self._link = router.connect(
                 address, on_writable=self._flush, on_message=self._on_message, on_lost=self._on_lost
@@ -310,7 +308,7 @@ class RequestClient:
             return  # the call has timed out or was cancelled
         request = call.request
         try:
-            reply = decode(body, request.reply_type if verb else Failure, self._max_bytes)
+            reply = decode(body, request.reply_type if verb else Failure)
         except MessageError as error:
             call.fail(MessageError(f"reply to {request.verb} from {self._peer}: {error}"))
             return
@@ -372,9 +370,6 @@ class RequestServer:
         security: the run's keys, or None for plaintext.
         immediate: async handlers, run on the I/O thread's loop.
         queued: handlers that `serve_one` runs, in order of arrival.
-        inbox_capacity: largest number of waiting queued calls; further calls are answered with ServerBusy.
-        max_immediate: largest number of outstanding immediate calls; further calls are answered with ServerBusy.
-        max_bytes: limit of one request.
 
     Raises:
         ValueError: two requests have the same verb.
@@ -387,9 +382,6 @@ class RequestServer:
         *,
         immediate: Mapping[type[Request[Any]], ImmediateHandler] | None = None,
         queued: Mapping[type[Request[Any]], QueuedHandler] | None = None,
-        inbox_capacity: int = 1024,
-        max_immediate: int = 1024,
-        max_bytes: int = DEFAULT_MAX_BYTES,
     ) -> None:
         self._immediate = dict(immediate or {})
         self._queued = dict(queued or {})
@@ -398,9 +390,7 @@ class RequestServer:
             if request_type.verb in self._types:
                 raise ValueError(f"{request_type.verb!r} is served twice: choose one handler")
             self._types[request_type.verb] = request_type
-        self._inbox: queue.Queue[_Received] = queue.Queue(inbox_capacity)
-        self._max_immediate = max_immediate
-        self._max_bytes = max_bytes
+        self._inbox: queue.Queue[_Received] = queue.Queue(MOST_QUEUED)
         self._log = SourceLog("request")
         self.malformed = 0
         self._io = SocketThread(
@@ -410,7 +400,7 @@ class RequestServer:
             name="request-server",
             requests_high_water=_SOCKET_HIGH_WATER,
             replies_high_water=_SOCKET_HIGH_WATER,
-            max_frame_bytes=2 * max_bytes,
+            max_frame_bytes=2 * MAX_BYTES,
         )
         self._io.start()
 
@@ -467,7 +457,7 @@ class RequestServer:
             self._fail(client, number, unknown)
             return
         try:
-            request = decode(body, request_type, self._max_bytes)
+            request = decode(body, request_type)
         except MessageError as error:
             self._count_malformed(frames, error)
             self._fail(client, number, error)
@@ -481,10 +471,10 @@ class RequestServer:
                 self._inbox.put_nowait(call)
             except queue.Full:
                 busy = f"{self._inbox.maxsize} calls wait in the inbox"
-        elif len(self._io.tasks) < self._max_immediate:
+        elif len(self._io.tasks) < MOST_IMMEDIATE:
             self._io.run_task(self._run_immediate(call))
         else:
-            busy = f"{self._max_immediate} immediate calls are outstanding"
+            busy = f"{MOST_IMMEDIATE} immediate calls are outstanding"
         if busy:
             self._fail(call.client, call.number, ServerBusy(f"{busy}: call again later"))
 

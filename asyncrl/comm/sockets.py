@@ -225,19 +225,15 @@ class PeerRouter:
         security: the run's keys, or None for plaintext.
         high_water: messages in libzmq's buffer; the link is not writable while it is full, so a router with a limit has
             one link. 0: no limit, for messages that each have a caller with a time limit.
-        context: context shared with other routers; its owner ends it after them. None: the router creates its own.
     """
 
-    def __init__(self, security: SocketSecurity | None, *, high_water: int = 0, context: Context | None = None) -> None:
-        self.security = security
+    def __init__(self, security: SocketSecurity | None, *, high_water: int = 0) -> None:
         self._loop = asyncio.get_running_loop()
-        self._own_context = None if context is not None else Context()
-        context = context or self._own_context
-        assert context is not None
-        socket = connecting(context, zmq.ROUTER, security, high_water=_REPLIES_HIGH_WATER)
+        self._context = Context()
+        socket = connecting(self._context, zmq.ROUTER, security, high_water=_REPLIES_HIGH_WATER)
         socket.sndhwm = high_water
         socket.router_mandatory = True
-        self._monitor = LoopSocket(_monitor(context, socket), self._loop, self._observe)
+        self._monitor = LoopSocket(_monitor(self._context, socket), self._loop, self._observe)
         self._main = LoopSocket(socket, self._loop, self._serve)
         self._limited = high_water > 0
         self._full: PeerLink | None = None
@@ -301,8 +297,7 @@ class PeerRouter:
             self._main.socket.disable_monitor()
             self._monitor.close()
             self._main.close()
-            if self._own_context is not None:
-                self._own_context.term()
+            self._context.term()
 
     def _open(self, link: PeerLink) -> None:
         link.reopening = None

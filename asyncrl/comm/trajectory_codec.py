@@ -57,7 +57,7 @@ Array: TypeAlias = NDArray[Any]
 
 MAGIC: Final = "asyncrl"
 PROTOCOL_VERSION: Final = 4
-DEFAULT_MAX_BYTES = 1 << 30
+MAX_BYTES = 1 << 30
 """Limit of one message, header and payload together. A GiB is 80 million trajectory tokens."""
 MAX_HEADER_BYTES = 64 << 20
 MAX_ID_LENGTH = 256
@@ -416,19 +416,19 @@ def _named_lists(columns: Mapping[str, Array]) -> _Named:
     }
 
 
-def encode_prepared(prepared: Sequence[Prepared], *, max_bytes: int = DEFAULT_MAX_BYTES) -> list[Frame]:
+def encode_prepared(prepared: Sequence[Prepared]) -> list[Frame]:
     """Return the two frames of these trajectories, of which there is at least one.
 
     Raises:
-        CodecError: the message is larger than `max_bytes`.
+        CodecError: the message is larger than MAX_BYTES.
     """
     header = _encode(Header(MAGIC, PROTOCOL_VERSION, [each.entry for each in prepared]))
     if len(header) > MAX_HEADER_BYTES:
         raise CodecError(f"header of {len(prepared)} trajectories takes {len(header)} bytes, over {MAX_HEADER_BYTES}")
     sizes = [*chain.from_iterable([each.sizes for each in prepared])]
     nbytes = len(header) + _I8.itemsize * len(sizes) + sum(each.nbytes for each in prepared)
-    if nbytes > max_bytes:
-        raise CodecError(f"message of {len(prepared)} trajectories takes {nbytes} bytes, limit {max_bytes}: split it")
+    if nbytes > MAX_BYTES:
+        raise CodecError(f"message of {len(prepared)} trajectories takes {nbytes} bytes, limit {MAX_BYTES}: split it")
     parts: list[Any] = [struct.pack(f"<{len(sizes)}q", *sizes)]
     for column, of_each in zip(COLUMNS.values(), zip(*[each.parts for each in prepared], strict=True), strict=True):
         own = [*chain.from_iterable(of_each)]
@@ -439,32 +439,32 @@ def encode_prepared(prepared: Sequence[Prepared], *, max_bytes: int = DEFAULT_MA
         return [header, b"".join(part if isinstance(part, bytes) else part.tobytes() for part in parts)]
 
 
-def encode_trajectories(trajectories: Iterable[Trajectory], *, max_bytes: int = DEFAULT_MAX_BYTES) -> list[Frame]:
+def encode_trajectories(trajectories: Iterable[Trajectory]) -> list[Frame]:
     """Return the two frames of these trajectories, of which there is at least one.
 
     Raises:
         CodecError: as `prepare` and `encode_prepared`.
     """
-    return encode_prepared([prepare(trajectory) for trajectory in trajectories], max_bytes=max_bytes)
+    return encode_prepared([prepare(trajectory) for trajectory in trajectories])
 
 
 # The receiver
 
 
-def decode_trajectories(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) -> list[Trajectory]:
+def decode_trajectories(frames: Sequence[Frame]) -> list[Trajectory]:
     """Return the trajectories in `frames`.
 
     Raises:
-        CodecError: the frames are malformed or larger than `max_bytes`, or a value is out of its bounds.
+        CodecError: the frames are malformed or larger than MAX_BYTES, or a value is out of its bounds.
     """
-    decoded = decode_each(frames, max_bytes=max_bytes)
+    decoded = decode_each(frames)
     for trajectory in decoded:
         if isinstance(trajectory, CodecError):
             raise trajectory
     return [trajectory for trajectory in decoded if isinstance(trajectory, Trajectory)]
 
 
-def decode_each(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) -> list[Trajectory | CodecError]:
+def decode_each(frames: Sequence[Frame], *, max_bytes: int = MAX_BYTES) -> list[Trajectory | CodecError]:
     """Return each trajectory in `frames`, or the error in it.
 
     Raises:

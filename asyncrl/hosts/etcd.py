@@ -41,8 +41,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from asyncrl.comm.name_resolve import ADDRESS, SETTINGS, EtcdAccess
-from asyncrl.comm.name_resolve.base import (
+from asyncrl.comm.name_resolve import (
     HURRY_S,
     OUTAGE_S,
     NameEntryExists,
@@ -53,8 +52,7 @@ from asyncrl.comm.name_resolve.base import (
     is_below,
 )
 from asyncrl.comm.waits import ANSWER_S, CLOSE_S
-
-__all__ = ["EtcdLink", "EtcdResolver"]
+from asyncrl.hosts.etcd_access import ADDRESS, SETTINGS, EtcdAccess
 
 _IMPLEMENTATION = "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"
 _is_chosen = _IMPLEMENTATION in os.environ
@@ -357,7 +355,7 @@ class _Lease:
 
 
 class EtcdResolver(NameResolver):
-    """Resolver over the keys below `root` in the etcd cluster of `access`.
+    """Resolver over the keys below `root` in the etcd cluster that `access` describes (`EtcdAccess.at`).
 
     Raises:
         EtcdAccessError: `access` is not valid.
@@ -365,16 +363,16 @@ class EtcdResolver(NameResolver):
         NameResolveUnavailable: etcd does not answer within `patience_s`.
     """
 
-    def __init__(self, root: str, access: EtcdAccess, patience_s: float = OUTAGE_S) -> None:
+    def __init__(self, root: str, patience_s: float = OUTAGE_S, **access: str) -> None:
         super().__init__(root, patience_s)
-        access.check()
+        cluster = EtcdAccess.at(**access)
+        cluster.check()
         self._prefix = root.rstrip("/") + "/"
         self._own: dict[str, tuple[_Lease, float]] = {}
         """The lease of each leased entry of this resolver, and when the entry was stored (monotonic seconds)."""
         self._leases: dict[int, _Lease] = {}  # by seconds
         self._lock = threading.Lock()
-        self._watched: frozenset[str] = frozenset()  # the roots in the present stream
-        self._link = EtcdLink(access, self._prefix)
+        self._link = EtcdLink(cluster, self._prefix)
         try:
             self._patiently(self._range, "", count_only=True)
         except BaseException:
@@ -513,9 +511,8 @@ class EtcdResolver(NameResolver):
                 del self._leases[lease.ttl_s]
 
     def _snapshots(self) -> Iterator[dict[str, dict[str, str]]]:
-        self._watched = frozenset()  # who comes now wakes this thread
-        self._woken.clear()
-        self._watched = roots = frozenset(subtree.root for subtree in self._subtrees())
+        self._woken.clear()  # who follows another root from now on ends the stream
+        roots = frozenset(subtree.root for subtree in self._subtrees())
         replies = {root: self._range(root) for root in roots}
         yield {root: self._entries(reply, root) for root, reply in replies.items()}
         read_at = {root: reply.header.revision for root, reply in replies.items()}
@@ -530,10 +527,9 @@ class EtcdResolver(NameResolver):
             read_at |= {root: reply.header.revision for root, reply in replies.items()}
             yield {root: self._entries(reply, root) for root, reply in replies.items()}
 
-    def _wake(self, root: str | None = None) -> None:
-        if root not in self._watched:
-            super()._wake()
-            self._link.end_changes()
+    def _wake(self) -> None:
+        super()._wake()
+        self._link.end_changes()
 
     def _range(self, root: str, **how: Any) -> Any:
         """Return etcd's reply on all keys that begin with `root`."""

@@ -11,14 +11,14 @@ from asyncrl.comm.name_resolve import NameBackend
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.backends import backend_class
 from asyncrl.runtime.process.hardware import LOOPBACK, interface_of
-from asyncrl.runtime.settings import HOSTS_CHECK, LOCAL, etcd_access
+from asyncrl.runtime.settings import ETCD_CHECK, HOSTS_CHECK, LOCAL, etcd_access
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:
     """Yield an error message for each invalid setting: `setting=value: what is wrong; what to do`."""
     system = config.system
     if system.name_resolve == NameBackend.etcd3:
-        yield from etcd_access(system).faults()
+        yield from pkgutil.resolve_name(ETCD_CHECK)(etcd_access(system))
         if importlib.util.find_spec("etcd3") is None:
             yield "system.name_resolve='etcd3': etcd3 is not installed; install the `etcd` extra, or use file"
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from asyncrl.comm.name_resolve import EtcdAccess, NameBackend
+from asyncrl.comm.name_resolve import NameBackend
 from asyncrl.comm.names import (
     ENCODER_SERVER,
     GENERATION_SERVER,
@@ -28,7 +28,9 @@ LAUNCHERS = {
 """The launcher back ends by their names in `system.launcher`; only the one in use is imported."""
 LOCAL = "local"
 HOSTS_CHECK = "asyncrl.hosts.checks:faults"
-"""Check of `system.hosts`. This and the table above are all that names the optional package `asyncrl.hosts`."""
+ETCD_CHECK = "asyncrl.hosts.etcd_access:faults"
+"""Checks of `system.hosts` and `system.etcd`. These, the table above and that of name resolution are all that names the
+optional package `asyncrl.hosts`."""
 PLACED = (MASTER_WORKER, MODEL_WORKER, GSERVER_MANAGER, GENERATION_SERVER, ROLLOUT_WORKER)
 """Kinds of processes that every run has; of several hosts, at least one runs each."""
 PLACEABLE = (*PLACED, ENCODER_SERVER)
@@ -228,7 +230,6 @@ class SystemConfig:
         return 6 * self.lease_s
 
 
-def etcd_access(system: SystemConfig) -> EtcdAccess:
+def etcd_access(system: SystemConfig) -> dict[str, str]:
     """Return the members, login and certificates that these settings give."""
-    files = {name: str(value) for name, value in vars(system.etcd).items()}
-    return EtcdAccess.at(system.name_resolve_root, **files)
+    return {"addresses": system.name_resolve_root} | {name: str(value) for name, value in vars(system.etcd).items()}

@@ -21,10 +21,8 @@ from torch import Tensor
 
 from asyncrl.comm.typed import decode_json
 from asyncrl.weights.loading import WeightUpdateError, match_weights, read_checkpoint
+from asyncrl.weights.manifest import ADAPTERS_FILE
 
-CONFIG_FILE = "adapter_config.json"
-STEM = "adapter_model"
-"""Name of the file of tensors, without its ending."""
 _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 
 
@@ -87,21 +85,13 @@ class Adapters:
         return base.to(a.dtype).float() + self.scale * product
 
 
-def are_adapters(folder: Path) -> bool:
-    """True if `folder` has adapters instead of whole weights; False also if its path cannot be read."""
-    try:
-        return (folder / CONFIG_FILE).is_file()
-    except OSError:  # a path that is too long: reported when its weights are read
-        return False
-
-
 def read_adapters(folder: Path) -> Adapters:
     """Read the adapters in `folder`.
 
     Raises:
         WeightUpdateError: the adapters cannot be read, or are of a kind that is not merged here.
     """
-    tensors, file = read_checkpoint(folder), folder / CONFIG_FILE
+    tensors, file = read_checkpoint(folder), folder / ADAPTERS_FILE
     try:
         content = file.read_bytes()
     except OSError as error:
@@ -117,7 +107,7 @@ def described_by(content: bytes, tensors: Mapping[str, Tensor], folder: Path) ->
     Raises:
         WeightUpdateError: see `read_adapters`.
     """
-    file = folder / CONFIG_FILE
+    file = folder / ADAPTERS_FILE
     try:
         config = decode_json(content, _Config)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -152,9 +142,10 @@ def described_by(content: bytes, tensors: Mapping[str, Tensor], folder: Path) ->
 
 
 def stage_adapters(
-    targets: Mapping[str, Tensor], adapters: Adapters, base: Path, restored: Collection[str] | None
-) -> list[tuple[Tensor, Tensor]]:
-    """Return pairs of a parameter and its new value: the layers of `adapters`, merged with those of the folder `base`.
+    targets: Mapping[str, Tensor], folder: Path, base: Path, restored: Collection[str] | None
+) -> tuple[list[tuple[Tensor, Tensor]], frozenset[str]]:
+    """Return pairs of a parameter and its new value: the adapters in `folder`, merged with the layers of the folder
+    `base`; and the names of these layers.
 
     Like `asyncrl.weights.loading.stage_weights`, this changes nothing yet.
 
@@ -163,8 +154,13 @@ def stage_adapters(
         restored: names of other parameters that differ from `base` and must be restored; None if any may differ.
 
     Raises:
-        WeightUpdateError: `adapters`, `base` and the model do not fit together; nothing was changed.
+        WeightUpdateError: adapters, `base` and the model do not fit together, or the adapters are of another base.
     """
+    adapters = read_adapters(folder)
+    if Path(adapters.base or "") != base:
+        raise WeightUpdateError(
+            f"{str(folder)!r} has adapters of {adapters.base!r}, this server started with {str(base)!r}"
+        )
     names = None if restored is None else {*restored, *adapters.layers}
     values = read_checkpoint(base, names)
     if missing := sorted(adapters.layers.keys() - values.keys()):
@@ -175,4 +171,4 @@ def stage_adapters(
     for name in adapters.layers:
         values[name] = adapters.merged(name, values[name])
     wanted = targets if names is None else {name: target for name, target in targets.items() if name in names}
-    return match_weights(wanted, values, base)
+    return match_weights(wanted, values, base), frozenset(adapters.layers)

@@ -28,6 +28,8 @@ from asyncrl.weights.atomic_dir import write_file
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = 2
+ADAPTERS_FILE = "adapter_config.json"
+"""Beside adapters in place of whole weights (`asyncrl.weights.adapters`)."""
 _THREADS = 4  # enough to pass a fast disk's rate
 _LARGE_BYTES = 16 << 20  # checking a smaller file takes less time than starting a thread
 _READ_BYTES = 1 << 20  # stays in the core's cache between being read and being summed
@@ -161,6 +163,14 @@ def whole_files(directory: Path) -> tuple[Manifest, list[str]]:
     manifest = read_manifest(directory)
     there = {name: entry for name, entry in manifest.files.items() if (directory / name).is_file()}
     return manifest, [name for name, entry in there.items() if file_entry(directory / name) == entry]
+
+
+def are_adapters(folder: Path) -> bool:
+    """True if `folder` has adapters instead of whole weights; False also if its path cannot be read."""
+    try:
+        return (folder / ADAPTERS_FILE).is_file()
+    except OSError:  # a path that is too long: reported when its weights are read
+        return False
 
 
 def file_entry(path: Path) -> FileEntry:

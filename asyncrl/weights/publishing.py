@@ -53,11 +53,10 @@ from asyncrl.models.model_config import CONFIG_FILE as MODEL_CONFIG
 from asyncrl.models.model_config import for_all_versions
 from asyncrl.models.ranks import Ranks
 from asyncrl.weights import atomic_dir
-from asyncrl.weights.adapters import CONFIG_FILE as ADAPTERS_CONFIG
-from asyncrl.weights.adapters import STEM as ADAPTERS_STEM
 from asyncrl.weights.folder_tensors import Published, TensorSpec
 from asyncrl.weights.logprob_probe import PROBE_FILE, LogprobProbe, encode_probe
 from asyncrl.weights.manifest import (
+    ADAPTERS_FILE,
     MANIFEST_FILE,
     FileEntry,
     Manifest,
@@ -73,6 +72,7 @@ MAX_SHARD_BYTES = 1 << 30
 """Largest shard. A file is synced while the next is written, and readers check several at a time; more files take
 longer to open."""
 _STEM = "model"
+_ADAPTERS_STEM = "adapter_model"
 _STORE = ".shared"
 _WEIGHT_SUFFIXES = frozenset((".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"))
 _MAX_ASSET_BYTES = 64 << 20  # tokenizers are smaller
@@ -119,7 +119,7 @@ class SharedFiles:
 
     def _write(self, store: Path) -> dict[str, FileEntry]:
         directory = atomic_dir.begin(store)
-        config_file = ADAPTERS_CONFIG if self.adapters else MODEL_CONFIG
+        config_file = ADAPTERS_FILE if self.adapters else MODEL_CONFIG
         atomic_dir.write_file(directory / config_file, self._config)
         for name, asset in self._assets.items():
             atomic_dir.write_file(directory / name, for_all_versions(name, asset.read_bytes()))
@@ -254,7 +254,7 @@ def plan_shards(specs: Sequence[TensorSpec], world: int, max_shard_bytes: int = 
 def _plan(specs: Sequence[TensorSpec], world: int, adapters: bool, limit: int) -> tuple[list[Shard], str]:
     """Return the files and the stem of their names; adapters are small, and peft reads them from one file."""
     if adapters:
-        return [Shard(0, list(specs))], ADAPTERS_STEM
+        return [Shard(0, list(specs))], _ADAPTERS_STEM
     return plan_shards(specs, world, limit), _STEM
 
 

@@ -74,7 +74,7 @@ class Watched:
 
     def _names(self) -> set[str]:
         access = self.etcd.access(**self._login)
-        with make_resolver("etcd3", "/asyncrl/tiny/trial0", etcd=access) as resolver:
+        with make_resolver("etcd3", "/asyncrl/tiny/trial0", access=access) as resolver:
             return {name for name in resolver.get_subtree() if not name.startswith("model_version")}
 
 

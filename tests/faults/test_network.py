@@ -67,7 +67,7 @@ class Spread:
 
     def published(self) -> dict[str, str]:
         """The address of each endpoint that is in name resolution, by name."""
-        with make_resolver("etcd3", "/asyncrl/tiny/trial0", etcd=self._etcd.access()) as resolver:
+        with make_resolver("etcd3", "/asyncrl/tiny/trial0", access=self._etcd.access()) as resolver:
             found = resolver.get_subtree()
         ends = {name: value.partition("//")[2].partition('"')[0] for name, value in found.items() if "//" in value}
         return {name: str(urlsplit(f"//{end}").hostname) for name, end in ends.items()}

@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from asyncrl.api import Sample, Trajectory
-from asyncrl.comm import sockets
+from asyncrl.comm import push_pull, sockets
 from asyncrl.comm.push_pull import (
     BATCH_BYTES,
     Accepted,
@@ -52,11 +52,11 @@ def make_pusher(*addresses: str, security: SocketSecurity | None = None, **setti
 class Puller(TrajectoryPuller):
     """A puller whose consumer keeps what it accepts, once `open` is set."""
 
-    def __init__(self, security: SocketSecurity | None = None, host: str = HOST, **settings: int) -> None:
+    def __init__(self, security: SocketSecurity | None = None, host: str = HOST) -> None:
         self.accepted: queue.SimpleQueue[Trajectory] = queue.SimpleQueue()
         self.open = threading.Event()
         self.open.set()
-        super().__init__(host, security, on_message=self._keep, **settings)
+        super().__init__(host, security, on_message=self._keep)
 
     def _keep(self, trajectory: Trajectory) -> None:
         assert self.open.wait(PATIENCE_S)
@@ -111,8 +111,8 @@ async def test_many_at_once_arrive_in_order_each_once(puller: Puller) -> None:
     sizes = [5, 50_000, 100, 2_000] * 50
     await asyncio.gather(*(pusher.push(make_trajectory(i, size), PATIENCE_S) for i, size in enumerate(sizes)))
     assert puller.fetch(len(sizes)) == [f"rollout-{i}" for i in range(len(sizes))]
-    assert puller.counters.received == len(sizes)
-    assert puller.counters.duplicates == 0
+    assert puller.counts["received"] == len(sizes)
+    assert puller.counts["duplicate"] == 0
     await pusher.close(PATIENCE_S)
 
 
@@ -122,7 +122,7 @@ async def test_several_pushers_and_pullers_deliver_everything_once() -> None:
     await asyncio.gather(
         *(p.push(make_trajectory((i, j)), PATIENCE_S) for i, p in enumerate(pushers) for j in range(30))
     )
-    counts = [puller.counters.received for puller in pullers]
+    counts = [puller.counts["received"] for puller in pullers]
     assert sum(counts) == 60
     ids = [name for puller, count in zip(pullers, counts, strict=True) for name in puller.fetch(count)]
     assert len(set(ids)) == 60
@@ -136,7 +136,7 @@ async def test_the_same_rollout_is_delivered_once_and_acknowledged_twice(puller:
     pusher = make_pusher(puller.endpoint)
     await pusher.push(make_trajectory("twin"), PATIENCE_S)
     await pusher.push(make_trajectory("twin"), PATIENCE_S)
-    assert puller.counters.duplicates == 1
+    assert puller.counts["duplicate"] == 1
     assert puller.fetch(1) == ["rollout-twin"]
     assert puller.accepted.empty()
     await pusher.close(PATIENCE_S)
@@ -181,7 +181,7 @@ async def test_what_the_consumer_did_not_accept_comes_again() -> None:
         pusher = make_pusher(puller.endpoint, resend_after_s=0.1)
         await pusher.push(make_trajectory(1), PATIENCE_S)
         assert offered.qsize() == 2
-        assert (puller.counters.refused, puller.counters.received) == (1, 1)
+        assert (puller.counts["refused"], puller.counts["received"]) == (1, 1)
         await pusher.close(PATIENCE_S)
 
 
@@ -277,7 +277,7 @@ async def test_a_consumer_without_room_and_a_full_outbox_hold_the_sender_back(pu
     await asyncio.sleep(0)
     with pytest.raises(PushTimeout, match=r"a place among those held: 3 are held"):
         await pusher.push(make_trajectory("late"), 0.2)
-    assert (puller.counters.received, len(pusher.unacked_ids)) == (0, 3)
+    assert (puller.counts["received"], len(pusher.unacked_ids)) == (0, 3)
     puller.open.set()
     await asyncio.gather(*pushing)
     assert puller.fetch(20) == [f"rollout-{i}" for i in range(20)]
@@ -355,22 +355,24 @@ async def test_an_invalid_trajectory_raises_where_it_was_made(puller: Puller) ->
     with pytest.raises(TrajectoryRejected, match=r"'rollout-bad' was refused.*trajectory\.\w+ has -1"):
         await pusher.push(bad, PATIENCE_S)
     await delivered
-    assert (puller.counters.malformed, puller.counters.received) == (1, 1)
+    assert (puller.counts["malformed"], puller.counts["received"]) == (1, 1)
     assert await pusher.close(PATIENCE_S) == []
 
 
-async def test_a_trajectory_over_the_pushers_limit_is_not_sent(puller: Puller) -> None:
-    pusher = make_pusher(puller.endpoint, max_bytes=1000)
+async def test_a_trajectory_over_the_pushers_limit_is_not_sent(puller: Puller, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(push_pull, "MAX_BYTES", 1000)
+    pusher = make_pusher(puller.endpoint)
     with pytest.raises(CodecError, match=r"'rollout-1' takes 1342 bytes, limit 1000"):
         await pusher.push(make_trajectory(1, 50), PATIENCE_S)
     assert await pusher.close(PATIENCE_S) == []
 
 
 async def test_a_trajectory_over_the_pullers_limit_is_refused_and_the_rest_goes_on(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = 2 * BATCH_BYTES
-    with closing(Puller(max_bytes=limit)) as puller:
+    monkeypatch.setattr(push_pull, "MAX_MESSAGE_BYTES", limit)
+    with closing(Puller()) as puller:
         pusher = make_pusher(puller.endpoint)
         names = ["large-1", "small-1", "large-2", "small-2"]
         large = limit * 3 // 4 // BYTES_PER_TOKEN  # tokens of each of its two samples
@@ -378,14 +380,9 @@ async def test_a_trajectory_over_the_pullers_limit_is_refused_and_the_rest_goes_
         results = await asyncio.gather(*(pusher.push(t, PATIENCE_S) for t in trajectories), return_exceptions=True)
         assert [type(result) for result in results] == [TrajectoryRejected, type(None)] * 2
         assert f"limit of {limit}" in str(results[0])
-        assert (puller.counters.malformed, puller.counters.received) == (2, 2)
+        assert (puller.counts["malformed"], puller.counts["received"]) == (2, 2)
         assert len([record for record in caplog.records if "trajectory from" in record.getMessage()]) == 1
         await pusher.close(PATIENCE_S)
-
-
-def test_a_limit_below_a_batch_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"max_bytes=1000 .* use at least"):
-        Puller(max_bytes=1000)
 
 
 async def test_garbage_is_counted_logged_once_and_survived(puller: Puller, caplog: pytest.LogCaptureFixture) -> None:
@@ -406,8 +403,8 @@ async def test_garbage_is_counted_logged_once_and_survived(puller: Puller, caplo
         for frames in garbage:
             socket.send_multipart(frames)
         pusher = make_pusher(puller.endpoint)
-        while puller.counters.malformed < len(garbage):
-            await pusher.push(make_trajectory(puller.counters.received), PATIENCE_S)
+        while puller.counts["malformed"] < len(garbage):
+            await pusher.push(make_trajectory(puller.counts["received"]), PATIENCE_S)
         await pusher.close(PATIENCE_S)
     assert len([record for record in caplog.records if "dropped" in record.getMessage()]) == 1
 

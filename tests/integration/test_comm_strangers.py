@@ -77,12 +77,12 @@ async def test_strangers_are_counted_and_logged_once_and_the_puller_goes_on(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         stranger(puller.endpoint)
-        wait_until(lambda: puller.counters.unauthenticated >= 1)
+        wait_until(lambda: puller.unauthenticated >= 1)
         pusher = TrajectoryPusher([puller.endpoint], RUN, identity="rollout_worker/0")
         await pusher.push(make_trajectory(), PATIENCE_S)
         assert await pusher.close(PATIENCE_S) == []
-    assert puller.counters.received == 1
-    assert puller.counters.malformed == 0
+    assert puller.counts["received"] == 1
+    assert puller.counts["malformed"] == 0
     assert len([record for record in caplog.records if "dropped" in record.getMessage()]) == 1
 
 

@@ -89,7 +89,7 @@ async def test_what_the_consumer_will_never_take_is_refused_for_good(received: R
     await pusher.push(trajectory("sound"), LIMIT_S)
     assert await pusher.close(LIMIT_S) == []
     assert received.names == ["sound"]
-    assert (received.puller.counters.malformed, received.puller.counters.received) == (1, 1)
+    assert (received.puller.counts["malformed"], received.puller.counts["received"]) == (1, 1)
 
 
 def forged_header(change: Any) -> list[Frame]:
@@ -170,7 +170,7 @@ async def test_forged_trajectories_are_refused_and_counted_and_none_is_delivered
         reply = msgspec.msgpack.decode(await asyncio.to_thread(insider.recv))
     assert reply["numbers"] == [99]
     assert received.names == ["sound"]
-    assert received.puller.counters.malformed == len(FORGED) + 5
+    assert received.puller.counts["malformed"] == len(FORGED) + 5
 
 
 class Step(Request[Done], frozen=True):

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from asyncrl.comm import names
-from asyncrl.comm.name_resolve import FileResolver, NameResolveUnavailable
+from asyncrl.comm.name_files import FileResolver
+from asyncrl.comm.name_resolve import NameResolveUnavailable
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import run_dir_of
 from asyncrl.observe.display import make_display

@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from asyncrl.comm import names
-from asyncrl.comm.name_resolve import FileResolver
+from asyncrl.comm.name_files import FileResolver
 from asyncrl.comm.request_reply import PeerGone, RequestClient, RequestServer, decode, encode
 from asyncrl.comm.security import RunSecret, SocketSecurity
 from asyncrl.comm.sockets import DESCRIPTORS_PER_CONNECTION, PeerRouter
@@ -93,7 +93,7 @@ async def test_hundreds_of_peers_share_a_socket_and_a_low_soft_limit_of_open_fil
             threads, files = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
             router = router_of_peers(Registered([], secret), peers)
             at = addresses(int(serving.endpoint.rpartition(":")[2]))
-            clients = [RequestClient(next(at), secret, router=router) for _ in range(peers)]
+            clients = [RequestClient(next(at), router=router) for _ in range(peers)]
             calls = [client.call(Evaluate("x", number), timeout_s=60.0) for number, client in enumerate(clients)]
             replies = await asyncio.gather(*calls)
             assert [reply.answers[0].row for reply in replies] == list(range(peers))
@@ -184,15 +184,13 @@ async def test_calls_that_are_not_sent_wait_for_a_peer_to_come_and_those_given_u
     context.term()
 
 
-async def test_one_address_has_one_client_of_a_router_and_all_have_its_keys(tmp_path: Path) -> None:
-    router, secret = PeerRouter(None), RunSecret.create(tmp_path / "secret").sockets()
+async def test_one_address_has_one_client_of_a_router() -> None:
+    router = PeerRouter(None)
     with rollout_worker([0], 5) as worker:
         client = RequestClient(worker.endpoint, None, router=router)
         with pytest.raises(ValueError, match=r"has a connection: close it first"):
             RequestClient(worker.endpoint, None, router=router)
         client.close()
-        with pytest.raises(ValueError, match="other keys than this client"):
-            RequestClient(worker.endpoint, secret, router=router)
         with pytest.raises(
             ValueError,
             match=r"address 'localhost:80' is not an endpoint: use tcp://<IP "

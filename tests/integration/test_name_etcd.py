@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 
+from asyncrl.comm import name_resolve
 from asyncrl.comm.name_resolve import (
-    EtcdAccess,
     NameBackend,
     NameResolveError,
     NameResolver,
     NameResolveUnavailable,
     Subtree,
-    base,
     make_resolver,
 )
 from asyncrl.config.experiment import ExperimentConfig
@@ -56,8 +55,8 @@ def login(cluster: EtcdCluster, password: str = "password", user: str = USER) ->
     return {"user": user, "password_file": str(cluster.folder / password)}
 
 
-def resolver_at(access: EtcdAccess, root: str = ROOT, patience_s: float = LIMIT_S) -> NameResolver:
-    return make_resolver("etcd3", root, etcd=access, patience_s=patience_s)  # type: ignore[arg-type]
+def resolver_at(access: dict[str, str], root: str = ROOT, patience_s: float = LIMIT_S) -> NameResolver:
+    return make_resolver("etcd3", root, access=access, patience_s=patience_s)  # type: ignore[arg-type]
 
 
 def await_that(fact: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
@@ -111,9 +110,9 @@ def test_names_that_the_user_may_not_use_are_refused_with_the_prefix(guarded: Et
 
 def test_a_login_to_an_etcd_without_and_tls_to_one_without_are_told(etcd_address: str, guarded: EtcdCluster) -> None:
     with pytest.raises(NameResolveError, match=r"system\.etcd\.user='run'.*switched off"):
-        resolver_at(EtcdAccess.at(etcd_address, **login(guarded)))
+        resolver_at({"addresses": etcd_address} | login(guarded))
     with pytest.raises(NameResolveError, match=r"system\.etcd\.ca_file=.*speaks no TLS"):
-        resolver_at(EtcdAccess.at(etcd_address, **guarded.files()))
+        resolver_at({"addresses": etcd_address} | guarded.files())
 
 
 def test_an_etcd_that_wants_a_login_says_so(etcd_server: EtcdCluster) -> None:
@@ -145,7 +144,7 @@ def test_a_watch_that_tells_nothing_is_found_out(etcd_address: str, monkeypatch:
     from asyncrl.hosts import etcd
 
     monkeypatch.setattr(etcd, "CHECK_S", 0.2)
-    access, root = EtcdAccess.at(etcd_address), "/asyncrl/silent"
+    access, root = {"addresses": etcd_address}, "/asyncrl/silent"
     with resolver_at(access, root) as one, resolver_at(access, root) as other:
         link = other._link  # type: ignore[attr-defined]
 
@@ -166,7 +165,7 @@ def test_a_watch_that_tells_nothing_is_found_out(etcd_address: str, monkeypatch:
 def test_history_that_was_compacted_away_is_read_anew(
     etcd_server: EtcdCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base, "GRACE_S", 0.5)
+    monkeypatch.setattr(name_resolve, "GRACE_S", 0.5)
     from asyncrl.hosts import etcd
 
     monkeypatch.setattr(etcd, "CHECK_S", 3600.0)
@@ -233,7 +232,7 @@ def test_leases_that_ran_out_in_an_outage_are_made_anew_and_nobody_sees_a_gap(
         assert set(followed.entries()) == {"w/0", "w/1"}
         may_renew.set()
         await_that(lambda: followed._present == {"w/0": "x"})
-        now += base.GRACE_S
+        now += name_resolve.GRACE_S
         assert followed.entries() == {"w/0": "x"}
         assert len(seen) > 0
         assert all(seen)
@@ -264,7 +263,7 @@ def test_entries_of_a_process_are_renewed_together_and_idle_followers_ask_for_no
     finally:
         for resolver in resolvers:
             resolver.close()
-    renewals = (lasted * base.RENEWALS_PER_LEASE / LONG_S + 1) * len(resolvers)
+    renewals = (lasted * name_resolve.RENEWALS_PER_LEASE / LONG_S + 1) * len(resolvers)
     others = asked.total() - asked["LeaseKeepAlive"] - asked["LeaseTimeToLive"]
     assert asked["LeaseKeepAlive"] < 1.5 * renewals, asked
     assert asked["LeaseTimeToLive"] < 1.5 * renewals, asked
@@ -275,7 +274,7 @@ def test_an_entry_that_was_deleted_or_taken_is_not_renewed_and_its_neighbours_ar
     etcd_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     renew_often(monkeypatch)
-    access, root = EtcdAccess.at(etcd_address), f"/asyncrl/{tmp_path.name}"
+    access, root = {"addresses": etcd_address}, f"/asyncrl/{tmp_path.name}"
     with resolver_at(access, root) as owner, resolver_at(access, root) as other:
         for name in ("kept", "deleted", "taken"):
             owner.add(name, "mine", lease_s=LONG_S)
@@ -292,7 +291,7 @@ def test_who_replaces_its_own_entry_beside_a_renewal_has_not_lost_it(
 ) -> None:
     """The lease has run out in an outage; the status is written anew, under another one, while it is being renewed."""
     renew_often(monkeypatch)
-    with resolver_at(EtcdAccess.at(etcd_address), f"/asyncrl/{tmp_path.name}") as owner:
+    with resolver_at({"addresses": etcd_address}, f"/asyncrl/{tmp_path.name}") as owner:
         lost: list[str] = []
         owner.on_lost, owner.fences = lost.append, {"incarnation": "1"}
         owner.add("status", "a", lease_s=LONG_S)
@@ -315,7 +314,7 @@ def test_who_replaces_its_own_entry_beside_a_renewal_has_not_lost_it(
 def test_a_withdrawal_that_etcd_did_not_answer_is_made_again(
     etcd_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    access, root = EtcdAccess.at(etcd_address), f"/asyncrl/{tmp_path.name}"
+    access, root = {"addresses": etcd_address}, f"/asyncrl/{tmp_path.name}"
     with resolver_at(access, root) as owner:
         owner.add("server/0", "url", lease_s=60.0)
         transact, answered = owner._transact, iter([False])  # type: ignore[attr-defined]

@@ -40,8 +40,8 @@ from asyncrl.comm import ended_rollouts as lines
 from asyncrl.comm import names, push_pull, request_reply
 from asyncrl.comm.http_client import HttpMalformed, decoded_reply
 from asyncrl.comm.http_server import Refused
+from asyncrl.comm.name_files import FileResolver
 from asyncrl.comm.name_resolve import NameResolveError
-from asyncrl.comm.name_resolve.file import FileResolver
 from asyncrl.comm.trajectory_codec import CodecError, decode_each, decode_trajectories, encode_trajectories
 from asyncrl.data.datasets import DataRecord
 from asyncrl.data.files import read as read_records
@@ -387,7 +387,7 @@ def manager_cases() -> Iterator[Case]:
 
 def decode_call(kind: type[msgspec.Struct], frames: list[bytes]) -> Any:
     _, _, encoded = request_reply.unpack([memoryview(frame) for frame in frames])
-    return request_reply.decode(encoded, kind, 1 << 20)
+    return request_reply.decode(encoded, kind)
 
 
 def call_cases() -> Iterator[Case]:

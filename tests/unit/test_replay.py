@@ -16,7 +16,7 @@ pytest.importorskip("pyarrow")
 
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.comm import names
-from asyncrl.comm.name_resolve import FileResolver
+from asyncrl.comm.name_files import FileResolver
 from asyncrl.comm.push_pull import TrajectoryPusher, TrajectoryRejected
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager import messages as m

@@ -36,8 +36,8 @@ from asyncrl.inference.embedded.scheduler import Command, DecodeBatch
 from asyncrl.inference.embedded.step import ModelRunner
 from asyncrl.inference.messages import MemoryTag
 from asyncrl.models.host_copies import storages
-from asyncrl.weights.adapters import are_adapters, read_adapters, stage_adapters
 from asyncrl.weights.loading import WeightUpdateError, apply_weights, load_targets, stage_weights
+from asyncrl.weights.manifest import are_adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +80,9 @@ class ServedWeights:
         folder, before = Path(path), self._replaced
         if not are_adapters(folder):
             return StagedWeights(path, stage_weights(self._targets, folder), None, before)
-        adapters = read_adapters(folder)
-        if Path(adapters.base or "") != Path(self._base):
-            raise WeightUpdateError(
-                f"{str(folder)!r} has adapters of {adapters.base!r}, this server started with {self._base!r}"
-            )
-        staged = stage_adapters(self._targets, adapters, Path(self._base), before)
-        return StagedWeights(path, staged, frozenset(adapters.layers), before)
+        from asyncrl.weights.adapters import stage_adapters  # an optional feature: only a folder of adapters needs it
+
+        return StagedWeights(path, *stage_adapters(self._targets, folder, Path(self._base), before), before)
 
     def check_current(self, staged: StagedWeights) -> None:
         """Check that adapters were merged with the weights that are served now.

@@ -252,12 +252,12 @@ def open_resolver(config: ExperimentConfig, run_dir: Path, *, patience_s: float 
     """
     system, trial = config.system, f"{config.experiment_name}/{config.trial_name}"
     patience_s = system.name_resolve_timeout_s if patience_s is None else patience_s
-    root, etcd = str(run_dir / NAMES_DIR), None
+    root, access = str(run_dir / NAMES_DIR), None
     if system.name_resolve == NameBackend.etcd3:
-        root, etcd = f"/asyncrl/{trial}", etcd_access(system)
+        root, access = f"/asyncrl/{trial}", etcd_access(system)
     elif system.name_resolve_root:  # which other trials may share
         root = str(Path(system.name_resolve_root).expanduser() / trial)
-    return make_resolver(system.name_resolve, root, etcd=etcd, patience_s=patience_s)
+    return make_resolver(system.name_resolve, root, patience_s=patience_s, access=access)
 
 
 def describe_outage(error: NameResolveUnavailable, config: ExperimentConfig) -> str:

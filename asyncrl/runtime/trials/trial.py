@@ -40,8 +40,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from asyncrl.comm import names
 from asyncrl.comm.files import no_retry, remove_leftover, retry_write_blocking
-from asyncrl.comm.name_resolve import HURRY_S, NameEntryNotFound, NameResolveError, NameResolver, OwnerFenced
-from asyncrl.comm.name_resolve.base import is_below
+from asyncrl.comm.name_resolve import HURRY_S, NameEntryNotFound, NameResolveError, NameResolver, OwnerFenced, is_below
 from asyncrl.comm.names import INCARNATIONS, LAUNCH_KEY, TRIAL_KEY
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig

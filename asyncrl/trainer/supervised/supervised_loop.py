@@ -52,9 +52,8 @@ from asyncrl.trainer.supervised.checks import LABEL_LOSS, loss_kind
 from asyncrl.trainer.supervised.objectives import Measures, engine_settings, make_objective
 from asyncrl.trainer.supervised.settings import SFTConfig
 from asyncrl.weights import atomic_dir
-from asyncrl.weights.adapters import CONFIG_FILE as ADAPTERS_FILE
 from asyncrl.weights.checkpoints import CheckpointWriter, restore_newest
-from asyncrl.weights.manifest import FileEntry, verify
+from asyncrl.weights.manifest import ADAPTERS_FILE, FileEntry, verify
 from asyncrl.weights.publishing import SharedFiles, publish, tokenizer_assets, write_model
 from asyncrl.weights.stored import MergedModel, StoredModel, from_folder
 

@@ -34,8 +34,8 @@ def test_accepted_ones_and_duplicates_are_acknowledged_together_after_the_refusa
     assert replies == [Refused([4], "a reward is missing"), Accepted([3, 6, 7])]
     assert taken == ["a", "b"]
     assert puller._deliver(message([5], "later")) == [], "what was not accepted is not acknowledged"
-    counters = puller.counters
-    assert (counters.received, counters.duplicates, counters.malformed, counters.refused) == (2, 1, 1, 2)
+    counts = puller.counts
+    assert (counts["received"], counts["duplicate"], counts["malformed"], counts["refused"]) == (2, 1, 1, 2)
     puller.close()
 
 
@@ -44,5 +44,5 @@ def test_a_message_with_numbers_for_other_trajectories_is_refused_whole() -> Non
     replies = puller._deliver(message([1, 2, 3], "a"))
     assert replies == [Refused([1, 2, 3], "message has 3 numbers for 1 trajectories")]
     assert puller._deliver([zmq.Frame(b"no numbers")]) == [], "a message without numbers has no answer"
-    assert puller.counters.malformed == 2
+    assert puller.counts["malformed"] == 2
     puller.close()

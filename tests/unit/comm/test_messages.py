@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import asyncrl.rollout.messages
 import asyncrl.trainer.messages
+from asyncrl.comm import request_reply
 from asyncrl.comm.request_reply import Failure, MessageError, Reply, Request, decode, encode
 from asyncrl.trainer.messages import BeginStep, GridShare, PollBuffer
 from tests.examples import examples
@@ -59,7 +60,7 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
 @given(data=st.data())
 def test_a_message_comes_back_as_it_was_sent(kind: type[msgspec.Struct], data: st.DataObject) -> None:
     sent = data.draw(values_of(kind))
-    assert decode(memoryview(encode(sent)), kind, LIMIT) == sent
+    assert decode(memoryview(encode(sent)), kind) == sent
 
 
 def test_every_call_is_named_after_its_type_and_knows_its_reply() -> None:
@@ -74,7 +75,7 @@ def test_a_wrong_field_deep_inside_is_named_with_its_path() -> None:
     share = GridShare(("a", "b"), ((0,), (0,)), (0, "one"), ((0, 0),))  # type: ignore[arg-type]
     step = BeginStep(0, 0, 1, (), ((),), (None, share))
     with pytest.raises(MessageError, match=r"BeginStep: Expected `int`, got `str` - at `\$.shares\[1\].sources\[1\]`"):
-        decode(memoryview(encode(step)), BeginStep, LIMIT)
+        decode(memoryview(encode(step)), BeginStep)
 
 
 def test_a_failure_has_a_bounded_traceback() -> None:
@@ -83,7 +84,10 @@ def test_a_failure_has_a_bounded_traceback() -> None:
     assert len(encode(failure)) < 10**5
 
 
-def test_a_body_over_the_limit_is_refused_before_it_is_read() -> None:
+def test_a_body_over_the_limit_is_not_sent_and_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     encoded = memoryview(encode(PollBuffer(0, 0.0)))
+    monkeypatch.setattr(request_reply, "MAX_BYTES", 5)
+    with pytest.raises(MessageError, match=f"PollBuffer takes {len(encoded)} bytes, limit 5"):
+        encode(PollBuffer(0, 0.0))
     with pytest.raises(MessageError, match=f"PollBuffer of {len(encoded)} bytes is over the limit of 5"):
-        decode(encoded, PollBuffer, 5)
+        decode(encoded, PollBuffer)

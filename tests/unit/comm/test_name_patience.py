@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
@@ -15,18 +16,17 @@ from typing import Any, Literal, cast
 
 import pytest
 
-from asyncrl.comm import names
+from asyncrl.comm import name_resolve, names
+from asyncrl.comm.name_files import FileResolver
 from asyncrl.comm.name_resolve import (
-    FileResolver,
+    GRACE_S,
     NameEntryExists,
     NameResolveError,
     NameResolver,
     NameResolveTimeout,
     NameResolveUnavailable,
     OwnerFenced,
-    base,
 )
-from asyncrl.comm.name_resolve.base import GRACE_S
 from asyncrl.comm.push_pull import TrajectoryPusher
 from asyncrl.rollout import process
 from asyncrl.rollout.process import RolloutWorker
@@ -95,7 +95,26 @@ def test_watching_in_an_outage_ends_at_its_own_limit(resolver: FileResolver, awa
     away.times = 1_000_000
     with pytest.raises(NameResolveTimeout):
         resolver.watch("a", 0.05)
-    assert resolver._failing.keys() <= {resolver._keep_up_to_date}, "only the thread that follows tries again"
+    with pytest.raises(NameResolveTimeout):
+        resolver.watch("a", 0.05)
+    assert resolver._failing.keys() == {"a"}, "one outage, whoever looks again"
+    away.times = 0
+    with pytest.raises(NameResolveTimeout):
+        resolver.watch("a", 0.0)
+    assert not resolver._failing
+
+
+def test_an_outage_counts_over_all_looks_at_a_name(tmp_path: Path, away: Away) -> None:
+    resolver = FileResolver(tmp_path / "names", patience_s=0.1)
+    away.times = 1_000_000
+
+    def look_again_and_again() -> None:
+        while True:
+            with contextlib.suppress(NameResolveTimeout):
+                resolver.watch("a", 0.02)
+
+    with pytest.raises(NameResolveUnavailable, match=r"Stale file handle.*failed for \d+ s"):
+        look_again_and_again()
 
 
 def test_an_outage_that_lasts_too_long_is_told_with_its_reason(tmp_path: Path, away: Away) -> None:
@@ -185,7 +204,7 @@ class Renewing(NameResolver):
 def test_a_lease_is_renewed_again_after_an_outage_of_any_length_with_one_line_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(base, "LOOK_S", 0.001)
+    monkeypatch.setattr(name_resolve, "LOOK_S", 0.001)
     renewed = threading.Event()
     attempts = 0
 
@@ -322,10 +341,10 @@ def test_a_renewal_that_fails_is_made_again_long_before_the_next_one_is_due(monk
 
     resolver = Renewing(renew)
     resolver._stop_renewing()  # this test says when it renews
-    monkeypatch.setattr(base.time, "monotonic", lambda: 100.0)
+    monkeypatch.setattr(name_resolve.time, "monotonic", lambda: 100.0)
     resolver.add("a", "x", lease_s=9.0, replace=True)
     resolver._renew_all()
-    assert resolver._renewal_due == 100.0 + base.LOOK_S
+    assert resolver._renewal_due == 100.0 + name_resolve.LOOK_S
 
 
 def test_a_failed_call_and_a_late_renewal_are_trouble_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,12 +358,12 @@ def test_a_failed_call_and_a_late_renewal_are_trouble_for_a_while(monkeypatch: p
 
     resolver = Renewing(renew)
     resolver._stop_renewing()  # this test says when it renews
-    monkeypatch.setattr(base.time, "monotonic", lambda: now)
+    monkeypatch.setattr(name_resolve.time, "monotonic", lambda: now)
     assert not resolver.in_trouble
     resolver.add("a", "x", lease_s=9.0, replace=True)
-    now += 9.0 / base.RENEWALS_PER_LEASE
+    now += 9.0 / name_resolve.RENEWALS_PER_LEASE
     assert not resolver.in_trouble, "it is due"
-    now += base.LATE_S + 0.1
+    now += name_resolve.LATE_S + 0.1
     assert resolver.in_trouble, "this process or the back end stands still"
     with ThreadPoolExecutor(1) as pool:
         renewing = pool.submit(resolver._renew_all)

@@ -18,8 +18,6 @@ class Ask(Request[Done], frozen=True):
 class Link:
     """In place of a PeerRouter and its PeerLink: takes messages while it is `open`."""
 
-    security = None
-
     def __init__(self) -> None:
         self.open = False
         self.sent: list[Sequence[bytes]] = []

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from asyncrl.api import Sample, Trajectory
 from asyncrl.api.trajectory import SampleColumns, SharedPrompt
+from asyncrl.comm import trajectory_codec
 from asyncrl.comm.trajectory_codec import (
     COLUMNS,
     MAGIC,
@@ -357,12 +358,13 @@ def test_a_trajectory_without_samples_is_not_sent() -> None:
         prepare(make_trajectory([]))
 
 
-def test_trajectories_over_the_limit_are_refused_at_both_ends() -> None:
+def test_trajectories_over_the_limit_are_refused_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     trajectory = make_trajectory([100])
-    with pytest.raises(CodecError, match="limit 500"):
-        encode_trajectories([trajectory], max_bytes=500)
     with pytest.raises(CodecError, match="limit of 500"):
-        decode_trajectories(encode_trajectories([trajectory]), max_bytes=500)
+        decode_each(encode_trajectories([trajectory]), max_bytes=500)
+    monkeypatch.setattr(trajectory_codec, "MAX_BYTES", 500)
+    with pytest.raises(CodecError, match="limit 500"):
+        encode_trajectories([trajectory])
 
 
 def encoded(*lengths: list[int], prompt: int | None = None) -> Message:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.comm.name_resolve import EtcdAccess, NameResolveUnavailable
+from asyncrl.comm.name_resolve import NameResolveUnavailable
 from asyncrl.hosts.etcd import EtcdLink
+from asyncrl.hosts.etcd_access import EtcdAccess
 
 
 def test_a_password_that_cannot_be_read_now_is_read_again_by_the_next_call(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.comm.name_resolve import EtcdAccess, EtcdAccessError
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.hosts.etcd_access import EtcdAccess, EtcdAccessError
 from asyncrl.runtime.checks import check
 
 

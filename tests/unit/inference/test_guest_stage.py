@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.comm.name_resolve import FileResolver
+from asyncrl.comm.name_files import FileResolver
 from asyncrl.comm.names import GuestMemory, guest_memory_key
 from asyncrl.inference.process import Guest
 from asyncrl.observe import observer

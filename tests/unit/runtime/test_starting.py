@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.comm import names
-from asyncrl.comm.name_resolve import FileResolver
+from asyncrl.comm.name_files import FileResolver
 from asyncrl.comm.names import GSERVER_MANAGER, MASTER_WORKER, MODEL_WORKER, WorkerStatus, status_key
 from asyncrl.runtime.process import starting
 from asyncrl.runtime.process.starting import (

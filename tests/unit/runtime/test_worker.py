@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.comm.name_resolve import FileResolver
+from asyncrl.comm.name_files import FileResolver
 from asyncrl.comm.names import WorkerStatus, incarnation_key, status_key
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import NAMES_DIR, write_run_config

@@ -29,13 +29,12 @@ from asyncrl.models.ranks import Ranks
 from asyncrl.models.transformers_internals import language_model_on_meta
 from asyncrl.trainer.model.load_models import as_classifier
 from asyncrl.trainer.model.lora import adapter_config, is_adapter
-from asyncrl.weights.adapters import CONFIG_FILE as ADAPTERS_FILE
-from asyncrl.weights.adapters import are_adapters, model_name, published_name
+from asyncrl.weights.adapters import model_name, published_name
 from asyncrl.weights.checkpoint_shards import StoredTensors
 from asyncrl.weights.checkpoints import read_state
 from asyncrl.weights.folder_tensors import folder_tensors
 from asyncrl.weights.logprob_probe import PROBE_FILE
-from asyncrl.weights.manifest import MANIFEST_FILE, Manifest, TensorEntry, verify
+from asyncrl.weights.manifest import ADAPTERS_FILE, MANIFEST_FILE, Manifest, TensorEntry, are_adapters, verify
 from asyncrl.weights.publishing import tokenizer_assets, write_model
 from asyncrl.weights.stored import ExportError as ExportError  # known by this name too
 from asyncrl.weights.stored import MergedModel, Read, StoredModel, from_folder

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from asyncrl.comm import names
-from asyncrl.comm.name_resolve import FileResolver
+from asyncrl.comm.name_files import FileResolver
 from asyncrl.verify.chaos import links as proxy_module
 from asyncrl.verify.chaos.links import LinkProxy, Links, through
 

@@ -1,7 +1,8 @@
-"""Name resolution: a small shared dictionary in which the processes of a run find each other. The interface.
+"""Name resolution: a small shared dictionary in which the processes of a run find each other. The interface; the back
+ends are `NAME_BACKENDS`.
 
-Names are paths (`workers/model_worker/0`) relative to the resolver's root. Four verbs: `add`, `get` (and
-`get_subtree`), `follow`, `delete`. `watch` and `wait` follow one name.
+Names are paths (`workers/model_worker/0`) relative to the resolver's root. Four verbs: `add`, `get` (`get_subtree`;
+`watch` and `wait` repeat it until the value changes), `follow`, `delete`.
 
 Leases. An entry added with a lease lives as long as its owner renews it, three times per lease, from a daemon thread.
 So two renewals may fail or be late, and the entries of a killed process disappear. A stalled owner gets its entry back
@@ -17,8 +18,8 @@ Outages (etcd restarts or elects a leader, a file system is full or has a stale 
 `NameResolveUnavailable` is retried, and raises the error once it has failed for too long. Renewals are retried for
 ever. An outage is one line in the log, for all calls and retries together.
 
-Followers. One thread keeps all `Subtree`s up to date and wakes who waits for a name. So an idle process makes no calls,
-however many other processes there are. Once the thread's calls have failed for too long, all reads raise the error.
+Followers. One thread keeps all `Subtree`s up to date. So who follows makes no calls, however many other processes there
+are. Once the thread's calls have failed for too long, all reads raise the error.
 
 After an outage. While a back end is away no lease can be renewed. When it is back (etcd was stopped, or a link was
 cut), the leases have run out: every entry is removed, and put back by its owner a moment later. It must not look as if
@@ -39,12 +40,14 @@ from __future__ import annotations
 
 import logging
 import math
+import pkgutil
 import re
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum, auto
 from types import TracebackType
 from typing import Literal, ParamSpec, Self, TypeVar
 
@@ -56,9 +59,13 @@ _log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_@.:=-]*(/[A-Za-z0-9_][A-Za-z0-9_@.:=-]*)*")
 MAX_NAME_LENGTH = 200  # leaves room for a suffix within a file name's 255 bytes
+NAME_BACKENDS = {"file": "asyncrl.comm.name_files:FileResolver", "etcd3": "asyncrl.hosts.etcd:EtcdResolver"}
+"""Import paths of the back ends by their names in `system.name_resolve`; only the one in use is imported."""
 MIN_LEASE_S = 0.05
 """Shortest lease, which a busy process can still renew."""
 RENEWALS_PER_LEASE = 3
+WATCH_S = 0.1
+"""Between two looks at a name that is watched."""
 OUTAGE_S = 60.0
 """For which an outage of name resolution is waited out, unless the settings say otherwise."""
 HURRY_S = 2.0
@@ -71,6 +78,15 @@ hangs until its limit (4 s), a retried renewal (0.5 s), a new connection (1 s).
 """
 _BACKOFF = Backoff(0.05, 1.0)
 """Delays between a failed call and its retry."""
+
+
+class NameBackend(StrEnum):
+    """Storage of the entries."""
+
+    file = auto()
+    """A folder: on one machine, or shared by several."""
+    etcd3 = auto()
+    """An etcd server."""
 
 
 class NameResolveError(Exception):
@@ -136,12 +152,7 @@ class Subtree:
     """
 
     def __init__(self, root: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self.root = root
-        self.changes = 0
-        """Number of changes, and of failures to read them; see `await_change`."""
-        self.is_followed, self.waiting = False, 0
-        """For the resolver: who needs it, in `follow` and in `watch`."""
-        self._clock = clock
+        self.root, self._clock = root, clock
         self._present: dict[str, str] | None = None  # None: not read yet
         self._leaving: dict[str, tuple[str, float]] = {}  # entries held back: value, and end of the delay
         self._refused: Exception | None = None
@@ -170,11 +181,6 @@ class Subtree:
         with self._changed:
             return self._changed.wait_for(lambda: self._present is not None, timeout_s)
 
-    def await_change(self, seen: int, timeout_s: float) -> None:
-        """Return once `changes` differs from `seen`, after `timeout_s` seconds at the latest."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.changes != seen, timeout_s)
-
     def replace(self, found: Mapping[str, str], *, in_trouble: bool = False) -> None:
         """Store all entries. `in_trouble`: hold removals back."""
         with self._changed:
@@ -186,29 +192,18 @@ class Subtree:
                 self._leaving |= {name: (before[name], until) for name in before.keys() - found.keys()}
             self._leaving = {name: left for name, left in self._leaving.items() if name not in found}
             self._present = dict(found)
-            self._wake()
+            self._changed.notify_all()
 
     def away(self) -> None:
         """Record that the back end is away: the owners of what is held back need as long again."""
         with self._changed:
             until = self._clock() + GRACE_S
             self._leaving = {name: (value, until) for name, (value, _) in self._leaving.items()}
-            self._wake()
 
     def refuse(self, error: Exception) -> None:
         """Raise `error` from all reads: the back end refuses access for good."""
         with self._changed:
             self._refused = error
-            self._wake()
-
-    def wake(self) -> None:
-        """End all waits: the resolver is closed."""
-        with self._changed:
-            self._wake()
-
-    def _wake(self) -> None:
-        self.changes += 1
-        self._changed.notify_all()
 
 
 @dataclass(slots=True)
@@ -291,14 +286,11 @@ class NameResolver(ABC):
         self._check_open()
         self._adding.append(name)
         try:
-            self._patiently(self._create, name, value, lease_s, replace)
+            self._patiently(self._own, name, value, lease_s, replace)
             if lease_s is None:
                 self._forget(name)
             else:
                 self._keep(name, value, lease_s)
-        except OwnerFenced:
-            self.on_fenced()
-            raise
         finally:
             self._adding.remove(name)
 
@@ -326,9 +318,17 @@ class NameResolver(ABC):
         Raises:
             NameResolveError: the back end refuses access.
         """
-        subtree = self._joined(check_name(root) if root else "", waits=False)
-        if not subtree.await_first(0.0):  # the thread may have read it already, for a watch that has ended
-            self._wake()
+        if root:
+            check_name(root)
+        with self._following:
+            self._check_followed()
+            if root not in self._followed:
+                self._followed[root] = Subtree(root)
+                self._wake()
+            subtree = self._followed[root]
+            if self._follower is None:
+                self._follower = threading.Thread(target=self._keep_up_to_date, name="follow names", daemon=True)
+                self._follower.start()
         while not subtree.await_first(LOOK_S):
             self._check_followed()
         return subtree
@@ -339,30 +339,23 @@ class NameResolver(ABC):
         Raises:
             NameResolveTimeout: it did not change within `timeout_s` seconds.
         """
+        check_name(name)
         deadline = time.monotonic() + timeout_s
-        subtree = self._joined(check_name(name), waits=True)
-        try:
-            while True:
-                pause_s = left_s = max(0.0, deadline - time.monotonic())
-                seen = subtree.changes
-                try:
-                    value = self._read(name)  # not the follower's, which may be older than `last`
-                except NameResolveUnavailable:  # the follower finds out for how long
-                    value, pause_s = last, min(left_s, LOOK_S)
-                if value != last:
-                    return value
-                if not left_s:
-                    awaited = "appear" if last is None else f"change from {last!r}"
-                    raise NameResolveTimeout(
-                        f"name {name!r} under {self.root!r} did not {awaited} within {timeout_s:g} s"
-                    )
-                subtree.await_change(seen, pause_s)
-                self._check_followed()
-        finally:
-            with self._following:
-                subtree.waiting -= 1
-                if not (subtree.waiting or subtree.is_followed):
-                    del self._followed[name]
+        while True:
+            self._check_followed()
+            left_s, value = deadline - time.monotonic(), last
+            try:
+                value = self._read(name)
+                self._failing.pop(name, None)
+            except NameResolveUnavailable as error:
+                if lasting := self._failed(name, error):  # whoever waits repeats this: the next call goes on counting
+                    raise lasting from error
+            if value != last:
+                return value
+            if left_s <= 0:
+                awaited = "appear" if last is None else f"change from {last!r}"
+                raise NameResolveTimeout(f"name {name!r} under {self.root!r} did not {awaited} within {timeout_s:g} s")
+            self._closing.wait(min(left_s, WATCH_S))
 
     def wait(self, name: str, timeout_s: float) -> str:
         """Wait for the entry `name` and return its value.
@@ -403,9 +396,6 @@ class NameResolver(ABC):
             return
         self._closing.set()
         self._wake()
-        with self._following:
-            for subtree in self._followed.values():
-                subtree.wake()
         self._stop_renewing()
         owned, self._leased = list(self._leased), {}
         try:
@@ -500,36 +490,27 @@ class NameResolver(ABC):
             OwnerFenced: this owner was replaced.
         """
         try:
-            self._create(name, entry.value, entry.lease_s, replace=False)
+            self._own(name, entry.value, entry.lease_s, replace=False)
         except NameEntryExists:
             return False
-        except OwnerFenced:
-            self.on_fenced()
-            raise
         if name not in self._leased:  # its owner deleted it meanwhile
             self._remove(name, entry.value, own=True)
         else:
             _log.warning("name %r was gone; it is put back", name)
         return True
 
+    def _own(self, name: str, value: str, lease_s: float | None, replace: bool) -> None:
+        try:
+            self._create(name, value, lease_s, replace)
+        except OwnerFenced:
+            self.on_fenced()
+            raise
+
     def _fenced(self) -> bool:
         found = {name: self._read(name) for name in self.fences}
         return any(value not in (None, self.fences[name]) for name, value in found.items())
 
     # Followers.
-
-    def _joined(self, root: str, *, waits: bool) -> Subtree:
-        """Return the subtree at `root`, which the thread keeps up to date from now on."""
-        with self._following:
-            self._check_followed()
-            subtree = self._followed.setdefault(root, Subtree(root))
-            subtree.is_followed |= not waits
-            subtree.waiting += waits
-            if self._follower is None:
-                self._follower = threading.Thread(target=self._keep_up_to_date, name="follow names", daemon=True)
-                self._follower.start()
-        self._wake(root)
-        return subtree
 
     def _subtrees(self) -> list[Subtree]:
         with self._following:
@@ -570,8 +551,8 @@ class NameResolver(ABC):
                 for subtree in self._followed.values():
                     subtree.refuse(error)
 
-    def _wake(self, root: str | None = None) -> None:
-        """Let the follower look now: the resolver is closed, or `root` is awaited too."""
+    def _wake(self) -> None:
+        """Let the follower look now: the resolver is closed, or another root is followed too."""
         self._woken.set()
 
     def _check_followed(self) -> None:
@@ -658,3 +639,19 @@ class NameResolver(ABC):
         Raises:
             NameResolveUnavailable: the back end is away; the caller retries.
         """
+
+
+def make_resolver(
+    backend: NameBackend, root: str, *, patience_s: float = OUTAGE_S, access: Mapping[str, str] | None = None
+) -> NameResolver:
+    """Return a resolver of the given back end.
+
+    `root` is a directory for `file` and a key prefix for `etcd3`, whose cluster `access` describes
+    (`asyncrl.hosts.etcd_access.EtcdAccess.at`). Failed calls are retried for `patience_s` seconds.
+
+    Raises:
+        NameResolveError: the back end cannot be reached or refuses access, or `access` is invalid.
+        ValueError: there is no such back end.
+    """
+    made: NameResolver = pkgutil.resolve_name(NAME_BACKENDS[NameBackend(backend)])(root, patience_s, **(access or {}))
+    return made

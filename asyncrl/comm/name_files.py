@@ -24,11 +24,10 @@ through a descriptor whose content it has checked. So an owner that was stalled 
 the file system's own clock (the modification time of a file that is touched now), so machines whose clocks differ
 agree. That clock may be set: who follows an entry measures what is left of its lease by the monotonic clock.
 
-Followers. A follower opens the directory and checks its modification time, `IDLE_LOOK_S` apart, or `WAIT_LOOK_S` while
-someone waits for a name. Renaming changes that time, renewals do not. The directory is listed only if the time has
-changed, a file is read only if it is another one, and a lease is checked only if it would have run out. inotify would
-not report the changes of other hosts, and a user has 128 instances of it; opening the directory makes NFS ask the
-server (close-to-open consistency).
+Followers. A follower opens the directory and checks its modification time, `SCAN_S` apart. Renaming changes that time,
+renewals do not. The directory is listed only if the time has changed, a file is read only if it is another one, and a
+lease is checked only if it would have run out. inotify would not report the changes of other hosts, and a user has 128
+instances of it; opening the directory makes NFS ask the server (close-to-open consistency).
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from typing import IO, Any, Literal
 import msgspec
 
 from asyncrl.comm.files import FileLock, NotPrivate, make_private_folder, open_private_file
-from asyncrl.comm.name_resolve.base import (
+from asyncrl.comm.name_resolve import (
     HURRY_S,
     OUTAGE_S,
     NameEntryExists,
@@ -61,10 +60,8 @@ from asyncrl.comm.typed import decode_json
 from asyncrl.comm.waits import ANSWER_S, LOOK_S
 
 _SUFFIX = ".json"
-WAIT_LOOK_S = 0.1
-"""Between two looks at the directory while someone waits for a name."""
-IDLE_LOOK_S = 0.25
-"""Between two looks at the directory while no one waits: a death is noticed within this time after its lease."""
+SCAN_S = 0.25
+"""Between two looks at the directory of names: a death is noticed within this time after its lease."""
 _RACY_S = 2.0
 """Within which a second change may have the same modification time, since file systems' clocks are coarse."""
 _REFUSALS = (PermissionError, FileNotFoundError, NotADirectoryError, IsADirectoryError)
@@ -199,7 +196,7 @@ class FileResolver(NameResolver):
             else:
                 yield {root: {name: found[name] for name in found if is_below(name, root)} for root in roots}
                 known = roots, found
-            self._woken.wait(WAIT_LOOK_S if any(subtree.waiting for subtree in subtrees) else IDLE_LOOK_S)
+            self._woken.wait(SCAN_S)
 
     @contextlib.contextmanager
     def _opened(self, name: str, mode: str = "rb") -> Iterator[_Opened | None]:

@@ -1,81 +1,21 @@
-"""Name resolution: how the processes of a run find each other. Back ends `file` (default) and `etcd3`."""
+"""How an etcd cluster is reached: members, login and certificates, and the checks of these settings, without etcd3."""
 
 from __future__ import annotations
 
 import ipaddress
-import pkgutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum, auto
 from pathlib import Path
 from typing import Self
 
-from asyncrl.comm.name_resolve.base import (
-    HURRY_S,
-    OUTAGE_S,
-    NameEntryExists,
-    NameEntryNotFound,
-    NameResolveError,
-    NameResolver,
-    NameResolveTimeout,
-    NameResolveUnavailable,
-    OwnerFenced,
-    Subtree,
-)
-from asyncrl.comm.name_resolve.file import FileResolver
+from asyncrl.comm.name_resolve import NameResolveError
 
-__all__ = [
-    "HURRY_S",
-    "EtcdAccess",
-    "EtcdAccessError",
-    "FileResolver",
-    "NameBackend",
-    "NameEntryExists",
-    "NameEntryNotFound",
-    "NameResolveError",
-    "NameResolveTimeout",
-    "NameResolveUnavailable",
-    "NameResolver",
-    "OwnerFenced",
-    "Subtree",
-    "make_resolver",
-]
-
-_ETCD = "asyncrl.hosts.etcd:EtcdResolver"
-"""An optional back end, imported only if it is in use."""
 ADDRESS = "system.name_resolve_root"
 SETTINGS = "system.etcd"
 """The settings that messages name."""
 _OTHERS = 0o077
 _PORTS = range(1, 1 << 16)
-
-
-class NameBackend(StrEnum):
-    """Storage of the entries."""
-
-    file = auto()
-    """A folder: on one machine, or shared by several."""
-    etcd3 = auto()
-    """An etcd server."""
-
-
-def make_resolver(
-    backend: NameBackend, root: str, *, etcd: EtcdAccess | None = None, patience_s: float = OUTAGE_S
-) -> NameResolver:
-    """Return a resolver of the given back end.
-
-    `root` is a directory for `file` and a key prefix for `etcd3`, whose cluster `etcd` describes. Failed calls are
-    retried for `patience_s` seconds.
-
-    Raises:
-        NameResolveError: the back end cannot be reached or refuses access, or `etcd` is invalid.
-        ValueError: there is no such back end.
-    """
-    if NameBackend(backend) == NameBackend.file:
-        return FileResolver(root, patience_s)
-    made: NameResolver = pkgutil.resolve_name(_ETCD)(root, EtcdAccess(()) if etcd is None else etcd, patience_s)
-    return made
 
 
 class EtcdAccessError(NameResolveError):
@@ -94,7 +34,7 @@ class EtcdAccess:
     key_file: str = ""
 
     @classmethod
-    def at(cls, addresses: str, **others: str) -> Self:
+    def at(cls, addresses: str = "", **others: str) -> Self:
         """Build the access to the members in `addresses`: `host:port`, separated by spaces."""
         return cls(tuple(addresses.split()), **others)
 
@@ -164,3 +104,8 @@ def _file_faults(setting: str, path: Path, secret: bool) -> Iterator[str]:
         yield f"{setting}={str(path)!r}: is empty"
     if secret and mode & _OTHERS:
         yield f"{setting}={str(path)!r}: has mode {stat.S_IMODE(mode):04o}, so others can read it; `chmod 600` it"
+
+
+def faults(access: Mapping[str, str]) -> Iterator[str]:
+    """Yield an error message for each invalid setting of `system.etcd`; `access` as for `EtcdAccess.at`."""
+    return EtcdAccess.at(**access).faults()
