@@ -66,7 +66,7 @@ def measure(address: str, processes: int, seconds: float) -> float:
     try:
         for index, resolver in enumerate(resolvers):
             entries = (names.status_key(names.ROLLOUT_WORKER, index), names.worker_key(names.ROLLOUT_WORKER, index))
-            for key in (*entries, names.pusher_key(index)):
+            for key in (*entries, f"{names.PUSHERS}/{index}"):
                 resolver.add(key, "x" * 60, lease_s=LEASE_S, replace=True)
         for resolver in resolvers:
             resolver.follow(names.PULLERS)

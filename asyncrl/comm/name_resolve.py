@@ -484,11 +484,7 @@ class NameResolver(ABC):
                 self._forget(name)
 
     def _put_back(self, name: str, entry: _Leased) -> bool:
-        """Add the entry again if its name is free; False if another owner has it.
-
-        Raises:
-            OwnerFenced: this owner was replaced.
-        """
+        """Add the entry again if its name is free; False if another owner has it."""
         try:
             self._own(name, entry.value, entry.lease_s, replace=False)
         except NameEntryExists:
@@ -564,11 +560,7 @@ class NameResolver(ABC):
     # Outages.
 
     def _patiently(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Retry `call` until it succeeds, and return its result.
-
-        Raises:
-            NameResolveUnavailable: it has been failing for too long.
-        """
+        """Retry `call` until it succeeds, and return its result."""
         failures, this_call = 0, object()
         try:
             while True:
@@ -635,9 +627,6 @@ class NameResolver(ABC):
     def _snapshots(self) -> Iterator[Mapping[str, Mapping[str, str]]]:
         """Yield, from now on, the entries at or below the roots of `_subtrees` by root: at first all, later those that
         may have changed. End after `_wake` at the latest.
-
-        Raises:
-            NameResolveUnavailable: the back end is away; the caller retries.
         """
 
 

@@ -78,6 +78,7 @@ ENCODER_SERVERS = "encoder_servers"
 STAGING_SERVERS = "staging_servers"
 LOADING_GUESTS = "loading_guests"
 GUEST_MEMORY = "guest_memory"
+JOINED = "joined"
 
 
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -203,34 +204,14 @@ def puller_key(dp: int) -> str:
     return f"{PULLERS}/{dp}"
 
 
-def pusher_key(index: int) -> str:
-    """Presence of the trajectory pusher of RolloutWorker `index`."""
-    return f"{PUSHERS}/{index}"
-
-
 def gen_server_key(index: int) -> str:
     """`GenerationServerEntry` of generation server `index`."""
     return f"{GENERATION_SERVERS}/{index}"
 
 
-def loading_guest_key(index: int) -> str:
-    """Presence of guest `index` while it loads its model."""
-    return f"{LOADING_GUESTS}/{index}"
-
-
 def guest_memory_key(index: int) -> str:
     """`GuestMemory` of guest `index`; absent while it has its memory for certain."""
     return f"{GUEST_MEMORY}/{index}"
-
-
-def policy_server_key(index: int) -> str:
-    """`GenerationServerEntry` of server `index` of `policies`."""
-    return f"{POLICY_SERVERS}/{index}"
-
-
-def encoder_server_key(index: int) -> str:
-    """URL of EncoderServer `index`."""
-    return f"{ENCODER_SERVERS}/{index}"
 
 
 def staging_server_key(index: int) -> str:
@@ -241,11 +222,6 @@ def staging_server_key(index: int) -> str:
 def staged_key(folder: str, host: str) -> str:
     """Location of `folder`, which does not change during a launch, on the host at this address."""
     return f"staged/{folder}/{host}"
-
-
-def joined_key(kind: str, index: int) -> str:
-    """The command that added worker `index` of `kind` to a running run."""
-    return f"joined/{kind}/{index}"
 
 
 def model_version_key(role: str) -> str:

@@ -112,19 +112,18 @@ class PushTimeout(Exception):
 
 @dataclass(slots=True, eq=False)
 class Push:
-    """A pushed trajectory, and the call of `push` that waits until `deadline`, in seconds of the loop's clock.
+    """A pushed trajectory, and the call of `push` that waits for `accepted`.
 
     The call first waits for a place in the outbox, unless there is one, and then, held there, for its acknowledgement.
-    It ends at its deadline, but a held trajectory stays in the outbox and is delivered later.
+    It ends at its time limit, but a held trajectory stays in the outbox and is delivered later.
 
     Attributes:
-        seq: its number in the outbox.
+        seq: its number in the outbox; -1 before it has a place there.
         peer: the peer that it was sent to or must go to; None: any.
     """
 
     rollout_id: str
     prepared: Prepared
-    deadline: float
     accepted: asyncio.Future[None]
     seq: int = -1
     peer: str | None = None
@@ -273,35 +272,6 @@ class Batch:
         return [numbers, *encode_prepared([entry.prepared for entry in self.entries])]
 
 
-class _Alarm:
-    """One timer that calls `act` at the earliest of the requested times. A timer per push would cost as much as
-    sending.
-    """
-
-    def __init__(self, act: Callable[[], None]) -> None:
-        self._act = act
-        self._timer: asyncio.TimerHandle | None = None
-        self._due = math.inf
-
-    def by(self, due: float) -> None:
-        """Call `act` at `due` at the latest, in seconds of the loop's clock."""
-        if self._due > due:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._due = due
-            self._timer = asyncio.get_running_loop().call_at(due, self._fire)
-
-    def stop(self) -> None:
-        """Never call `act` again."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._due = -math.inf
-
-    def _fire(self) -> None:
-        self._timer, self._due = None, math.inf
-        self._act()
-
-
 class TrajectoryPusher:
     """Sends trajectories to the pullers at `addresses` and holds each until it is acknowledged.
 
@@ -331,7 +301,7 @@ class TrajectoryPusher:
         self._writable: dict[str, PeerLink] = {}  # those that accept a message now
         self._log = SourceLog("reply")
         self._queued: deque[Push] = deque()  # calls that wait for a place in the outbox
-        self._alarm = _Alarm(self._on_alarm)
+        self._resending: asyncio.TimerHandle | None = None
         self._drained = asyncio.Event()
         self._drained.set()
         self._closed = False
@@ -386,12 +356,20 @@ class TrajectoryPusher:
             raise CodecError(f"trajectory {trajectory.rollout_id!r} takes {prepared.nbytes} bytes, limit {MAX_BYTES}")
         if self._closed:
             raise PushTimeout(f"{self._identity} was closed")
-        loop = asyncio.get_running_loop()
-        push = Push(trajectory.rollout_id, prepared, loop.time() + timeout_s, loop.create_future())
+        push = Push(trajectory.rollout_id, prepared, asyncio.get_running_loop().create_future())
         self._queued.append(push)
         self._hold_queued()
-        self._alarm.by(push.deadline)
-        await push.accepted
+        try:
+            async with asyncio.timeout(timeout_s):
+                await push.accepted
+        except TimeoutError as error:
+            awaited = "a place among those held" if push.seq < 0 else "an acknowledgement"
+            with contextlib.suppress(ValueError):
+                self._queued.remove(push)
+            raise PushTimeout(
+                f"trajectory {push.rollout_id!r} of {self._identity} waited too long for {awaited}: "
+                f"{len(self._outbox)} are held, pullers {list(self._links)}, connected {list(self._writable)}"
+            ) from error
 
     async def close(self, timeout_s: float) -> list[str]:
         """Wait up to `timeout_s` seconds for acknowledgements, then close; return the ids never acknowledged.
@@ -411,7 +389,8 @@ class TrajectoryPusher:
                     await self._drained.wait()
             if self._outbox:
                 _log.warning("%s closes with %d trajectories unacknowledged", self._identity, len(self._outbox))
-            self._alarm.stop()
+            if self._resending is not None:
+                self._resending.cancel()
             for push in self._outbox.entries:
                 push.settle(closed)
             self._writable.clear()
@@ -427,12 +406,6 @@ class TrajectoryPusher:
                 self._outbox.add(push)
                 self._drained.clear()
                 self._pump_soon()
-
-    def _timeout(self, push: Push, awaited: str) -> PushTimeout:
-        return PushTimeout(
-            f"trajectory {push.rollout_id!r} of {self._identity} waited too long for {awaited}: "
-            f"{len(self._outbox)} are held, pullers {list(self._links)}, connected {list(self._writable)}"
-        )
 
     def _pump_soon(self) -> None:
         """Send in the event loop's next turn, together with what other tasks push until then."""
@@ -455,8 +428,8 @@ class TrajectoryPusher:
                 batch.add(entry)
         for address, batch in filling.items():
             self._send(address, batch)
-        if (due := self._outbox.next_due()) is not None:
-            self._alarm.by(due)
+        if self._resending is None and (due := self._outbox.next_due()) is not None:
+            self._resending = asyncio.get_running_loop().call_at(due, self._resend)
 
     def _send(self, address: str, batch: Batch) -> None:
         link = self._links[address]
@@ -469,25 +442,15 @@ class TrajectoryPusher:
             if self._writable:
                 self._pump_soon()  # other pullers may accept these entries
 
-    def _on_alarm(self) -> None:
-        """End expired pushes and send overdue trajectories again."""
-        now = asyncio.get_running_loop().time()
-        due = math.inf
-        awaited = ((self._outbox.entries, "an acknowledgement"), (self._queued, "a place among those held"))
-        for pushes, what in awaited:
-            for push in pushes:
-                if push.deadline <= now:
-                    push.settle(self._timeout(push, what))
-                elif not push.accepted.done():
-                    due = min(due, push.deadline)
-        self._queued = deque(push for push in self._queued if not push.accepted.done())
-        if expired := self._outbox.expire(now):
+    def _resend(self) -> None:
+        """Send overdue trajectories again."""
+        self._resending = None
+        if expired := self._outbox.expire(asyncio.get_running_loop().time()):
             _log.warning(
                 "%s: %d trajectories without acknowledgement, sending them again; the first is %r, at %s",
                 self._identity, len(expired), expired[0].rollout_id, expired[0].peer,
             )  # fmt: skip
         self._pump()
-        self._alarm.by(due)
 
     def _any_connected(self) -> bool:
         return any(link.connected for link in self._links.values())
@@ -642,11 +605,7 @@ class TrajectoryPuller:
         return [*replies, Accepted(accepted)] if accepted else replies
 
     def _accept(self, trajectory: Trajectory) -> bool:
-        """Deliver the trajectory unless it is a duplicate; return True if it must be acknowledged.
-
-        Raises:
-            InvalidTrajectory: the consumer will never accept it.
-        """
+        """Deliver the trajectory unless it is a duplicate; return True if it must be acknowledged."""
         if trajectory.rollout_id in self._seen:
             self.counts["duplicate"] += 1
             return True

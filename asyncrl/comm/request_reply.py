@@ -46,10 +46,10 @@ from typing import Any, ClassVar, Generic, TypeAlias, TypeVar, cast, get_args
 import msgspec
 import zmq
 
-from asyncrl.comm import waits
 from asyncrl.comm.security import SocketSecurity, SourceLog
 from asyncrl.comm.sockets import PeerRouter, SocketThread, peer_address
 from asyncrl.comm.typed import msgpack_decoder
+from asyncrl.comm.waits import RunningTimeout
 
 _log = logging.getLogger(__name__)
 
@@ -201,9 +201,7 @@ class _Outstanding:
     number: int
     request: Request[Any]
     frames: list[bytes] | None
-    timeout_s: float
     answer: asyncio.Future[Reply]
-    timer: asyncio.TimerHandle | None = None
 
     def fail(self, error: Exception) -> None:
         """Raise `error` from the call, unless it has ended."""
@@ -266,17 +264,20 @@ class RequestClient:
         if self._closed:
             raise PeerGone(f"call of {request.verb} at {self._peer}: the client is closed")
         frames = pack(self._next_call, request.verb, request)
-        call = _Outstanding(self._next_call, request, frames, timeout_s, asyncio.get_running_loop().create_future())
+        call = _Outstanding(self._next_call, request, frames, asyncio.get_running_loop().create_future())
         self._unsent.append(call)
         self._next_call += 1
         self._calls[call.number] = call
         self._flush()
-        self._set_timer(call, timeout_s)
         try:
-            return cast(R, await call.answer)
+            async with RunningTimeout(timeout_s):
+                return cast(R, await call.answer)
+        except TimeoutError as error:
+            what = f"call of {request.verb} at {self._peer}"
+            if call.frames is not None:
+                raise PeerGone(f"{what}: no connection within {timeout_s:g} s") from error
+            raise RequestTimeout(f"{what}: no answer within {timeout_s:g} s") from error
         finally:
-            if call.timer is not None:
-                call.timer.cancel()
             del self._calls[call.number]
             if call.frames is not None:
                 self._unsent.remove(call)
@@ -316,22 +317,6 @@ class RequestClient:
             call.fail(RemoteError(self._peer, request.verb, reply))
         else:
             call.answer.set_result(reply)
-
-    def _set_timer(self, call: _Outstanding, left_s: float) -> None:
-        """Arm the timer in slices, so that a pause of this process does not look like silence of the server."""
-        if left_s <= 0:
-            self._time_out(call)
-            return
-        slice_s = min(left_s, waits.SLICE_S)
-        loop = asyncio.get_running_loop()
-        call.timer = loop.call_later(slice_s, self._set_timer, call, left_s - slice_s)
-
-    def _time_out(self, call: _Outstanding) -> None:
-        what = f"call of {call.request.verb} at {self._peer}"
-        if call.frames is not None:
-            call.fail(PeerGone(f"{what}: no connection within {call.timeout_s:g} s"))
-        else:
-            call.fail(RequestTimeout(f"{what}: no answer within {call.timeout_s:g} s"))
 
     def _fail_all(self, reason: str) -> None:
         """Raise PeerGone from the calls that were sent; from all calls once the client is closed."""

@@ -7,7 +7,7 @@ A message carries one or more trajectories in two frames, so that they share the
               columns  the C columns of COLUMNS, in that order, each with the entries of all trajectories end to end
 
 That is the only rule for arrays. A column that a trajectory does not need has size 0 for it, so an optional column
-costs 8 bytes. `TrajectoryHeader.sizes` says which sizes a trajectory must have. Sizes are sent all the same, so that an
+costs 8 bytes. COLUMNS says which size a column must have for a trajectory. Sizes are sent all the same, so that an
 invalid entry in the header affects its own trajectory alone. The columns stand widest type first, which aligns them
 without padding. One frame for all arrays costs a copy at the sender (a memcpy, about 10 GB/s) and saves libzmq at least
 one system call per array: on plain sockets the rate is twice that of eight frames, at both 13 kB and 208 kB per
@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, cycle, repeat
 from operator import attrgetter, mul
@@ -69,33 +69,51 @@ class CodecError(ValueError):
     """A message that cannot be encoded, or bytes that are not a valid message."""
 
 
+class Counts(NamedTuple):
+    """What the sizes of a trajectory's columns follow from: its entry, the tokens of its prompt, those of all samples
+    after the prompt, and the samples.
+    """
+
+    entry: TrajectoryHeader
+    prompt: int
+    tokens: int
+    samples: int
+
+    def sizes(self) -> list[int]:
+        """Return the number of entries in each of COLUMNS."""
+        return [column.size(self) for column in COLUMNS.values()]
+
+
 class Column(NamedTuple):
-    """An array of the payload: its type on the wire and the bounds of its values. Floats are finite. One with a number
-    by sample is sent as numbers, and packed as `code` of `struct`.
+    """An array of the payload: its type on the wire, its size for a trajectory, and the bounds of its values. Floats
+    are finite. One with a number by sample is sent as numbers, and packed as `code` of `struct`.
     """
 
     dtype: np.dtype[Any]
+    size: Callable[[Counts], int]
     least: int | None = None
     most: int | None = None
     code: str = ""
 
 
 _I8, _F8, _I4, _F4, _U1 = map(np.dtype, ("<i8", "<f8", "<i4", "<f4", "|u1"))
+_samples: Callable[[Counts], int] = attrgetter("samples")
+_tokens: Callable[[Counts], int] = attrgetter("tokens")
 COLUMNS: dict[str, Column] = {
-    "lengths": Column(_I8, 0, code="q"),  # by sample: its tokens after the prompt; at least 1 with the prompt's
-    "rewards": Column(_F8, code="d"),  # by sample
-    "prompts": Column(_I4, 0),  # tokens of the prompt
-    "tokens": Column(_I4, 0),  # of all samples after the prompt, as are the next three
-    "versions": Column(_I4, -1),
-    "behave_logprobs": Column(_F4),
-    "token_rewards": Column(_F4),  # none, or by token after the prompt; 0 where loss_mask is 0
-    "token_columns": Column(_F4),  # those that the header names, one after the other, each like token_rewards
-    "episodes": Column(_I4, 0, code="i"),  # by sample
-    "routing": Column(_U1),  # experts by token, layer and place, as the header says: of the prompt, then of the rest
-    "loss_mask": Column(_U1, None, 1),
-    "truncated": Column(_U1, None, 1, "B"),  # by sample
-    "groups": Column(_U1, code="B"),  # none, or by sample: position among the header's names
-    "pictures": Column(_U1),  # content of each picture, once
+    "lengths": Column(_I8, _samples, 0, code="q"),  # tokens after the prompt; at least 1 with the prompt's
+    "rewards": Column(_F8, _samples, code="d"),
+    "prompts": Column(_I4, attrgetter("prompt"), 0),
+    "tokens": Column(_I4, _tokens, 0),
+    "versions": Column(_I4, _tokens, -1),
+    "behave_logprobs": Column(_F4, _tokens),
+    "token_rewards": Column(_F4, lambda n: n.tokens if n.entry.token_rewards else 0),  # 0 where loss_mask is 0
+    "token_columns": Column(_F4, lambda n: n.tokens * len(n.entry.token_columns)),  # end to end, each as token_rewards
+    "episodes": Column(_I4, _samples, 0, code="i"),
+    "routing": Column(_U1, lambda n: (n.prompt + n.tokens) * n.entry.routing_bytes),  # of the prompt, then of the rest
+    "loss_mask": Column(_U1, _tokens, None, 1),
+    "truncated": Column(_U1, _samples, None, 1, "B"),
+    "groups": Column(_U1, lambda n: n.samples if n.entry.groups else 0, code="B"),  # position among the entry's names
+    "pictures": Column(_U1, lambda n: n.entry.picture_bytes),  # content of each picture, once
 }
 _ITEM_SIZES = [column.dtype.itemsize for column in COLUMNS.values()]
 _BY_TOKEN = ("tokens", "loss_mask", "behave_logprobs", "versions")
@@ -149,30 +167,16 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     groups: Annotated[list[_Group], msgspec.Meta(max_length=MAX_GROUPS)] = []
     """Names of the comparison groups."""
 
-    def sizes(self, prompt: int, tokens: int, samples: int) -> list[int]:
-        """Return the number of entries in each column, in the order of COLUMNS.
+    @property
+    def routing_bytes(self) -> int:
+        """Bytes of a token's experts."""
+        shape = self.routing
+        return 0 if shape is None else shape.layers * shape.per_token * shape.width
 
-        Args:
-            prompt: tokens of the prompt.
-            tokens: tokens of all samples after the prompt.
-        """
-        routing = self.routing
-        return [
-            samples,
-            samples,
-            prompt,
-            tokens,
-            tokens,
-            tokens,
-            tokens if self.token_rewards else 0,
-            len(self.token_columns) * tokens,
-            samples,
-            0 if routing is None else (prompt + tokens) * routing.layers * routing.per_token * routing.width,
-            tokens,
-            samples,
-            samples if self.groups else 0,
-            0 if self.pictures is None else sum(size for _, size in self.pictures.contents),
-        ]
+    @property
+    def picture_bytes(self) -> int:
+        """Bytes of all pictures."""
+        return 0 if self.pictures is None else sum(size for _, size in self.pictures.contents)
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -271,32 +275,21 @@ def prepare(trajectory: Trajectory) -> Prepared:
         raw = msgspec.Raw(_encode(entry))
     except (TypeError, OverflowError) as error:
         raise CodecError(f"trajectory {entry!r:.400} cannot be sent: {error}") from error
-    all_parts: list[Sequence[Any]] = [  # in the order of COLUMNS
-        lengths,
-        rewards,
-        prompt,
-        parts["tokens"],
-        parts["versions"],
-        parts["behave_logprobs"],
-        parts["token_rewards"],
-        parts["token_columns"],
-        episodes,
-        parts["routing"],
-        parts["loss_mask"],
-        truncated,
-        [numbers[name] for name in groups],
-        contents,
-    ]
-    sizes = entry.sizes(sum(map(len, prompt)), sum(lengths), len(lengths))
-    return Prepared(raw, all_parts, sizes, sum(map(mul, sizes, _ITEM_SIZES)))
+    all_parts: dict[str, Sequence[Any]] = parts | {
+        "lengths": lengths,
+        "rewards": rewards,
+        "prompts": prompt,
+        "episodes": episodes,
+        "truncated": truncated,
+        "groups": [numbers[name] for name in groups],
+        "pictures": contents,
+    }
+    sizes = Counts(entry, sum(map(len, prompt)), sum(lengths), len(lengths)).sizes()
+    return Prepared(raw, [all_parts[name] for name in COLUMNS], sizes, sum(map(mul, sizes, _ITEM_SIZES)))
 
 
 def _parts(runs: Sequence[Sample | SampleColumns], names: Sequence[str]) -> dict[str, Sequence[Array]]:
-    """Return the columns by token, each with a part for every one of `runs`; `names` are those of the token columns.
-
-    Raises:
-        CodecError: the dtype of a column cannot hold a value.
-    """
+    """Return the columns by token, each with a part for every one of `runs`; `names` are those of the token columns."""
     by_token = [*chain.from_iterable(map(_by_token, runs))]
     if [part.dtype for part in by_token] != _TOKEN_DTYPES * len(runs):
         columns = zip(cycle(_BY_TOKEN), by_token, cycle(_TOKEN_DTYPES), strict=False)
@@ -390,11 +383,7 @@ def _pictures_header(
 
 
 def _routing_header(routing: Sequence[Array]) -> RoutingHeader | None:
-    """Return the shape of `routing`, which is the same for all parts.
-
-    Raises:
-        CodecError: the parts differ in shape, or their type or size is not supported.
-    """
+    """Return the shape of `routing`, which is the same for all parts."""
     if not routing:
         return None
     kinds = {(own.dtype, own.shape[1:]) for own in routing}
@@ -530,7 +519,7 @@ def _split(frames: Sequence[Frame], max_bytes: int) -> tuple[list[msgspec.Raw], 
 
 def _fault(columns: Sequence[Array]) -> str | None:
     """Describe a value that is out of its column's bounds; None if all are in bounds."""
-    for (name, (dtype, least, most, _)), values in zip(COLUMNS.items(), columns, strict=True):
+    for (name, (dtype, _, least, most, _)), values in zip(COLUMNS.items(), columns, strict=True):
         if not len(values):
             continue
         if dtype.kind == "f" and not np.isfinite(values).all():
@@ -543,16 +532,11 @@ def _fault(columns: Sequence[Array]) -> str | None:
 
 
 def _trajectory(entry: TrajectoryHeader, sizes: list[int], columns: Sequence[Array]) -> Trajectory:
-    """Return the trajectory of `entry` from its part of the columns, whose values are in bounds.
-
-    Raises:
-        CodecError: the parts do not fit the entry or one another.
-    """
-    lengths_S, rewards, prompt, ids, versions, logprobs, token_rewards, token_columns, *others = columns
-    episodes, experts, mask, truncated, groups, contents = others
-    lengths = lengths_S.tolist()
+    """Return the trajectory of `entry` from its part of the columns, whose values are in bounds."""
+    own = dict(zip(COLUMNS, columns, strict=True))
+    prompt, mask, lengths = own["prompts"], own["loss_mask"], own["lengths"].tolist()
     tokens, samples = sum(lengths), len(lengths)
-    if sizes != (expected := entry.sizes(len(prompt), tokens, samples)):
+    if sizes != (expected := Counts(entry, len(prompt), tokens, samples).sizes()):
         name, size, right = next(each for each in zip(COLUMNS, sizes, expected, strict=True) if each[1] != each[2])
         raise CodecError(
             f"trajectory.{name} has {size} entries, expected {right}: {samples} samples with {tokens} tokens after a "
@@ -563,39 +547,36 @@ def _trajectory(entry: TrajectoryHeader, sizes: list[int], columns: Sequence[Arr
     if not all(map(math.isfinite, entry.metrics.values())):
         raise CodecError(f"trajectory.metrics is {entry.metrics!r:.80}: use finite numbers")
     rest = SampleColumns(
-        ids,
+        own["tokens"],
         mask,
-        logprobs,
-        versions,
-        lengths_S,
-        rewards,
-        truncated,
-        episodes,
-        token_rewards=token_rewards if entry.token_rewards else None,
+        own["behave_logprobs"],
+        own["versions"],
+        own["lengths"],
+        own["rewards"],
+        own["truncated"],
+        own["episodes"],
+        token_rewards=own["token_rewards"] if entry.token_rewards else None,
         reward_parts=_numbers("reward_parts", entry.reward_parts, samples),
         metrics=_numbers("sample_metrics", entry.sample_metrics, samples),
-        groups=_groups(entry.groups, groups) if entry.groups else (),
+        groups=_groups(entry.groups, own["groups"]) if entry.groups else (),
     )
     if entry.token_rewards or entry.token_columns:
-        rest = replace(rest, token_columns=_token_columns(entry.token_columns, token_columns, token_rewards, mask))
+        named = _token_columns(entry.token_columns, own["token_columns"], own["token_rewards"], mask)
+        rest = replace(rest, token_columns=named)
     routing: Array | None = None
     prompt_pictures: tuple[PlacedPicture, ...] = ()
     if (shape := entry.routing) is not None:
-        experts = experts.view(_ROUTING_DTYPES[shape.width]).reshape(-1, shape.layers, shape.per_token)
+        experts = own["routing"].view(_ROUTING_DTYPES[shape.width]).reshape(-1, shape.layers, shape.per_token)
         routing, rest = experts[: len(prompt)], replace(rest, routing=experts[len(prompt) :])
     if entry.pictures is not None:
-        prompt_pictures, pictures = _pictures(contents, entry.pictures, prompt, rest)
+        prompt_pictures, pictures = _pictures(own["pictures"], entry.pictures, prompt, rest)
         rest = replace(rest, pictures=pictures)
     whole = SharedPrompt(prompt, rest, routing, prompt_pictures) if len(prompt) else rest
     return Trajectory(entry.rollout_id, entry.prompt_id, entry.order, whole, entry.metrics)
 
 
 def _numbers(what: str, columns: _Named, samples: int) -> dict[str, NDArray[np.float64]]:
-    """Return named numbers of the samples as columns, None as NaN.
-
-    Raises:
-        CodecError: a list does not have one finite number or None for each sample.
-    """
+    """Return named numbers of the samples as columns, None as NaN."""
     for name, column in columns.items():
         if len(column) != samples:
             raise CodecError(f"trajectory.{what}[{name!r:.80}] has {len(column)} entries, of {samples} samples")
@@ -605,12 +586,7 @@ def _numbers(what: str, columns: _Named, samples: int) -> dict[str, NDArray[np.f
 
 
 def _token_columns(names: Sequence[str], joined: Array, token_rewards: Array, mask: Array) -> dict[str, Array]:
-    """Return the token columns by name, which are `joined` end to end.
-
-    Raises:
-        CodecError: one of them, or the token rewards, has a number where no policy generated a token; or the names are
-            not distinct.
-    """
+    """Return the token columns by name, which are `joined` end to end."""
     own, not_generated = joined.reshape(len(names), len(mask)), mask == 0
     by_name = dict(zip(names, own, strict=True))
     if len(by_name) != len(names):
@@ -622,11 +598,7 @@ def _token_columns(names: Sequence[str], joined: Array, token_rewards: Array, ma
 
 
 def _groups(names: Sequence[str], numbers: Array) -> tuple[str, ...]:
-    """Return the comparison group of each sample.
-
-    Raises:
-        CodecError: a number has no name in `names`, or the names are not distinct or not valid.
-    """
+    """Return the comparison group of each sample."""
     if len({*names}) != len(names) or numbers.max() >= len(names):
         raise CodecError(f"trajectory.groups has the numbers {numbers.tolist()!r:.80} of the names {names!r:.80}")
     try:
@@ -640,12 +612,7 @@ def _groups(names: Sequence[str], numbers: Array) -> tuple[str, ...]:
 def _pictures(
     content: Array, header: PicturesHeader, prompt: Array, rest: SampleColumns
 ) -> tuple[tuple[PlacedPicture, ...], tuple[tuple[PlacedPicture, ...], ...]]:
-    """Return the pictures of a trajectory's prompt and those of each sample after the prompt.
-
-    Raises:
-        CodecError: a picture is not the one that the header names, or a span is outside the prompt or sample or covers
-            generated tokens.
-    """
+    """Return the pictures of a trajectory's prompt and those of each sample after the prompt."""
     if header.samples and len(header.samples) != len(rest):
         raise CodecError(f"trajectory.pictures are of {len(header.samples)} samples, there are {len(rest)}")
     table: list[Picture] = []

@@ -250,11 +250,7 @@ def _environment(start: Start) -> dict[str, str]:
 
 
 def _take_place(mark: str, start: Start, tell: Callable[[str], None]) -> None:
-    """Kill the processes on this host that were started earlier in the place that `mark` names, and write the files.
-
-    Raises:
-        Refused: a later process is there, an earlier one does not end, or others can write to the folder.
-    """
+    """Kill the processes on this host that were started earlier in the place that `mark` names, and write the files."""
     number, _, place = mark.partition(" ")
 
     def earlier() -> list[Identity]:

@@ -63,11 +63,7 @@ class Backend(AgentBackend):
 
 
 def _printed(command: Sequence[str]) -> str:
-    """Return the output of `command`.
-
-    Raises:
-        OSError: it failed; the message has the last line of its output.
-    """
+    """Return the output of `command`."""
     ended = subprocess.run(command, capture_output=True, text=True, timeout=3 * TOOL_S, check=False)
     if ended.returncode:
         raise OSError((ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1])

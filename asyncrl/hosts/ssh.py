@@ -110,10 +110,6 @@ def _check(config: ExperimentConfig, fileroot: Path, marker: str, number: int, h
 
     Returns:
         A sentence if its clock differs from this one's.
-
-    Raises:
-        ConfigError: it cannot be used with these settings.
-        TrialError: it does not answer now.
     """
     setting = f"system.hosts[{number}]"
     if not host.name:

@@ -56,7 +56,7 @@ class Guest:
 
     def __init__(self, resolver: NameResolver, index: int, name: str, lease_s: float) -> None:
         self._resolver, self._name, self._lease_s = resolver, name, lease_s
-        self._loading, self._memory = names.loading_guest_key(index), names.guest_memory_key(index)
+        self._loading, self._memory = f"{names.LOADING_GUESTS}/{index}", names.guest_memory_key(index)
 
     async def await_turn(self, waiting: Callable[[], None]) -> None:
         """Wait until the guest may take its device, and record that it does; call `waiting` from time to time."""
@@ -234,7 +234,7 @@ class PolicyServer(GenerationServer):
 
     @property
     def _key(self) -> str:
-        return names.policy_server_key(self.index)
+        return f"{names.POLICY_SERVERS}/{self.index}"
 
     def _make_host(self) -> EngineHost:
         if self._url is None:

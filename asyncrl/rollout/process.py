@@ -216,7 +216,7 @@ class RolloutWorker(AsyncWorker):
         Each worker computes the groups itself, from the registered workers (`group`).
         """
         known: set[tuple[str, str]] = set()
-        me, lease_s = names.pusher_key(self.index), self.config.system.lease_s
+        me, lease_s = f"{names.PUSHERS}/{self.index}", self.config.system.lease_s
         await asyncio.to_thread(self.resolver.add, me, self.name, lease_s=lease_s, replace=True)
         ranks = await asyncio.to_thread(self.resolver.follow, names.PULLERS)
         workers = await asyncio.to_thread(self.resolver.follow, names.PUSHERS)

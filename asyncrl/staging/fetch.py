@@ -189,9 +189,6 @@ async def _receive(http: JsonHttp, url: str, path: Path, begin: int, end: int | 
     """Write the bytes of `url` from `begin` to `end` (None: all) to their places in `path`; resume after interruptions.
 
     It stops after the piece that goes beyond `end`, or without `end` beyond `most`; the caller's checksum then fails.
-
-    Raises:
-        HttpError: an attempt received nothing, or the transfer broke off `_RESUMES` times.
     """
     at, failure = begin, None
     for _ in range(_RESUMES):

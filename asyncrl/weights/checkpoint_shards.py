@@ -118,11 +118,7 @@ class ShardCopies:
         return shard
 
     def _new(self, folder: Path, plan: SavePlan, random_state: Mapping[str, Tensor]) -> CopiedPart:
-        """Return this rank's part of a checkpoint in `folder`, before anything is copied into it.
-
-        Raises:
-            OSError: there is no room for its file in memory.
-        """
+        """Return this rank's part of a checkpoint in `folder`, before anything is copied into it."""
         if not self._map:
             return CopiedPart()
         specs = plan.specs()
@@ -330,11 +326,7 @@ class StoredTensors:
 
 
 def _check_covers(items: Sequence[ReadItem], state: Mapping[str, Tensor]) -> None:
-    """Check that the read plan covers all of `state`: torch's planner silently skips what no file has.
-
-    Raises:
-        ValueError: a part is missing.
-    """
+    """Check that the read plan covers all of `state`: torch's planner silently skips what no file has."""
     found = Counter[str]()
     for item in items:
         found[item.dest_index.fqn] += prod(item.lengths)

@@ -251,11 +251,7 @@ def read_state(path: Path) -> dict[str, Any]:
 def _check_same_model(
     path: Path, stored: StoredTensors, mine: Mapping[str, Tensor], roles: Collection[str], ranks: Ranks
 ) -> None:
-    """Check that the ranks together hold exactly the tensors that are stored of `roles`, in the same shapes.
-
-    Raises:
-        ValueError: the tensors differ; the message names the difference.
-    """
+    """Check that the ranks together hold exactly the tensors that are stored of `roles`, in the same shapes."""
     names = sorted(name for name in stored.shapes if name.partition(".")[0] in roles)
     wanted = ranks.all_reduce_max(torch.tensor([float(name in mine) for name in names]))
     wrong = [name for name, tensor in mine.items() if stored.shapes.get(name) != tuple(tensor.shape)]

@@ -87,11 +87,7 @@ def _manifest(folder: Path) -> Manifest | None:
 
 
 def _shards(folder: Path) -> list[Path]:
-    """Return the checkpoint's safetensors files: those in its index, else all in the folder.
-
-    Raises:
-        WeightUpdateError: the folder has no checkpoint, or it is not complete.
-    """
+    """Return the checkpoint's safetensors files: those in its index, else all in the folder."""
     if not folder.is_dir():
         raise WeightUpdateError(f"model_path {str(folder)!r} is not a folder; give a folder with *.safetensors")
     index = folder / INDEX_FILE

@@ -36,7 +36,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 
 import msgspec
@@ -71,8 +71,6 @@ from asyncrl.weights.tensor_file import DTYPE_NAMES, TensorFile
 MAX_SHARD_BYTES = 1 << 30
 """Largest shard. A file is synced while the next is written, and readers check several at a time; more files take
 longer to open."""
-_STEM = "model"
-_ADAPTERS_STEM = "adapter_model"
 _STORE = ".shared"
 _WEIGHT_SUFFIXES = frozenset((".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"))
 _MAX_ASSET_BYTES = 64 << 20  # tokenizers are smaller
@@ -81,9 +79,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A file of weights: the rank that writes it, and its tensors in the model's order."""
+    """A file of weights: the rank that writes it, its name, and its tensors in the model's order."""
 
     rank: int
+    file: str
     specs: list[TensorSpec]
 
 
@@ -158,17 +157,13 @@ def publish(
     final = version_dir(root, role, version)
     specs = source.published_specs()
     shards: list[Shard] = []
-    stem = _STEM
-    if shared is None:
-        entries = _entries(specs, "")
-    else:
+    if shared is not None:
         whole = ranks.all_reduce_sum(torch.tensor([float(_is_whole(final, {spec.name for spec in specs}))]))
         if whole.item() == ranks.world:
             return final
-        shards, stem = _plan(specs, ranks.world, shared.adapters, max_shard_bytes)
-        entries = _tensor_entries(shards, stem)
-    manifest = Manifest(role, version, {}, entries)
-    writing = _Writing(source, final, manifest, shards, ranks, stem, first_worker)
+        shards = plan_shards(specs, ranks.world, max_shard_bytes, adapters=shared.adapters)
+    manifest = Manifest(role, version, {}, _entries(shards or [Shard(0, "", specs)]))
+    writing = _Writing(source, final, manifest, shards, ranks, first_worker)
     ranks.together(writing.begin, f"creating {final}")
     ranks.together(writing.write, f"writing {final}")
     ranks.together(lambda: writing.finish(shared, probe), f"publishing {final}")
@@ -183,8 +178,8 @@ def write_model(
     Raises:
         OSError: the folder cannot be written; nothing is visible then.
     """
-    shards, stem = _plan(source.published_specs(), 1, adapters, MAX_SHARD_BYTES)
-    writing = _Writing(source, folder, Manifest("", 0, {}, _tensor_entries(shards, stem)), shards, ranks, stem)
+    shards = plan_shards(source.published_specs(), 1, adapters=adapters)
+    writing = _Writing(source, folder, Manifest("", 0, {}, _entries(shards)), shards, ranks)
     writing.begin()
     writing.write()
     writing.write_index()
@@ -229,33 +224,33 @@ def tokenizer_assets(model_dir: Path) -> dict[str, Path]:
     }
 
 
-def plan_shards(specs: Sequence[TensorSpec], world: int, max_shard_bytes: int = MAX_SHARD_BYTES) -> list[Shard]:
+def plan_shards(
+    specs: Sequence[TensorSpec], world: int, max_shard_bytes: int = MAX_SHARD_BYTES, *, adapters: bool = False
+) -> list[Shard]:
     """Return the files to write, cut in the model's order.
 
     Tensors are dealt to `world` ranks as contiguous runs of nearly equal bytes, each run cut into files of at most
     `max_shard_bytes` (a larger tensor gets a separate file). Small models are not cut: below 1 MiB a rank, opening
-    files costs more than writing them.
+    files costs more than writing them. Adapters are small, and peft reads them from one file.
     """
+    if adapters:
+        return [Shard(0, "adapter_model.safetensors", list(specs))]
     total = sum(spec.nbytes for spec in specs)
     share = max(-(-total // world), 1 << 20)
-    shards: list[Shard] = []
+    runs: list[tuple[int, list[TensorSpec]]] = []
     before = filled = 0
     for spec in specs:
         rank = min(before // share, world - 1)
-        if not shards or shards[-1].rank != rank or filled + spec.nbytes > max_shard_bytes:
-            shards.append(Shard(rank, []))
+        if not runs or runs[-1][0] != rank or filled + spec.nbytes > max_shard_bytes:
+            runs.append((rank, []))
             filled = 0
-        shards[-1].specs.append(spec)
+        runs[-1][1].append(spec)
         before += spec.nbytes
         filled += spec.nbytes
-    return shards
-
-
-def _plan(specs: Sequence[TensorSpec], world: int, adapters: bool, limit: int) -> tuple[list[Shard], str]:
-    """Return the files and the stem of their names; adapters are small, and peft reads them from one file."""
-    if adapters:
-        return [Shard(0, list(specs))], _ADAPTERS_STEM
-    return plan_shards(specs, world, limit), _STEM
+    if len(runs) == 1:
+        return [Shard(rank, "model.safetensors", run) for rank, run in runs]
+    names = (f"model-{number:05d}-of-{len(runs):05d}.safetensors" for number in count(1))
+    return [Shard(rank, next(names), run) for rank, run in runs]
 
 
 def _is_whole(directory: Path, names: Collection[str]) -> bool:
@@ -265,19 +260,12 @@ def _is_whole(directory: Path, names: Collection[str]) -> bool:
         return False
 
 
-def _shard_name(stem: str, index: int, count: int) -> str:
-    return f"{stem}.safetensors" if count == 1 else f"{stem}-{index + 1:05d}-of-{count:05d}.safetensors"
-
-
-def _tensor_entries(shards: Sequence[Shard], stem: str = _STEM) -> dict[str, TensorEntry]:
-    entries: dict[str, TensorEntry] = {}
-    for index, shard in enumerate(shards):
-        entries |= _entries(shard.specs, _shard_name(stem, index, len(shards)))
-    return entries
-
-
-def _entries(specs: Sequence[TensorSpec], file: str) -> dict[str, TensorEntry]:
-    return {spec.name: TensorEntry(spec.shape, DTYPE_NAMES[spec.dtype], file) for spec in specs}
+def _entries(shards: Sequence[Shard]) -> dict[str, TensorEntry]:
+    return {
+        spec.name: TensorEntry(spec.shape, DTYPE_NAMES[spec.dtype], shard.file)
+        for shard in shards
+        for spec in shard.specs
+    }
 
 
 @dataclass(slots=True)
@@ -290,7 +278,6 @@ class _Writing:
     """The version's manifest, still without files."""
     shards: Sequence[Shard]
     ranks: Ranks
-    stem: str = _STEM
     first_worker: int = 0
     written: dict[str, FileEntry] = field(default_factory=dict)
     """This rank's shards."""
@@ -305,21 +292,18 @@ class _Writing:
 
     def write(self) -> None:
         owners = {spec.name: self.first_worker + shard.rank for shard in self.shards for spec in shard.specs}
-        mine = [
-            (self.directory / _shard_name(self.stem, index, len(self.shards)), shard.specs)
-            for index, shard in enumerate(self.shards)
-            if shard.rank == self.ranks.rank
-        ]
         gathered = self.source.gather(owners)
         on_host = HostCopies().each(gathered)
         with atomic_dir.syncing() as sync:
             try:
-                for path, specs in mine:
-                    with TensorFile(path, specs) as file:
-                        for name, tensor in islice(on_host, len(specs)):
+                for shard in self.shards:
+                    if shard.rank != self.ranks.rank:
+                        continue
+                    with TensorFile(self.directory / shard.file, shard.specs) as file:
+                        for name, tensor in islice(on_host, len(shard.specs)):
                             file.write(name, tensor)
-                    sync(path)
-                    self.written[path.name] = file.entry()
+                    sync(file.path)
+                    self.written[shard.file] = file.entry()
             finally:
                 for _ in gathered:  # the others wait for this rank at every tensor, even if its file failed
                     pass

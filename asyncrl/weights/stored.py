@@ -96,9 +96,6 @@ def _layers_in(base: Path, layers: Collection[str], files: Collection[str]) -> d
     """Return the adapted `layers` of a model by their names among the tensors `files` of its folder `base`.
 
     Adapters are named after modules, and folders of many models with pictures use other names.
-
-    Raises:
-        ExportError: a layer is missing.
     """
     names = {layer: layer for layer in layers}
     if not set(files).issuperset(layers):

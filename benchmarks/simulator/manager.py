@@ -20,7 +20,7 @@ from asyncrl.manager.settings import UpdateMode
 from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.rollout_client import RolloutClient
 from asyncrl.rollout.settings import Pacing, RolloutConfig
-from asyncrl.weights.transports.base import DiskManagerEnd
+from asyncrl.weights.transports.base import ManagerEnd
 from simulator.setup import Setup
 from simulator.simulated_code import SimulatedCode
 from simulator.wire import Network, VerbsHost, VirtualHttp
@@ -57,7 +57,7 @@ class SimulatedManager:
         self.runner = FleetRunner(
             self.decisions,
             self.service,
-            ServerUpdater(http, DiskManagerEnd(), timeout_s=setup.update_timeout_s, check=None),
+            ServerUpdater(http, ManagerEnd(), timeout_s=setup.update_timeout_s, check=None),
             http,
             health_interval_s=setup.health_interval_s,
             served_version=lambda: self.decisions.served_version,

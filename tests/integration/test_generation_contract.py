@@ -44,7 +44,7 @@ from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
 from asyncrl.rollout.generation_servers import FORK_SAVES, ServerCapabilities
 from asyncrl.rollout.rollout_client import RolloutClient
 from asyncrl.runtime.supervisor import STOP_SIGNAL, supervised
-from asyncrl.weights.transports.base import DiskManagerEnd
+from asyncrl.weights.transports.base import ManagerEnd
 from asyncrl.weights.transports.distributed import ProcessGroupConnection
 from asyncrl.weights.transports.from_memory import ServerConnection, SharedMemoryConnection
 
@@ -321,7 +321,7 @@ async def updater(backend: Backend) -> AsyncIterator[ServerUpdater]:
     can = BACKENDS[backend.kind]
     yield ServerUpdater(
         http,
-        DiskManagerEnd(),
+        ManagerEnd(),
         timeout_s=LIMIT_S,
         keeps_pictures=can.keeps_pictures,
         pause_ends_requests=can.pause_ends_requests,

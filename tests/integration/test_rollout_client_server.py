@@ -16,7 +16,7 @@ from asyncrl.inference.client import GenerateItem, GenerationServerClient, Updat
 from asyncrl.inference.messages import MalformedReply, parse_completion, parse_version
 from asyncrl.manager.fleet.fleet_runner import ServerUpdater
 from asyncrl.manager.fleet.servers import BeginUpdate, Target
-from asyncrl.weights.transports.base import DiskManagerEnd
+from asyncrl.weights.transports.base import ManagerEnd
 
 SAMPLING = SamplingParams(max_new_tokens=8)
 LIMIT_S = 300.0
@@ -212,7 +212,7 @@ async def test_a_server_that_fails_a_check_after_its_update_has_failed_the_updat
         if target.version == 2:
             raise UpdateFailed("log-probabilities differ")
 
-    updater = ServerUpdater(http, DiskManagerEnd(), timeout_s=LIMIT_S, check=check)
+    updater = ServerUpdater(http, ManagerEnd(), timeout_s=LIMIT_S, check=check)
     order = BeginUpdate(0, server.url, 1, Target(1, "/w/v1"), pause="abort")
     await updater.update(order)
     with pytest.raises(UpdateFailed, match="log-probabilities differ"):
@@ -242,7 +242,7 @@ async def test_running_requests_have_ended_before_sglang_is_paused(
     client = GenerationServerClient(http, server.url)
     running = asyncio.create_task(client.generate([item("a;0;0;")], SAMPLING, timeout_s=LIMIT_S))
     await server.until(lambda: server.generated_tokens == 2)
-    updater = ServerUpdater(http, DiskManagerEnd(), timeout_s=LIMIT_S, pause_ends_requests=False)
+    updater = ServerUpdater(http, ManagerEnd(), timeout_s=LIMIT_S, pause_ends_requests=False)
     await updater.update(BeginUpdate(0, server.url, 1, Target(1, "/w/v1"), pause="abort"))
     (answer,) = await running
     assert (answer.finish_reason, answer.versions) == (FinishReason.abort, [0, 0])
@@ -261,7 +261,7 @@ async def test_a_server_whose_update_failed_generates_nothing(start_fake_server:
     server.update = "refuse"
     client = GenerationServerClient(http, server.url)
     with pytest.raises(UpdateFailed):
-        await ServerUpdater(http, DiskManagerEnd(), timeout_s=LIMIT_S).update(
+        await ServerUpdater(http, ManagerEnd(), timeout_s=LIMIT_S).update(
             BeginUpdate(0, server.url, 1, Target(1, "/w/v1"), pause="abort")
         )
     held = asyncio.create_task(client.generate([item("a;0;0;")], SAMPLING, timeout_s=LIMIT_S))

@@ -226,7 +226,7 @@ class EncoderServer(AsyncWorker):
         )
         try:
             url = await service.http.start(self.config.system.host)
-            key, lease_s = names.encoder_server_key(self.index), self.config.system.lease_s
+            key, lease_s = f"{names.ENCODER_SERVERS}/{self.index}", self.config.system.lease_s
             self.resolver.add(key, url, lease_s=lease_s, replace=True)
             self.ready()
             observer.stage(observer.SERVES, Activity.serves)

@@ -245,7 +245,7 @@ class _Joined:
         index, who = PROCESS_KINDS[kind].count(self._config), f"{socket.gethostname()}, pid {os.getpid()}"
         while True:
             try:
-                self._resolver.add(names.joined_key(kind, index), who, lease_s=self._config.system.lease_s)
+                self._resolver.add(f"{names.JOINED}/{kind}/{index}", who, lease_s=self._config.system.lease_s)
                 return index
             except NameEntryExists:
                 index += 1

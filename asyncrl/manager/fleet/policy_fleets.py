@@ -34,7 +34,7 @@ from asyncrl.manager.messages import ServerStatus
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import PolicyConfig, UpdateMode
 from asyncrl.weights.manifest import ManifestError, verify
-from asyncrl.weights.transports.base import DiskManagerEnd, ManagerEnd
+from asyncrl.weights.transports.base import ManagerEnd
 
 
 class _PolicyLog(logging.LoggerAdapter[logging.Logger]):
@@ -98,7 +98,7 @@ class PolicyFleets:
         for policy in config.policies:
             as_fixed = (UpdateMode.finish, updates.update_timeout_s)
             decisions = FleetDecisions(*as_trained) if policy.trained else FleetDecisions(*as_fixed)
-            self._fleets[policy.name] = self._fleet(policy, decisions, DiskManagerEnd())
+            self._fleets[policy.name] = self._fleet(policy, decisions, ManagerEnd())
 
     def _fleet(self, policy: PolicyConfig | None, decisions: FleetDecisions, transport: ManagerEnd) -> PolicyFleet:
         """Return the fleet of `policy`; None: of the run's own."""

@@ -8,7 +8,7 @@ transport by disk.
 from __future__ import annotations
 
 TRANSPORTS = {
-    "disk": f"{__name__}.base:DiskTransport",
+    "disk": f"{__name__}.base:WeightTransport",
     "tensor": f"{__name__}.from_memory:TensorTransport",
     "distributed": f"{__name__}.distributed:DistributedTransport",
 }

@@ -1,5 +1,5 @@
-"""The parts of a weight transport: a description for the settings, the manager's end and the trainer's end. And the
-simplest transport: by disk.
+"""The parts of a weight transport: a description for the settings, the manager's end and the trainer's end. These base
+classes are the transport by disk; others override them.
 
     manager ── pause ──▶ server                                       manager.fleet decides, and carries this out
     manager ── ManagerEnd.bring(server, version) ──▶ ...              the transport
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 import pkgutil
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, ClassVar
 
@@ -35,10 +34,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class ManagerEnd(ABC):
-    """Brings a paused server to a version."""
+class ManagerEnd:
+    """Brings a paused server to a version. By disk: sends it the path of the folder."""
 
-    @abstractmethod
     async def bring(
         self, client: GenerationServerClient, order: SendWeights, path: str, sending: Callable[[], None]
     ) -> None:
@@ -52,13 +50,11 @@ class ManagerEnd(ABC):
         Raises:
             HttpError: the update failed; the server's weights are unknown.
         """
+        await client.update_weights(path, order.version, keep_cache=order.keep_cache, timeout_s=math.inf)
 
 
 class TrainerEnd:
-    """The publishing process's part of a transport, besides writing folders.
-
-    This base class, for `disk`, has no work.
-    """
+    """The publishing process's part of a transport, besides writing folders. By disk: nothing."""
 
     def hold(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Keep a copy of `tensors`, by their names in a Hugging Face folder, as `version`.
@@ -87,10 +83,10 @@ class TrainerEnd:
         """Close all connections."""
 
 
-class WeightTransport(ABC):
+class WeightTransport:
     """A transport; `name` is its value of `manager.weight_transport`."""
 
-    needs_folders: ClassVar[bool]
+    needs_folders: ClassVar[bool] = True
     """True if servers read every version's folder; else they are sent it, and a folder is written only with checkpoints
     and at the end.
     """
@@ -98,15 +94,14 @@ class WeightTransport(ABC):
     def __init__(self, name: str) -> None:
         self.name = name
 
-    @abstractmethod
     def check(self, config: ExperimentConfig) -> Iterator[str]:
         """Yield an error message for each setting that does not work with this transport."""
+        return iter(())
 
-    @abstractmethod
     def manager_end(self, publisher: PublisherClient) -> ManagerEnd:
         """Return the manager's end, which calls `publisher` if the trainer has to send something."""
+        return ManagerEnd()
 
-    @abstractmethod
     def trainer_end(self, config: ExperimentConfig, security: HttpSecurity | None, device: torch.device) -> TrainerEnd:
         """Return the publishing process's end, for one running loop.
 
@@ -114,36 +109,10 @@ class WeightTransport(ABC):
             security: the servers' token and certificate.
             device: device of the trainer.
         """
+        return TrainerEnd()
 
 
 def weight_transport(name: str) -> WeightTransport:
     """Return the transport of the setting's value `name`."""
     transport: WeightTransport = pkgutil.resolve_name(TRANSPORTS[name])(name)
     return transport
-
-
-class DiskTransport(WeightTransport):
-    """Lets servers read the weights from the version's folder."""
-
-    needs_folders: ClassVar[bool] = True
-
-    def check(self, config: ExperimentConfig) -> Iterator[str]:
-        """Yield nothing: this transport works with every engine."""
-        return iter(())
-
-    def manager_end(self, publisher: PublisherClient) -> ManagerEnd:
-        """See `WeightTransport`; the publisher has nothing to do."""
-        return DiskManagerEnd()
-
-    def trainer_end(self, config: ExperimentConfig, security: HttpSecurity | None, device: torch.device) -> TrainerEnd:
-        """See `WeightTransport`; nothing is held."""
-        return TrainerEnd()
-
-
-class DiskManagerEnd(ManagerEnd):
-    """Sends a server the path of the folder."""
-
-    async def bring(
-        self, client: GenerationServerClient, order: SendWeights, path: str, sending: Callable[[], None]
-    ) -> None:
-        await client.update_weights(path, order.version, keep_cache=order.keep_cache, timeout_s=math.inf)

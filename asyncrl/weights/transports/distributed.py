@@ -197,11 +197,7 @@ class ProcessGroupConnection(ServerConnection):
 
 
 async def _both(here: Awaitable[None], there: Awaitable[None]) -> None:
-    """Wait for both parts even if one fails: this side's, in a thread that cannot be cancelled, and the server's.
-
-    Raises:
-        UpdateFailed: a part failed.
-    """
+    """Wait for both parts even if one fails: this side's, in a thread that cannot be cancelled, and the server's."""
     ours, theirs = await asyncio.gather(here, there, return_exceptions=True)
     if isinstance(theirs, BaseException):  # the cause, if both failed
         raise theirs

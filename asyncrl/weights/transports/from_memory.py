@@ -55,7 +55,7 @@ BUCKET_BYTES = 512 << 20
 """Bytes sent at a time, at most: bounds the second copy that a server holds meanwhile."""
 
 
-class MemoryTransport(WeightTransport):
+class MemoryTransport(WeightTransport, ABC):
     """A transport in which the trainer sends weights from its memory."""
 
     needs_folders: ClassVar[bool] = False
@@ -363,11 +363,7 @@ class SharedMemoryConnection(ServerConnection):
 
 
 def _shared_handle(bucket: NamedTensors) -> str:
-    """Return the handle by which another process of this host maps the tensors; valid as long as the tensors live.
-
-    Raises:
-        OSError: /dev/shm has no room for them.
-    """
+    """Return the handle by which another process of this host maps the tensors; valid as long as the tensors live."""
     import torch.multiprocessing
 
     with _sharing:

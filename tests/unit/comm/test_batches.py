@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any, cast
 
@@ -36,7 +35,7 @@ def sizes_of(*sizes: int) -> list[list[int]]:
     """The sizes in each message."""
     batches = [Batch()]
     for seq, nbytes in enumerate(sizes):
-        entry = Push(f"rollout-{seq}", replace(ONE, nbytes=nbytes), math.inf, cast(Any, None), seq)
+        entry = Push(f"rollout-{seq}", replace(ONE, nbytes=nbytes), cast(Any, None), seq)
         if not batches[-1].add(entry):
             batches.append(Batch())
             assert batches[-1].add(entry)

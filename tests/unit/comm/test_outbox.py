@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 from typing import Any, cast
 
 from hypothesis import settings
@@ -18,7 +17,7 @@ def make_outbox(*peers: str, high_water: int = 100, resend_after_s: float = 5.0)
 
 
 def add(outbox: Outbox, rollout_id: str) -> Push:
-    push = Push(rollout_id, cast(Any, None), math.inf, cast(Any, None))
+    push = Push(rollout_id, cast(Any, None), cast(Any, None))
     outbox.add(push)
     return push
 

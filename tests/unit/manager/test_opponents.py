@@ -28,7 +28,7 @@ from asyncrl.manager.settings import PickVersion, PolicyConfig, UpdateMode, Vers
 from asyncrl.master.policy_versions import Publishing
 from asyncrl.trainer.messages import CollectWeights, Publish, PublishedWeights
 from asyncrl.weights.manifest import Manifest, ManifestError, write_manifest
-from asyncrl.weights.transports.base import DiskManagerEnd
+from asyncrl.weights.transports.base import ManagerEnd
 
 POOLS = st.builds(
     VersionPoolConfig,
@@ -142,7 +142,7 @@ def test_only_the_runs_own_servers_are_taken_to_do_what_its_engine_does(
 
 def fleets_of(config: ExperimentConfig, service: ManagerService) -> PolicyFleets:
     http = JsonHttp(None)
-    return PolicyFleets(config, service, http, DiskManagerEnd(), log=logging.getLogger(), clock=lambda: 0.0)
+    return PolicyFleets(config, service, http, ManagerEnd(), log=logging.getLogger(), clock=lambda: 0.0)
 
 
 def service_of(policies: Sequence[str] = ("past", "judge"), trained: Sequence[str] = ()) -> ManagerService:
