@@ -165,7 +165,7 @@ class JsonHttp:
             self._session = None
 
     def _proofs(self, url: str) -> tuple[ssl.SSLContext | bool, Mapping[str, str] | None]:
-        """Return the TLS context that verifies the server at `url`, and the headers that identify this process to it."""
+        """Return the TLS context that verifies the server at `url`, and the headers that prove this process to it."""
         if self._security is None or self._tls is None:
             return True, self._authorization
         if self._security.is_adopted(url):

@@ -356,6 +356,11 @@ class RequestServer:
         immediate: async handlers, run on the I/O thread's loop.
         queued: handlers that `serve_one` runs, in order of arrival.
 
+    Attributes:
+        endpoint: address for clients.
+        loop: loop of the I/O thread, on which immediate handlers run. Other threads reach it with
+            `call_soon_threadsafe`.
+
     Raises:
         ValueError: two requests have the same verb.
     """
@@ -387,17 +392,8 @@ class RequestServer:
             replies_high_water=_SOCKET_HIGH_WATER,
             max_frame_bytes=2 * MAX_BYTES,
         )
+        self.endpoint, self.loop = self._io.endpoint, self._io.loop
         self._io.start()
-
-    @property
-    def endpoint(self) -> str:
-        """Address for clients."""
-        return self._io.endpoint
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The I/O thread's loop: immediate handlers run here. Other threads reach it with `call_soon_threadsafe`."""
-        return self._io.loop
 
     @property
     def unauthenticated(self) -> int:

@@ -32,7 +32,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,6 @@ from asyncrl.trainer.messages import (
     WrittenShare,
 )
 from asyncrl.trainer.settings import BestDirection, CheckpointConfig
-from asyncrl.weights.checkpoint_folder import which_to_keep
 from asyncrl.weights.manifest import FileEntry
 
 _log = logging.getLogger(__name__)
@@ -341,6 +340,26 @@ class Checkpoints:
             scores = {key: sign * value for key, value in self._evaluations.scores(config.keep_best).items()}
             undecided = self._evaluations.awaited(versions)
         return tuple(sorted(which_to_keep(versions, config.keep, config.keep_every, scores, undecided)))
+
+
+def which_to_keep(
+    versions: Collection[int], newest: int, every: int, scores: Mapping[int, float], undecided: Collection[int] = ()
+) -> set[int]:
+    """Return the versions of the checkpoints to keep.
+
+    Args:
+        newest: number of newest checkpoints to keep.
+        every: keep versions divisible by this; 0: none.
+        scores: by version, higher is better. The best version that still has a checkpoint is kept; the newest if
+            several are equal.
+        undecided: versions without a score yet, which are kept.
+    """
+    ordered = sorted(versions)
+    kept = set(ordered[-newest:]) | {version for version in ordered if every and version % every == 0}
+    scored = [version for version in ordered if version in scores]
+    if scored:
+        kept.add(max(scored, key=lambda version: (scores[version], version)))
+    return kept | {version for version in ordered if version in undecided}
 
 
 def files_of(shares: Sequence[WrittenShare]) -> dict[str, FileEntry]:

@@ -4,8 +4,8 @@
     folder_tensors, tensor_file              a model's tensors by their names in a folder; writing a file of them
     publishing, logprob_probe                versions for the servers, and the probe that checks who has loaded one
     loading, adapters, stored, whole_folder  reading them back: all or nothing, merged, written again, tried before
-    checkpoint_folder, checkpoint_shards, checkpoints    everything that a run needs to continue
+    checkpoint_shards, checkpoints           everything that a run needs to continue
     transports                               the servers' way to a version: by disk or from the trainer's memory
 
-`atomic_dir`, `manifest`, `logprob_probe`, `checkpoint_folder` and `transports` load no torch when they are imported.
+`atomic_dir`, `manifest`, `logprob_probe` and `transports` load no torch when they are imported.
 """

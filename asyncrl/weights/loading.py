@@ -15,14 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from asyncrl.comm.typed import decode_json
-from asyncrl.models.folder_checks import INDEX_FILE
+from asyncrl.models.folder_checks import weight_files
 from asyncrl.weights.folder_tensors import folder_views, held_tensors
 from asyncrl.weights.manifest import MANIFEST_FILE, Manifest, ManifestError, verify, verify_file
 
@@ -33,13 +31,6 @@ class WeightUpdateError(RuntimeError):
 
 class DamagedWeights(WeightUpdateError):
     """A file differs from the manifest beside it."""
-
-
-class _Index(msgspec.Struct):
-    """The index of a checkpoint in several files."""
-
-    weight_map: dict[str, str]
-    """The file of each tensor."""
 
 
 def read_checkpoint(folder: Path, names: Collection[str] | None = None) -> dict[str, Tensor]:
@@ -87,35 +78,19 @@ def _manifest(folder: Path) -> Manifest | None:
 
 
 def _shards(folder: Path) -> list[Path]:
-    """Return the checkpoint's safetensors files: those in its index, else all in the folder."""
+    """Return the checkpoint's safetensors files: those of a model, else all in the folder (adapters)."""
     if not folder.is_dir():
         raise WeightUpdateError(f"model_path {str(folder)!r} is not a folder; give a folder with *.safetensors")
-    index = folder / INDEX_FILE
-    if index.exists():
-        _check_file(index)
-        try:
-            names = sorted(set(decode_json(index.read_bytes(), _Index).weight_map.values()))
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise WeightUpdateError(f"{index} is not a safetensors index: {error}") from error
-        if missing := [name for name in names if not (folder / name).exists()]:
-            raise WeightUpdateError(f"{index} names {missing[0]!r}, which is not there; the checkpoint is torn")
-        shards = [folder / name for name in names]
-    else:
-        shards = sorted(folder.glob("*.safetensors"))
+    try:
+        shards = weight_files(folder) or sorted(folder.glob("*.safetensors"))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise WeightUpdateError(f"model_path {str(folder)!r}: {error}") from error
     if not shards:
         raise WeightUpdateError(f"model_path {str(folder)!r} holds no *.safetensors")
     for shard in shards:
-        _check_file(shard)
+        if not shard.is_file():  # opening a FIFO or a device could block forever, and the interpreter with it
+            raise WeightUpdateError(f"{str(shard)!r} is not a regular file")
     return shards
-
-
-def _check_file(path: Path) -> None:
-    """Check that `path` is a regular file.
-
-    Opening a FIFO or a device could block forever, and the interpreter with it.
-    """
-    if not path.is_file():
-        raise WeightUpdateError(f"{str(path)!r} is not a regular file")
 
 
 @contextmanager

@@ -24,7 +24,6 @@ from asyncrl.weights.transports import from_memory
 from asyncrl.weights.transports.from_memory import (
     AskPublisher,
     MemoryTrainerEnd,
-    NotHeld,
     ServerConnection,
     TensorTransport,
 )
@@ -46,7 +45,7 @@ def test_a_held_version_is_a_copy_and_is_forgotten_when_nobody_wants_it() -> Non
     ((name, kept),) = held.held(2).ready()
     assert (name, kept.tolist()) == ("w", [2.0, 2.0])
     held.keep([3, 7])
-    with pytest.raises(NotHeld, match=r"v2 is not held in memory \(held: \[3\]\)"):
+    with pytest.raises(LookupError, match=r"v2 is not held in memory \(held: \[3\]\)"):
         held.held(2)
     assert kept.tolist() == [2.0, 2.0]  # what a send under way has of it
 
@@ -170,7 +169,7 @@ class Trainer:
     async def send(self, request: SendWeights) -> Done:
         self.calls.append(request)
         if self.refuse:
-            raise NotHeld("v1 is not held in memory (held: [2])")
+            raise LookupError("v1 is not held in memory (held: [2])")
         assert self.server.paused
         while self.asked < self.done_after:  # noqa: ASYNC110 - it stands for work
             await asyncio.sleep(0.01)
@@ -198,7 +197,7 @@ async def test_the_manager_has_the_trainer_send_to_a_paused_server(start_fake_se
     assert "update_weights_from_disk" not in server.calls
 
     trainer.refuse = True
-    with pytest.raises(UpdateFailed, match=r"could not send v1 .* NotHeld: v1 is not held"):
+    with pytest.raises(UpdateFailed, match=r"could not send v1 .* LookupError: v1 is not held"):
         await updater.update(order)
     assert server.paused, "its weights are unknown"
 

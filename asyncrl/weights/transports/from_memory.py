@@ -115,10 +115,6 @@ class AskPublisher(ManagerEnd):
             raise UpdateFailed(f"{client.url} was sent version {order.version} but names {served}")
 
 
-class NotHeld(LookupError):
-    """The wanted version is not in memory; the message lists the versions in memory."""
-
-
 @dataclass(frozen=True, slots=True)
 class HeldVersion:
     """One version: its tensors in host memory, and the copies that fill them."""
@@ -186,11 +182,11 @@ class MemoryTrainerEnd(TrainerEnd):
         """Return the weights of `version`.
 
         Raises:
-            NotHeld: the version is not in memory.
+            LookupError: the version is not in memory.
         """
         held = self._held
         if version not in held:
-            raise NotHeld(f"v{version} is not held in memory (held: {sorted(held)}); a newer one will be announced")
+            raise LookupError(f"v{version} is not held in memory (held: {sorted(held)}); a newer one will be announced")
         return held[version]
 
     async def send(self, order: SendWeights) -> None:

@@ -57,7 +57,7 @@ from asyncrl.trainer.messages import (
 from asyncrl.trainer.parallel.placement import Placement, WorkerGrid
 from asyncrl.verify.audit.ledger_files import read_ledger, surviving
 from asyncrl.verify.audit.ledger_rules import Replay
-from asyncrl.weights.checkpoint_folder import prune
+from asyncrl.weights.checkpoints import prune
 from asyncrl.weights.manifest import FileEntry
 
 _Q = TypeVar("_Q", bound=Request[Any])

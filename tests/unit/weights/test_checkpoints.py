@@ -17,12 +17,13 @@ import torch
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import versions_in
 from asyncrl.config.setting import ChoiceConfig
+from asyncrl.master.run_state import which_to_keep
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.functions.model_functions import StatValues
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.rank.training_rank import TrainingRank
 from asyncrl.weights import atomic_dir, checkpoint_shards, checkpoints
-from asyncrl.weights.checkpoint_folder import latest, prune, which_to_keep
+from asyncrl.weights.checkpoints import latest, prune
 from asyncrl.weights.manifest import (
     MANIFEST_FILE,
     Manifest,
@@ -33,7 +34,7 @@ from asyncrl.weights.manifest import (
     write_manifest,
 )
 
-from ....late_stream import LateStream
+from ...late_stream import LateStream
 
 MakeBatch = Callable[..., StepBatch]
 MakeRank = Callable[[ExperimentConfig], TrainingRank]
