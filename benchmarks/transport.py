@@ -165,9 +165,9 @@ class AsyncioLink:
 
     connected = True
 
-    def __init__(self, security: SocketSecurity | None, *, high_water: int, context: Context) -> None:
-        self.router, self.writable = self, False
-        self._open_socket = partial(sockets.connecting, context, zmq.DEALER, security, high_water=high_water)
+    def __init__(self, security: SocketSecurity | None, *, high_water: int) -> None:
+        self.router, self.writable, self._context = self, False, Context()
+        self._open_socket = partial(sockets.connecting, self._context, zmq.DEALER, security, high_water=high_water)
 
     def connect(
         self,
@@ -201,6 +201,7 @@ class AsyncioLink:
         self._plain.disable_monitor()
         for socket in (self._socket, self._monitor, self._plain_monitor, self._plain):
             socket.close(linger=0)
+        self._context.term()
 
     async def _await_connection(self) -> None:
         await self._monitor.recv_multipart()

@@ -31,7 +31,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TypeVar
 
 from asyncrl.comm.waits import PATIENCE_S, REPEAT_S, Backoff
@@ -196,9 +195,7 @@ class FileLock:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -3,8 +3,7 @@
 One file per entry, `workers+model_worker+0.json` for `workers/model_worker/0`. The directory and every file in it
 belong to its user alone (mode 0700): a forged entry would misdirect a process.
 
-Writers. Nothing that one process does, or stops doing, can keep others from writing. `FileResolver._commit` takes these
-steps:
+Writers. Nothing that one process does, or stops doing, can keep others from writing (`FileResolver._commit`):
 
     1. write a file of its own in `.staged`
     2. remove all other files in `.staged`
@@ -13,21 +12,19 @@ steps:
     4. rename the file to the entry's name; if it is gone, begin again
 
 A reader sees a whole entry or none and needs no lock. Of two writers that are between 2 and 4 at once, one has removed
-the other's file: a change is made only if nobody else made one since it was found to be right. So exactly one of two
-adders wins, an expired entry is replaced without a race against its new owner, and a process that is stopped at any of
-these points changes nothing when it continues, however much later, unless the change is right then. A deleted entry is
-an empty file, since an unlink could not be taken back. The lock on `.lock` only keeps writers from disturbing each
-other. Who does not get it in time, as its holder is stopped, or as the file system has no locks, goes on without it.
+the other's file. So exactly one of two adders wins, an expired entry is replaced without a race against its new owner,
+and a process that is stopped anywhere here changes nothing when it continues, unless the change is right then. A
+deleted entry is an empty file, since an unlink could not be taken back. The lock on `.lock` only keeps writers from
+disturbing each other. Who does not get it in time goes on without it.
 
 Leases. A lease is the file's modification time plus the seconds written in it. Its owner renews it by touching the file
-through a descriptor whose content it has checked. So an owner that was stalled can only touch its own file. "Now" is
-the file system's own clock (the modification time of a file that is touched now), so machines whose clocks differ
-agree. That clock may be set: who follows an entry measures what is left of its lease by the monotonic clock.
+through a descriptor whose content it has checked, so only its own file. "Now" is the file system's own clock (the
+modification time of a file that is touched now), so machines whose clocks differ agree. That clock may be set: who
+follows an entry measures what is left of its lease by the monotonic clock.
 
 Followers. A follower opens the directory and checks its modification time, `SCAN_S` apart. Renaming changes that time,
 renewals do not. The directory is listed only if the time has changed, a file is read only if it is another one, and a
-lease is checked only if it would have run out. inotify would not report the changes of other hosts, and a user has 128
-instances of it; opening the directory makes NFS ask the server (close-to-open consistency).
+lease is checked only if it would have run out. inotify would not report the changes of other hosts.
 """
 
 from __future__ import annotations

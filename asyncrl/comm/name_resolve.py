@@ -2,38 +2,31 @@
 ends are `NAME_BACKENDS`.
 
 Names are paths (`workers/model_worker/0`) relative to the resolver's root. Four verbs: `add`, `get` (`get_subtree`;
-`watch` and `wait` repeat it until the value changes), `follow`, `delete`.
+`watch` and `wait` repeat it until the value changes), `follow`, `delete`. Any thread may call them, and a call takes
+micro- to milliseconds but in an outage; in an event loop, use `asyncio.to_thread`. A resolver does not survive `fork`.
 
 Leases. An entry added with a lease lives as long as its owner renews it, three times per lease, from a daemon thread.
-So two renewals may fail or be late, and the entries of a killed process disappear. A stalled owner gets its entry back
-with the next renewal, unless another owner took the name. What has no lease outlives its owner.
+So the entries of a killed process disappear, and those of a stalled one come back with the next renewal, unless another
+owner took the name. What has no lease outlives its owner.
 
 Fences. An owner that was replaced while it was cut off must not get its entries back or add others, even before its
 successor has registered: processes would reach the wrong owner. So an owner may set `fences`: names with values,
 without leases, that its replacement changes first. Its entries are added and put back only while the fences have these
-values. During this time the owner keeps the name: an entry that was deleted, or taken and left by another owner, is put
-back. Without fences a deletion is final.
+values, also entries that were deleted, or taken and left by another owner. Without fences a deletion is final.
 
 Outages (etcd restarts or elects a leader, a file system is full or has a stale handle). A call that fails with
 `NameResolveUnavailable` is retried, and raises the error once it has failed for too long. Renewals are retried for
 ever. An outage is one line in the log, for all calls and retries together.
 
 Followers. One thread keeps all `Subtree`s up to date. So who follows makes no calls, however many other processes there
-are. Once the thread's calls have failed for too long, all reads raise the error.
-
-After an outage. While a back end is away no lease can be renewed. When it is back (etcd was stopped, or a link was
-cut), the leases have run out: every entry is removed, and put back by its owner a moment later. It must not look as if
-all processes had died. So in trouble (`NameResolver.in_trouble`), a `Subtree` holds removals back for `GRACE_S`.
-Without trouble a removal takes effect at once.
+are. Once the thread's calls have failed for too long, all reads raise the error. No lease can be renewed in an outage:
+after it every entry is removed, and put back by its owner a moment later. It must not look as if all processes had
+died, so in trouble (`NameResolver.in_trouble`) a `Subtree` holds removals back for `GRACE_S`.
 
     t=0 s     etcd stops answering, and the calls of this process fail
     t=30 s    etcd answers again, leases have run out      replace({}): "a" and "b" are held back until 38 s
     t=31 s    the owner of "a" has put it back             replace({"a": ...}): the reader never missed it
     t=38 s    no owner has put "b" back                    it is gone
-
-A back end implements the underscored primitives at the end. Every method may be called from any thread. Calls take
-micro- to milliseconds, except `wait` and `watch`, and any call in an outage. In an event loop, use `asyncio.to_thread`.
-A resolver does not survive `fork`: create one per process.
 """
 
 from __future__ import annotations
@@ -48,7 +41,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum, auto
-from types import TracebackType
 from typing import Literal, ParamSpec, Self, TypeVar
 
 from asyncrl.comm.waits import ANSWER_S, CLOSE_S, LOOK_S, Backoff
@@ -407,9 +399,7 @@ class NameResolver(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # Leases.

@@ -1,14 +1,13 @@
 """Trajectories from RolloutWorkers to data-parallel heads, each acknowledged, over ZMQ.
 
     pusher ─▶ puller    [ Numbers, header, payload ]    trajectories of `trajectory_codec` and their numbers
-    puller ─▶ pusher    [ Accepted | Refused ]
+    puller ─▶ pusher    [ Accepted | Refused ]          by the same connection
 
-Acknowledgements use the connection of the trajectories. The puller acknowledges only what its consumer has accepted.
-So nothing is lost when a puller dies: the pusher still holds every trajectory that was not consumed and sends it again,
-if necessary to another puller. Each pusher numbers its trajectories. Those pushed at about the same time share a
-message of up to BATCH_TRAJECTORIES and BATCH_BYTES, because most of the cost of a small trajectory is per message, and
-one acknowledgement answers it. A message of more than BATCH_BYTES holds a single trajectory, so that a refusal for size
-affects no other. A pusher sends the next message without waiting for the acknowledgement.
+The puller acknowledges only what its consumer has accepted. So nothing is lost when a puller dies: the pusher still
+holds every trajectory that was not consumed and sends it again, if necessary to another puller. Trajectories pushed at
+about the same time share a message of up to BATCH_TRAJECTORIES and BATCH_BYTES, because most of the cost of a small one
+is per message. A message of more than BATCH_BYTES holds a single trajectory, so that a refusal for size affects no
+other. A pusher sends the next message without waiting for the acknowledgement.
 
 Life of a pushed trajectory; `Outbox` decides what is sent where, without sockets or clocks:
 
@@ -16,13 +15,10 @@ Life of a pushed trajectory; `Outbox` decides what is sent where, without socket
               ▲                │
               └─ expire / lost / untake / set_peers without its peer
 
-It is kept until it is acknowledged. If it is in flight for longer than `resend_after_s`, it waits again for the same
-peer: a slow peer must not cause a copy at a second one. If its connection is lost or its peer leaves, it may go to any
-peer. New ones go to the peer with the fewest in flight. Delivery is at least once. Receivers drop duplicates by rollout
-id. If two peers received the same rollout, the MasterWorker keeps the first.
-
-Example: peers A and B, `resend_after_s` 5. At t=0 trajectories 1, 2, 3 go to A, B, A. B acknowledges 2. At t=3 A's
-connection is lost: 1 and 3 wait, and go to B. Had A stayed silent instead, they would go to A again at t=5.
+If it is in flight for longer than `resend_after_s`, it waits again for the same peer: a slow peer must not cause a copy
+at a second one. If its connection is lost or its peer leaves, it may go to any peer. New ones go to the peer with the
+fewest in flight. Delivery is at least once: receivers drop duplicates by rollout id, and if two peers received the same
+rollout, the MasterWorker keeps the first.
 
 Memory is bounded at both ends. Once a pusher holds `high_water` trajectories, `push` waits. A puller whose consumer has
 no room stops reading, which fills libzmq's buffers (also bounded) and then the pusher's.
@@ -298,7 +294,6 @@ class TrajectoryPusher:
         self._outbox = Outbox(high_water=high_water, resend_after_s=resend_after_s)
         self._security = security
         self._links: dict[str, PeerLink] = {}  # by address
-        self._writable: dict[str, PeerLink] = {}  # those that accept a message now
         self._log = SourceLog("reply")
         self._queued: deque[Push] = deque()  # calls that wait for a place in the outbox
         self._resending: asyncio.TimerHandle | None = None
@@ -323,7 +318,6 @@ class TrajectoryPusher:
         """
         addresses = list(dict.fromkeys(addresses))
         for gone in [address for address in self._links if address not in addresses]:
-            self._writable.pop(gone, None)
             self._links.pop(gone).router.close()
         for address in addresses:
             if address not in self._links:
@@ -331,7 +325,7 @@ class TrajectoryPusher:
                 try:
                     self._links[address] = router.connect(
                         address,
-                        on_writable=partial(self._on_writable, address),
+                        on_writable=self._pump,
                         on_message=partial(self._on_message, address),
                         on_lost=partial(self._on_lost, address),
                     )
@@ -368,7 +362,7 @@ class TrajectoryPusher:
                 self._queued.remove(push)
             raise PushTimeout(
                 f"trajectory {push.rollout_id!r} of {self._identity} waited too long for {awaited}: "
-                f"{len(self._outbox)} are held, pullers {list(self._links)}, connected {list(self._writable)}"
+                f"{len(self._outbox)} are held, pullers {list(self._links)}, connected {self._writable}"
             ) from error
 
     async def close(self, timeout_s: float) -> list[str]:
@@ -393,10 +387,14 @@ class TrajectoryPusher:
                 self._resending.cancel()
             for push in self._outbox.entries:
                 push.settle(closed)
-            self._writable.clear()
             for link in self._links.values():
                 link.router.close()
         return self.unacked_ids
+
+    @property
+    def _writable(self) -> list[str]:
+        """The pullers whose connections accept a message now."""
+        return [address for address, link in self._links.items() if link.writable]
 
     def _hold_queued(self) -> None:
         """Put queued trajectories whose call was not cancelled in the outbox, in order, as far as it has room."""
@@ -437,10 +435,8 @@ class TrajectoryPusher:
             self.resent += sum(entry.sends > 1 for entry in batch.entries)
         else:
             self._outbox.untake(batch.entries)
-        if not link.writable:
-            self._writable.pop(address, None)
-            if self._writable:
-                self._pump_soon()  # other pullers may accept these entries
+        if not link.writable and self._writable:
+            self._pump_soon()  # other pullers may accept these entries
 
     def _resend(self) -> None:
         """Send overdue trajectories again."""
@@ -455,12 +451,7 @@ class TrajectoryPusher:
     def _any_connected(self) -> bool:
         return any(link.connected for link in self._links.values())
 
-    def _on_writable(self, address: str) -> None:
-        self._writable[address] = self._links[address]
-        self._pump()
-
     def _on_lost(self, address: str) -> None:
-        self._writable.pop(address, None)
         self._outbox.lost(address)
         if self._closed and not self._any_connected():
             self._drained.set()

@@ -1,16 +1,13 @@
 """Calls from one process to another, for example from the master to its workers.
 
 A client holds one connection to one server and may have many calls outstanding; requests arrive in the order of the
-calls. The connections of many clients may share one socket (`PeerRouter`). The server's I/O runs in a separate thread,
-and its handlers are of two kinds:
+calls. A call is never sent twice: on a broken connection every outstanding one raises PeerGone, and the caller decides
+whether to repeat it. The server's I/O runs in a separate thread, and its handlers are of two kinds:
 
 - `immediate`: an async function on the I/O thread's loop. It answers while the main thread computes (heartbeats,
-  metadata), and it may wait (long polls). Immediate calls start in order of arrival and may end in any order.
+  metadata), and may wait (long polls). They start in order of arrival and may end in any order.
 - `queued`: a plain function that the main thread runs with `serve_one`, strictly in order of arrival over all clients:
   work on the device.
-
-A call is never sent twice. On a broken connection every outstanding call raises PeerGone, and the caller decides
-whether to repeat it.
 
 A package defines the types of the calls that it serves, and its callers use the same types:
 
@@ -24,10 +21,8 @@ The name on the wire, the verb, is the class's in snake case (`publish`). A body
 exactly: a missing, unknown or wrong field is refused with its path where it arrives. No arrays and no pickle; free-form
 parts are annotated `dict[str, Any]`.
 
-    client ─▶ server    [ id + verb, request ]
-    server ─▶ client    [ id + verb, reply ]  or  [ id, failure ]
-
-`id` is the number that the client gave the call, unsigned, 64 bits, little-endian; a failure is a `Failure`.
+    client ─▶ server    [ id + verb, request ]                          id: the call's number, uint64, little-endian
+    server ─▶ client    [ id + verb, reply ]  or  [ id, failure ]       `Failure`
 """
 
 from __future__ import annotations

@@ -6,27 +6,22 @@ or stays silent loses no change: everything is read again after CHECK_S at the l
 
 Each part is needed for one guarantee that the client `etcd3` does not give:
 
-- One etcd lease for all entries of the same length (in whole seconds, at least MIN_TTL, etcd's own floor): a process
-  renews once for all its entries, so etcd's load does not grow with their number.
-- A renewal reads the keys on the lease (`_is_alive`): this detects an entry that was deleted, or taken by another
-  owner.
-- A lease that has run out is replaced, and its entries are put back unless their names are taken (`lapsed`): a process
-  survives an outage that is longer than its lease.
+- One etcd lease for all entries of the same length (in whole seconds, at least MIN_TTL, etcd's own floor): etcd's load
+  does not grow with the number of a process's entries. One that has run out is replaced, and its entries are put back
+  unless their names are taken (`lapsed`).
+- A renewal reads the keys on the lease (`_is_alive`): it detects an entry that was deleted, or taken by another owner.
 - The fences are conditions of the transaction that adds an entry (`_unfenced`): a replaced process cannot add or
   restore an entry, however close the race.
 - A refused put compares value and lease (`_put`): a put whose reply was lost is not mistaken for another owner's.
 - A removal compares the lease or the value: a process removes its own entry only, never its successor's.
-- A removal after an outage is delayed (`Subtree.replace`): expired leases do not look as if all processes had died.
 - A call that fails drops the client (`EtcdLink`). The next call makes one for the next member, which logs in there. So
   an old token, a member that hangs and gRPC's own waits between attempts (up to two minutes) cost one call.
 
 Of the client `etcd3` (last version, 0.12) its connection with login, its stubs and its messages are used. Its own calls
-drop the server's error messages, and its watch is silent after its connection broke. etcd's JSON gateway, with
-authentication, refuses every client whose certificate has a common name, even its login (tried with etcd 3.4).
-
-etcd3 was generated for protobuf 3. Later versions (4 to 7) load it only in their pure Python implementation, which is
-chosen when protobuf is first imported: here, before etcd3 imports it. The launcher imports this module before it starts
-a process, so the choice holds in every process of the run. It suffices for names: 1,250 puts and 2,180 gets per second.
+drop the server's error messages, and its watch is silent after its connection broke. It was generated for protobuf 3.
+Later versions (4 to 7) load it only in their pure Python implementation, which is chosen when protobuf is first
+imported: here, before etcd3 imports it. The launcher imports this module before it starts a process, so the choice
+holds in every process of the run. It suffices for names: 1,250 puts and 2,180 gets per second.
 """
 
 from __future__ import annotations

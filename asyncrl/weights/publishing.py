@@ -2,10 +2,7 @@
 
     <root>/<role>/v<N>/    model-00001-of-00002.safetensors ... model.safetensors.index.json
                            config.json, the tokenizer's files, logprob_probe.json, manifest.json
-
-Versions of a role that trains adapters have only the adapters, in one file in peft's layout:
-
-    <root>/<role>/v<N>/    adapter_model.safetensors, adapter_config.json, logprob_probe.json, manifest.json
+    of adapters            adapter_model.safetensors, adapter_config.json, logprob_probe.json, manifest.json
 
 The files are planned from names, shapes and types alone (`plan_shards`), and each belongs to a rank. All ranks take
 part in three steps; a step begins when all ranks have finished the previous one:
@@ -17,14 +14,9 @@ part in three steps; a step begins when all ranks have finished the previous one
              (`SharedFiles`), the manifest) and renames the directory into place
 
 So a reader sees only complete versions that are on the disk; the last version is the run's result. No rank holds more
-than one tensor beyond its own part of the model; on a GPU, two more in host memory: the next tensor is copied while one
-is written. On a CPU, tensors are copied once, from memory to the page cache.
-
-The other ranks report what they wrote to the leading rank by `part-<rank>.json` beside the shards. All ranks see the
-directory anyway, because the generation servers read it.
-
-Files beside the weights that never change (configuration, tokenizer, chat template) are written and synced once in the
-life of a process, and each version holds hard links to them:
+than one tensor beyond its own part of the model; on a GPU, two more in host memory. The other ranks report what they
+wrote to the leading rank by `part-<rank>.json` beside the shards. Files that never change (configuration, tokenizer,
+chat template) are written and synced once in the life of a process, and each version holds hard links to them:
 
     <root>/<role>/.shared/tokenizer.json        ◀── same file ──▶   <root>/<role>/v7/tokenizer.json
 """

@@ -1,26 +1,23 @@
 """Write safetensors files straight from memory: tensor by tensor (`TensorFile`), or in place (`MappedFile`).
 
 `safetensors.torch.save_file` takes all tensors at once, and refuses views that share a storage. So a trainer would have
-to gather and copy everything first: new memory as large as the model, for each version. Here the file is laid out from
-names, shapes and types alone. Then each tensor is written to its place, in any order, straight from CPU memory or
-through a copy of this tensor alone.
+to gather and copy everything first. Here the file is laid out from names, shapes and types alone. Then each tensor is
+written to its place, in any order, straight from CPU memory or through a copy of this tensor alone.
 
 The format (https://huggingface.co/docs/safetensors): eight bytes with the header's length, little-endian; the header,
 JSON padded with spaces, with dtype, shape and byte range of every tensor; then the bytes. Tensors are sorted by falling
-element size, so that each is aligned.
+element size, so that each is aligned. The checksum is computed from the bytes while they are still in the core's cache,
+or from the file afterwards if the tensors come in another order (`entry`).
 
-The checksum is computed from the bytes while they are written and still in the core's cache. If tensors come in another
-order than the file's, it is computed from the file afterwards (`entry`), which the caller may do while the disk syncs.
-
-A checkpoint in memory is written after every step. If its values were copied into buffers first and then into a new
-file, they would be in memory twice more. Each step would also pay for new pages, cleared and pinned for a GPU. So such
-a file is mapped once, and tensors are copied straight into the mapping, repeatedly:
+A checkpoint in memory is written after every step. Copied into buffers first and then into a new file, its values would
+be in memory twice more, and each step would pay for new pages, cleared and pinned for a GPU. So such a file is mapped
+once, and tensors are copied straight into the mapping, repeatedly:
 
     <folder>/<name>-<n>     the files of one writer, as long as it lives
     <version>/<name>        a further link to the file that has the version's tensors
 
-A file that any version links to is never written. So a reader of a version never sees its values change, and a killed
-writer leaves complete versions complete.
+A file that any version links to is never written. So a reader never sees values change, and a killed writer leaves
+complete versions complete.
 """
 
 from __future__ import annotations
@@ -34,7 +31,6 @@ from dataclasses import dataclass
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -130,9 +126,7 @@ class TensorFile:
     def __enter__(self) -> TensorFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._file.close()
         if kind is None and self._missing:
             raise ValueError(f"{self.path} lacks {next(iter(self._missing))!r} ({len(self._missing)} missing)")
