@@ -119,7 +119,9 @@ class HttpServer:
         try:
             route = self._routes.get(request.path)
             if self._expected is not None and not (route is not None and route.open):
-                self._check_token(request)
+                header = request.headers.get("Authorization", "")  # bytes that are not UTF-8 are lone surrogates
+                if not hmac.compare_digest(header.encode(errors="surrogateescape"), self._expected):
+                    raise Refused(401, {"error": "missing or wrong bearer token"}, "unauthorized")
             if route is None:
                 raise Refused(404, {"error": f"no such path: {request.path[:200]}"}, "unknown_path")
             if route.method and request.method != route.method:
@@ -129,12 +131,6 @@ class HttpServer:
             self.refused[refused.reason] += 1
             self._log.note(request.remote or "?", f"{refused.reason}, answered {refused}")
             return refusal(request, json_response(refused.body, refused.status))
-
-    def _check_token(self, request: web.BaseRequest) -> None:
-        header = request.headers.get("Authorization", "")  # bytes that are not UTF-8 are lone surrogates
-        if self._expected is None or hmac.compare_digest(header.encode(errors="surrogateescape"), self._expected):
-            return
-        raise Refused(401, {"error": "missing or wrong bearer token"}, "unauthorized")
 
 
 async def careful_runner(handle: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> web.ServerRunner:

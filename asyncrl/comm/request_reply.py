@@ -239,7 +239,10 @@ class RequestClient:
         assert router is not None
         try:
             self._link = router.connect(
-                address, on_writable=self._flush, on_message=self._on_message, on_lost=self._on_lost
+                address,
+                on_writable=self._flush,
+                on_message=self._on_message,
+                on_lost=lambda: self._fail_all("the connection broke: the process died, or the network failed"),
             )
         except ValueError:
             if self._own_router is not None:
@@ -289,9 +292,6 @@ class RequestClient:
     def _flush(self) -> None:
         while self._unsent and (frames := self._unsent[0].frames) is not None and self._link.send(frames):
             self._unsent.popleft().frames = None
-
-    def _on_lost(self) -> None:
-        self._fail_all("the connection broke: the process died, or the network failed")
 
     def _on_message(self, frames: list[memoryview]) -> None:
         try:

@@ -103,7 +103,9 @@ class ShardCopies:
         Raises:
             OSError: there is no room for its file in memory.
         """
-        random_state, plan = _rng_state(self._ranks.rank), self.plan()
+        random_state, plan = {f"rng.{self._ranks.rank}.cpu": torch.get_rng_state()}, self.plan()
+        if torch.cuda.is_available():
+            random_state[f"rng.{self._ranks.rank}.cuda"] = torch.cuda.get_rng_state()
         shard = self._new(path.parent, plan, random_state)
         for role, part in self._parts.items():
             with part.on_device():  # one after the other: there may not be room for all
@@ -346,10 +348,3 @@ def _part(item: WriteItem) -> Part:
 def _spec(item: WriteItem) -> TensorSpec:
     assert item.tensor_data is not None
     return TensorSpec(item.index.fqn, tuple(item.tensor_data.chunk.sizes), item.tensor_data.properties.dtype)
-
-
-def _rng_state(rank: int) -> dict[str, Tensor]:
-    state = {f"rng.{rank}.cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state[f"rng.{rank}.cuda"] = torch.cuda.get_rng_state()
-    return state

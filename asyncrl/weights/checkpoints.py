@@ -124,7 +124,10 @@ class CheckpointWriter:
         def make_room() -> None:
             if self._ranks.leads if self._hosts is None else self._hosts.leads:
                 with no_retry(self._in_memory):
-                    self._make_room(path)
+                    if self._hosts is not None:  # all hosts have now committed the newest version: older ones may go
+                        newest = versions_in(path.parent)[-1:]
+                        self._hosts.forget(path.parent, but=[f"v{version}" for version in newest])
+                    atomic_dir.begin(path)
 
         self._ranks.together(make_room, f"beginning {path}")
         shard = self._ranks.together(lambda: self._shards.begin(path), f"beginning {path}")
@@ -133,11 +136,6 @@ class CheckpointWriter:
         document = json.dumps({"format": FORMAT, "version": version, "roles": roles, **state}).encode()
         share = self._thread.submit(shard.write, atomic_dir.aside(path), self._ranks)
         self._writing = _Writing(path, version, document, share)
-
-    def _make_room(self, path: Path) -> None:
-        if self._hosts is not None:  # all hosts have now committed the newest version, so older ones may go
-            self._hosts.forget(path.parent, but=[f"v{version}" for version in versions_in(path.parent)[-1:]])
-        atomic_dir.begin(path)
 
     def _steps_of_roles(self, mine: Mapping[str, int]) -> dict[str, dict[str, int]]:
         """Collect the optimizer steps of every role on all ranks, since the leading rank need not host every role."""
@@ -168,19 +166,16 @@ class CheckpointWriter:
         with self._committing, no_retry(self._in_memory):
             if self._committed == path:
                 return
-            self._commit(path, files, writing)
+            directory = atomic_dir.aside(path)
+            state_file = directory / CHECKPOINT_STATE_FILE
+            atomic_dir.write_file(state_file, writing.document)
+            listed = {**files, state_file.name: FileEntry.of([writing.document])}
+            write_manifest(directory, Manifest("checkpoint", writing.version, listed))
+            atomic_dir.commit(path)
             self._committed = path
             if self._hosts is not None:
                 return
             prune(path.parent, keep, protected)
-
-    def _commit(self, path: Path, files: Mapping[str, FileEntry], writing: _Writing) -> None:
-        directory = atomic_dir.aside(path)
-        state_file = directory / CHECKPOINT_STATE_FILE
-        atomic_dir.write_file(state_file, writing.document)
-        listed = {**files, state_file.name: FileEntry.of([writing.document])}
-        write_manifest(directory, Manifest("checkpoint", writing.version, listed))
-        atomic_dir.commit(path)
 
     def close(self) -> None:
         """Wait for the checkpoint in progress."""
@@ -235,7 +230,11 @@ def restore(parts: Parts, path: Path, ranks: Ranks) -> dict[str, Any]:
             with part.on_device():
                 stored.read_into({n: tensor for n, tensor in mine.items() if n.startswith(f"{role}.")})
                 part.load_state(state["roles"][role])
-        _restore_rng(stored, ranks.rank)
+        cpu, cuda = (f"rng.{ranks.rank}.{device}" for device in ("cpu", "cuda"))  # stored unless the rank is new
+        if cpu in stored.shapes:
+            torch.set_rng_state(stored.read(cpu))
+        if cuda in stored.shapes and torch.cuda.is_available():
+            torch.cuda.set_rng_state(stored.read(cuda))
 
     ranks.together(read, f"reading {path}")
     return state
@@ -290,17 +289,6 @@ def _agree_on_latest(root: Path, ranks: Ranks) -> Path | None:
     ranks.together(look, f"looking for a checkpoint in {root}")
     chosen = int(ranks.all_reduce_max(torch.tensor([number], dtype=torch.int64)).item())
     return None if chosen < 0 else root / f"v{chosen}"
-
-
-def _restore_rng(stored: StoredTensors, rank: int) -> None:
-    """Restore this rank's random number state.
-
-    A rank that did not exist at the time of saving keeps its current state.
-    """
-    if (name := f"rng.{rank}.cpu") in stored.shapes:
-        torch.set_rng_state(stored.read(name))
-    if (name := f"rng.{rank}.cuda") in stored.shapes and torch.cuda.is_available():
-        torch.cuda.set_rng_state(stored.read(name))
 
 
 def latest(root: Path) -> Path | None:

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from asyncrl.models.folder_checks import weight_files
 from asyncrl.weights.folder_tensors import folder_views, held_tensors
-from asyncrl.weights.manifest import MANIFEST_FILE, Manifest, ManifestError, verify, verify_file
+from asyncrl.weights.manifest import MANIFEST_FILE, ManifestError, verify, verify_file
 
 
 class WeightUpdateError(RuntimeError):
@@ -42,7 +42,8 @@ def read_checkpoint(folder: Path, names: Collection[str] | None = None) -> dict[
     """
     tensors: dict[str, Tensor] = {}
     try:
-        manifest = _manifest(folder)
+        made_here = (folder / MANIFEST_FILE).is_file()  # else by another program
+        manifest = verify(folder, checksums=False) if made_here else None
         for shard in _shards(folder):
             if manifest is not None:
                 verify_file(shard, manifest)
@@ -68,13 +69,6 @@ def checkpoint_files(folder: Path) -> dict[str, Path]:
         with _opened(shard) as file:
             files |= dict.fromkeys(file.keys(), shard)
     return files
-
-
-def _manifest(folder: Path) -> Manifest | None:
-    """Return the manifest of `folder`, after checking that no file is missing; None for a folder made by other
-    programs.
-    """
-    return verify(folder, checksums=False) if (folder / MANIFEST_FILE).is_file() else None
 
 
 def _shards(folder: Path) -> list[Path]:
