@@ -8,12 +8,12 @@ Torch-free.
      "tensors": {"model.norm.weight": {"shape": [96], "dtype": "F32", "file": "model.safetensors"}}}
 
 The checksum is XXH3 (64 bits), because it must detect torn or damaged files, not forgery: 20 to 30 GiB/s on one
-thread where zlib's CRC-32 reached 4 to 6 and SHA-256 1.6. Large files are checked in parallel.
+thread where zlib's CRC-32 reached 4 to 6 and SHA-256 1.6. Files are checked in parallel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
@@ -31,7 +31,6 @@ FORMAT = 2
 ADAPTERS_FILE = "adapter_config.json"
 """Beside adapters in place of whole weights (`asyncrl.weights.adapters`)."""
 _THREADS = 4  # enough to pass a fast disk's rate
-_LARGE_BYTES = 16 << 20  # checking a smaller file takes less time than starting a thread
 _READ_BYTES = 1 << 20  # stays in the core's cache between being read and being summed
 
 
@@ -137,7 +136,10 @@ def verify(directory: Path, *, checksums: bool = True) -> Manifest:
     for name, entry in manifest.files.items():
         _check_size(directory, name, entry)
     if checksums:
-        _check_sums(directory, manifest.files)
+        largest_first = sorted(manifest.files.items(), key=lambda item: -item[1].bytes)
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for _ in pool.map(lambda item: _check_sum(directory, *item), largest_first):
+                pass
     return manifest
 
 
@@ -195,17 +197,6 @@ def _check_size(directory: Path, name: str, entry: FileEntry) -> None:
         raise ManifestError(f"{path} is missing: {directory} is torn, remove it")
     if size != entry.bytes:
         raise ManifestError(f"{path} has {size} bytes, its manifest says {entry.bytes}: {directory} is torn, remove it")
-
-
-def _check_sums(directory: Path, files: Mapping[str, FileEntry]) -> None:
-    """Check the small files one after the other, and the large ones in parallel."""
-    by_size = sorted(files, key=lambda name: files[name].bytes)
-    large = [name for name in by_size if files[name].bytes >= _LARGE_BYTES]
-    for name in by_size[: len(by_size) - len(large)]:
-        _check_sum(directory, name, files[name])
-    with ThreadPoolExecutor(_THREADS) as pool:  # starts at most one thread per file
-        for _ in pool.map(lambda name: _check_sum(directory, name, files[name]), reversed(large)):
-            pass
 
 
 def _check_sum(directory: Path, name: str, entry: FileEntry) -> None:

@@ -157,13 +157,10 @@ class TensorFile:
             if self._summed == place + begin:
                 self._digest.update(piece)
                 self._summed += len(piece)
-            self._write(piece, place + begin)
-
-    def _write(self, data: memoryview, place: int) -> None:
-        """Write all of `data` at `place`; wait for room if the disk is full."""
-        while data:
-            count = retry_write_blocking(partial(os.pwrite, self._file.fileno(), data, place), f"{self.path}", _log)
-            data, place = data[count:], place + count
+            while piece:  # waits for room if the disk is full
+                write = partial(os.pwrite, self._file.fileno(), piece, place + begin)
+                count = retry_write_blocking(write, f"{self.path}", _log)
+                piece, begin = piece[count:], begin + count
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> TensorFile:
