@@ -275,7 +275,6 @@ class TrajectoryPusher:
 
     Args:
         addresses: endpoints of the pullers; may be empty at first, see `set_addresses`.
-        security: the run's keys, or None for plaintext.
         identity: name in logs and errors, e.g. `rollout_worker/0`.
         resend_after_s: seconds without acknowledgement after which a trajectory is sent again.
         high_water: trajectories held at most; further `push` calls wait.
@@ -517,8 +516,6 @@ class TrajectoryPuller:
     raises the reason at its sender. If it raises anything else, the trajectory is sent again.
 
     Args:
-        bind_host: address of the interface to listen on; also the host that `endpoint` names.
-        security: the run's keys, or None for plaintext.
         remembered: number of ids that are kept to recognize duplicates (`ids_remembered`).
         accepted: ids that an earlier process accepted and this one still has. If the acknowledgement was lost with that
             process, the sender repeats the trajectory.

@@ -210,8 +210,6 @@ class RequestClient:
     Create and use it in one running asyncio loop.
 
     Args:
-        address: the server's endpoint.
-        security: the run's keys, or None for plaintext.
         name: the server's name in errors, e.g. `model_worker/0`; the address by default.
         router: router shared with other clients, with keys of its own; its owner closes it after them. None: the client
             creates one.
@@ -347,7 +345,6 @@ class RequestServer:
 
     Args:
         bind_host: address of the interface to listen on; also the host that `endpoint` names.
-        security: the run's keys, or None for plaintext.
         immediate: async handlers, run on the I/O thread's loop.
         queued: handlers that `serve_one` runs, in order of arrival.
 

@@ -222,7 +222,6 @@ class PeerRouter:
     noticed only by its silence. If it connects, its monitor reports the address.
 
     Args:
-        security: the run's keys, or None for plaintext.
         high_water: messages in libzmq's buffer; the link is not writable while it is full, so a router with a limit has
             one link. 0: no limit, for messages that each have a caller with a time limit.
     """
@@ -379,11 +378,8 @@ class SocketThread:
     Everything but `start`, `close` and the attributes is for its loop.
 
     Args:
-        bind_host: address of the interface to listen on.
-        security: the run's keys, or None for plaintext.
         on_message: called on the loop with the frames of each message, the first of them its sender's name. It may
             block, which holds the senders back.
-        name: the thread's name.
         requests_high_water: messages of a sender in libzmq's buffer, after which it must wait.
         replies_high_water: messages to a peer in libzmq's buffer, beyond which a ROUTER silently drops them; so it must
             exceed the number of outstanding replies.

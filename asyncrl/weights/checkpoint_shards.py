@@ -76,8 +76,6 @@ class ShardCopies:
     """Copies this rank's part of each checkpoint to host memory. All ranks call its methods together.
 
     Args:
-        parts: parts of this rank.
-        copies: makes the copies.
         mapped: copy straight into the checkpoint's file, which is in memory (`MappedFile`); later checkpoints
             write such files again.
         hosts: host of each rank; see `SavePlan`.

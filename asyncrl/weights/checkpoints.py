@@ -76,12 +76,10 @@ class CheckpointWriter:
     `begin` is called by all ranks in the thread that trains, the rest from any thread.
 
     Args:
-        parts: parts of this rank.
         roles: roles that have a part on any rank; the same on all ranks.
         in_memory: the folder is in memory: files are written again (`MappedFile`), and lack of room is
             an error at once. For a full disk, the writer waits.
         hosts: hosts of the ranks, if each host has its own folder; None if all ranks write into one folder.
-        copies: make the copies.
     """
 
     def __init__(
