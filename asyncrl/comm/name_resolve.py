@@ -278,7 +278,7 @@ class NameResolver(ABC):
         self._check_open()
         self._adding.append(name)
         try:
-            self._patiently(self._own, name, value, lease_s, replace)
+            self._patiently(self._claim, name, value, lease_s, replace)
             if lease_s is None:
                 self._forget(name)
             else:
@@ -476,7 +476,7 @@ class NameResolver(ABC):
     def _put_back(self, name: str, entry: _Leased) -> bool:
         """Add the entry again if its name is free; False if another owner has it."""
         try:
-            self._own(name, entry.value, entry.lease_s, replace=False)
+            self._claim(name, entry.value, entry.lease_s, replace=False)
         except NameEntryExists:
             return False
         if name not in self._leased:  # its owner deleted it meanwhile
@@ -485,7 +485,7 @@ class NameResolver(ABC):
             _log.warning("name %r was gone; it is put back", name)
         return True
 
-    def _own(self, name: str, value: str, lease_s: float | None, replace: bool) -> None:
+    def _claim(self, name: str, value: str, lease_s: float | None, replace: bool) -> None:
         try:
             self._create(name, value, lease_s, replace)
         except OwnerFenced:
