@@ -80,7 +80,9 @@ class ObservedRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """`POST /observed`: new lines of the caller's processes about themselves, to the launcher's host.
 
     Attributes:
-        sender, first, lines: see `asyncrl.staging.forwarding.Batch`.
+        sender: random name of the sending process; a new one after a restart.
+        first: number of the first line of each file, counted from this sender's first.
+        lines: by file name in `observed/`.
         ahead_s: seconds by which the caller's clock is ahead of the server's.
     """
 

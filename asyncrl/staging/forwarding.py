@@ -19,13 +19,14 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from asyncrl.comm.files import retry_write_blocking
 from asyncrl.config.run_dir import OBSERVED_DIR
 from asyncrl.observe.history import OLDER
 from asyncrl.observe.observer import append_line
 from asyncrl.observe.tail import Appended, ReadAgain
+from asyncrl.staging.client import ObservedRequest
 
 _log = logging.getLogger(__name__)
 _FILE = re.compile(r"[a-z_]{1,40}-\d{1,6}\.jsonl")
@@ -36,20 +37,6 @@ MOST_WAITING: Final = 10_000
 """Lines of a process that wait in memory for a connection; later ones wait in its file."""
 EXCHANGES: Final = 30
 """Number of exchanges used for the estimate of a clock: one every two seconds, so those of the last minute."""
-
-
-class Batch(NamedTuple):
-    """Lines in transit.
-
-    Attributes:
-        sender: random name of the sending process; a new one after a restart.
-        first: number of the first line of each file, counted from this sender's first.
-        lines: by file name in `observed/`.
-    """
-
-    sender: str
-    first: dict[str, int]
-    lines: dict[str, list[str]]
 
 
 class ObservedLines:
@@ -70,7 +57,7 @@ class ObservedLines:
         file = self._folder / HOME_FILE
         return file.is_file() and file.read_text() == self.home
 
-    def take(self, limit: int) -> Batch:
+    def take(self, limit: int, ahead_s: float = 0.0) -> ObservedRequest:
         """Return up to `limit` characters of lines, the oldest first; the same again until `arrived`."""
         for file in sorted(self._folder.glob("*.jsonl")):
             self._read(file)
@@ -81,11 +68,11 @@ class ObservedLines:
                 if limit < 0:
                     break
                 found.setdefault(name, []).append(line)
-        return Batch(self._sender, {name: self._arrived[name] for name in found}, found)
+        return ObservedRequest(self._sender, {name: self._arrived[name] for name in found}, found, ahead_s)
 
-    def arrived(self, batch: Batch) -> None:
-        """Forget the lines of `batch`."""
-        for name, lines in batch.lines.items():
+    def arrived(self, sent: ObservedRequest) -> None:
+        """Forget the lines of `sent`."""
+        for name, lines in sent.lines.items():
             self._arrived[name] += len(lines)
             for _ in lines:
                 self._waiting[name].popleft()
@@ -145,22 +132,22 @@ class ObservedHome:
         self._folder.mkdir(exist_ok=True)
         (self._folder / HOME_FILE).write_text(self.id)
 
-    def append(self, batch: Batch, ahead_s: float) -> None:
-        """Append the lines of `batch`, their times less `ahead_s`, by which that host's clock is ahead.
+    def append(self, sent: ObservedRequest) -> None:
+        """Append the lines of `sent`, their times less what that host's clock is ahead.
 
         Raises:
             ValueError: a name is not of a file in `observed/`.
             OSError: a file cannot be written.
         """
-        if strange := [name for name in batch.lines if not _FILE.fullmatch(name)]:
+        if strange := [name for name in sent.lines if not _FILE.fullmatch(name)]:
             raise ValueError(f"no file of observed/: {strange[0][:200]!r}")
-        for name, lines in batch.lines.items():
-            file, first = self._folder / name, batch.first.get(name, 0)
+        for name, lines in sent.lines.items():
+            file, first = self._folder / name, sent.first.get(name, 0)
             arrival = self._arrivals.get(name)
-            if arrival is None or arrival.sender != batch.sender:
-                arrival = self._arrivals[name] = _Arrival(batch.sender, first, _newest_in(file))
+            if arrival is None or arrival.sender != sent.sender:
+                arrival = self._arrivals[name] = _Arrival(sent.sender, first, _newest_in(file))
             for number, text in enumerate(lines, first):
-                line = _shifted(text, ahead_s) if number >= arrival.next else None
+                line = _shifted(text, sent.ahead_s) if number >= arrival.next else None
                 if line is not None and _time_of(line) > arrival.known:
                     append_line(file, json.dumps(line).encode() + b"\n")
                 arrival.next = max(arrival.next, number + 1)

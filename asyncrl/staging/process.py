@@ -56,7 +56,7 @@ from asyncrl.staging.client import (
     is_folder,
 )
 from asyncrl.staging.fetch import SourceFailed
-from asyncrl.staging.forwarding import Batch, HostClock, ObservedHome, ObservedLines
+from asyncrl.staging.forwarding import HostClock, ObservedHome, ObservedLines
 from asyncrl.staging.store import Copy, Store
 from asyncrl.weights.manifest import ManifestError
 
@@ -156,8 +156,7 @@ class StagingService:
         if self._home is None:
             raise Refused(404, {"error": "the run's folder is on another host"}, "not_home")
         try:
-            batch = Batch(sent.sender, sent.first, sent.lines)
-            await asyncio.to_thread(self._home.append, batch, sent.ahead_s)
+            await asyncio.to_thread(self._home.append, sent)
         except ValueError as error:
             raise Refused(400, {"error": str(error)}, "malformed") from error
         except OSError as error:
@@ -266,11 +265,11 @@ async def send_observed(home: StagingClient, clock: HostClock, lines: ObservedLi
         HttpError: the lines did not arrive; they will be sent again.
     """
     ahead_s = clock.ahead_s
-    sends = ahead_s is not None and not lines.are_home
-    batch = await asyncio.to_thread(lines.take, MAX_OBSERVED_BYTES // 4) if sends else None
+    sent = ObservedRequest()
+    if ahead_s is not None and not lines.are_home:
+        sent = await asyncio.to_thread(lines.take, MAX_OBSERVED_BYTES // 4, ahead_s)
     asked_at = time.time()
-    reply = await home.observed(ObservedRequest(*batch, ahead_s or 0.0) if batch else ObservedRequest())
+    reply = await home.observed(sent)
     clock.exchanged(asked_at, reply.at, time.time())
     lines.home = reply.home
-    if batch is not None:
-        lines.arrived(batch)
+    lines.arrived(sent)

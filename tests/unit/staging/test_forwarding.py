@@ -10,7 +10,8 @@ import pytest
 
 from asyncrl.observe.history import ProcessHistory
 from asyncrl.observe.observer import append_line
-from asyncrl.staging.forwarding import Batch, HostClock, ObservedHome, ObservedLines
+from asyncrl.staging.client import ObservedRequest
+from asyncrl.staging.forwarding import HostClock, ObservedHome, ObservedLines
 
 NAME = "rollout_worker-3.jsonl"
 
@@ -37,12 +38,12 @@ def test_lines_come_once_and_in_order_though_a_batch_is_sent_twice(tmp_path: Pat
     lines = ObservedLines(there)
     write(there, 1.0, 2.0)
     batch = lines.take(1 << 20)
-    home.append(batch, 0.0)
+    home.append(batch)
     assert lines.take(1 << 20) == batch, "its arrival is not known yet"
-    home.append(batch, 0.0)
+    home.append(batch)
     lines.arrived(batch)
     write(there, 3.0)
-    home.append(lines.take(1 << 20), 0.0)
+    home.append(lines.take(1 << 20))
     assert at_home(tmp_path / "home") == [1.0, 2.0, 3.0]
 
 
@@ -51,7 +52,7 @@ def test_times_are_on_the_launchers_clock_and_readers_find_the_process(tmp_path:
     span = {"span": "update", "begin": 98.0, "end": 101.0}
     write(there, 100.0)
     append_line(there / "observed" / NAME, json.dumps(span).encode() + b"\n")
-    home.append(ObservedLines(there).take(1 << 20), 60.0)
+    home.append(ObservedLines(there).take(1 << 20, 60.0))
     history = ProcessHistory(tmp_path / "home" / "observed")
     history.refresh()
     process = history.processes["rollout_worker/3"]
@@ -62,11 +63,11 @@ def test_times_are_on_the_launchers_clock_and_readers_find_the_process(tmp_path:
 def test_a_sender_or_home_that_starts_again_repeats_nothing(tmp_path: Path) -> None:
     there, home = host(tmp_path / "there"), ObservedHome(host(tmp_path / "home"))
     write(there, 1.0, 2.0)
-    home.append(ObservedLines(there).take(1 << 20), 0.0)
+    home.append(ObservedLines(there).take(1 << 20))
     again = ObservedLines(there)
     home = ObservedHome(tmp_path / "home")
     write(there, 3.0)
-    home.append(again.take(1 << 20), 0.0)
+    home.append(again.take(1 << 20))
     assert at_home(tmp_path / "home") == [1.0, 2.0, 3.0]
 
 
@@ -82,7 +83,7 @@ def test_a_file_that_was_full_is_read_to_its_end_and_a_batch_is_bounded(tmp_path
     for _ in range(10):
         batch = lines.take(60)
         assert sum(map(len, batch.lines.get(NAME, []))) <= 60
-        home.append(batch, 0.0)
+        home.append(batch)
         lines.arrived(batch)
     assert at_home(tmp_path / "home") == [2.0, 3.0, 4.0], "what was read before the file was full comes once"
 
@@ -98,7 +99,7 @@ def test_a_file_that_was_full_twice_since_it_was_read_is_read_from_the_beginning
         for time in (2.0, 3.0):
             file.replace(file.with_name(file.name + ".1"))
             write(there, time)
-    home.append(lines.take(1 << 20), 0.0)
+    home.append(lines.take(1 << 20))
     assert at_home(tmp_path / "home") == [2.0, 3.0]
 
 
@@ -106,13 +107,13 @@ def test_a_file_that_was_full_twice_since_it_was_read_is_read_from_the_beginning
 def test_a_name_outside_the_folder_is_refused(tmp_path: Path, name: str) -> None:
     home = ObservedHome(host(tmp_path / "home"))
     with pytest.raises(ValueError, match="no file of observed/"):
-        home.append(Batch("a", {name: 0}, {name: ["{}"]}), 0.0)
+        home.append(ObservedRequest("a", {name: 0}, {name: ["{}"]}))
 
 
 @pytest.mark.parametrize("line", ["{", "[1]", '{"at": "now"}', "{}", "null", "3"])
 def test_a_line_that_is_none_is_left_out(tmp_path: Path, line: str) -> None:
     home = ObservedHome(host(tmp_path / "home"))
-    home.append(Batch("a", {NAME: 0}, {NAME: [line, json.dumps({"at": 5.0})]}), 0.0)
+    home.append(ObservedRequest("a", {NAME: 0}, {NAME: [line, json.dumps({"at": 5.0})]}))
     assert at_home(tmp_path / "home") == [5.0]
 
 
