@@ -131,7 +131,9 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeResolve
     def one() -> NameResolver:
         memory = request.param == "memory"
         made.append(
-            MemoryResolver(root, store) if memory else make_resolver(request.param, root, access={"addresses": address})
+            MemoryResolver(root, store)
+            if memory
+            else make_resolver(request.param, root, access={"addresses": address} if address else None)
         )
         return made[-1]
 
