@@ -294,9 +294,9 @@ def _blocks(file: IO[bytes]) -> Iterator[bytes]:
 def _encoded(file: IO[bytes]) -> Iterator[bytes]:
     while head := file.read(_LENGTH.size):
         length = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else -1
-        if not 0 <= length <= 2 * _BLOCK_BYTES:
+        if not 0 <= length <= 2 * _BLOCK_BYTES or len(block := file.read(length)) < length:
             raise DeltaError("the delta has a block of no possible length")
-        yield file.read(length)
+        yield block
 
 
 def _encode(old: bytes, new: bytes) -> bytes:
