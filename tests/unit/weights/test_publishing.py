@@ -138,7 +138,8 @@ def test_a_write_that_breaks_off_leaves_nothing_visible(
 def test_what_two_ranks_wrote_is_one_whole_version(qwen_dir: Path, tmp_path: Path) -> None:
     model = load_causal_lm(qwen_dir, "float32", "sdpa", CPU)
     wholes = [WholeModel(model, rank) for rank in (0, 1)]
-    shards = [weights.Shard(rank, wholes[0].published_specs()[rank::2]) for rank in (0, 1)]
+    files = [f"model-0000{rank + 1}-of-00002.safetensors" for rank in (0, 1)]
+    shards = [weights.Shard(rank, files[rank], wholes[0].published_specs()[rank::2]) for rank in (0, 1)]
     manifest = Manifest("actor", 1, {}, weights._entries(shards))
     final = weights.version_dir(tmp_path, "actor", 1)
     ranks = [weights._Writing(wholes[rank], final, manifest, shards, Ranks(rank, 2)) for rank in (0, 1)]
