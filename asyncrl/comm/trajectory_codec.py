@@ -275,7 +275,8 @@ def prepare(trajectory: Trajectory) -> Prepared:
         raw = msgspec.Raw(_encode(entry))
     except (TypeError, OverflowError) as error:
         raise CodecError(f"trajectory {entry!r:.400} cannot be sent: {error}") from error
-    all_parts: dict[str, Sequence[Any]] = parts | {
+    all_parts: dict[str, Sequence[Any]] = {
+        **parts,
         "lengths": lengths,
         "rewards": rewards,
         "prompts": prompt,
