@@ -385,6 +385,12 @@ def agent_of(function: Callable[..., Any], args: Mapping[str, Any], **offered: o
     return made
 
 
+def taken_by(agent: type, offered: Mapping[str, object]) -> dict[str, object]:
+    """Return the arguments that the constructor of an agent's class takes: `tokenizer`, and others if it names them."""
+    named = inspect.signature(agent).parameters
+    return {name: value for name, value in offered.items() if name == "tokenizer" or name in named}
+
+
 BatchOutcome: TypeAlias = "Awaitable[Sequence[Sequence[Sample]]] | AsyncIterator[tuple[int, Sequence[Sample]]]"
 
 

@@ -42,10 +42,10 @@ from asyncrl.api.picture import PictureError, PlacedPicture
 from asyncrl.api.trajectory import check_group, role_of
 from asyncrl.chat.conversation import ChatLimits, ChatRequest, Phase, Turn, TurnRecorder, bytes_of_ids
 from asyncrl.chat.settings import DriftCheck, Reasoning
-from asyncrl.chat.stop_strings import check_stop_strings
 from asyncrl.chat.template import ChatFormat, empty_reply, no_completion, reply_of
 from asyncrl.data.chat_template import ChatError, common_length, wrong_turns
-from asyncrl.data.picture_parts import Rendered, with_content
+from asyncrl.data.picture_parts import Rendered, check_prompt_pictures, with_content
+from asyncrl.data.stop_strings import check_stop_strings
 
 _log = logging.getLogger(__name__)
 TOOL_CHOICES = ("auto", "none")
@@ -494,21 +494,6 @@ def _read(message: Message) -> Message:
         return with_content(message)
     except PictureError as error:
         raise ChatError(str(error)) from None
-
-
-def check_prompt_pictures(prompt: Prompt, ids: Sequence[int], pictures: Sequence[PlacedPicture]) -> None:
-    """Check that a request or a sample that begins with the prompt's tokens also has the prompt's pictures.
-
-    Raises:
-        ValueError: it lacks pictures, so the model would read their placeholders as words.
-    """
-    if not prompt.pictures or tuple(ids[: len(prompt.input_ids)]) != prompt.input_ids:
-        return
-    if tuple(pictures[: len(prompt.pictures)]) != prompt.pictures:
-        raise ValueError(
-            f"prompt {prompt.prompt_id} has {len(prompt.pictures)} pictures, and what begins with its input_ids has "
-            "others: give GenerationRequest.pictures and Sample.pictures what Prompt.pictures has"
-        )
 
 
 def _within(sampling: SamplingParams, state: ChatRequest) -> SamplingParams:

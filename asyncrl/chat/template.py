@@ -28,7 +28,6 @@ from asyncrl.api import ChatFinish, ChatReply, Completion, FinishReason, Message
 from asyncrl.api.generation import seed_from
 from asyncrl.api.text import opened_thoughts
 from asyncrl.chat.parsers import Parsed, Parser, parser, why_thoughts_unread
-from asyncrl.chat.stop_strings import before_stop, first_stop
 from asyncrl.data.chat_template import ChatError, StandIns, common_length, wrong_turns
 from asyncrl.data.picture_parts import Rendered, pictures_of, without_pictures
 from asyncrl.data.prompt_format import PromptFormat
@@ -413,6 +412,18 @@ def reply_of(
         stop=first_stop(text, stop) if ended else None,
         text=answer_text(chat.tokenizer, prompt_ids, completion.token_ids),
     )
+
+
+def first_stop(text: str, strings: Sequence[str]) -> str | None:
+    """Return the stop string that is complete first in `text`; None if there is none."""
+    ends = [(at + len(string), string) for string in strings if (at := text.find(string)) >= 0]
+    return min(ends)[1] if ends else None
+
+
+def before_stop(text: str, strings: Sequence[str]) -> str:
+    """Return `text` up to the first stop string in it; all of it if there is none."""
+    found = [at for string in strings if (at := text.find(string)) >= 0]
+    return text[: min(found)] if found else text
 
 
 def _as_message(call: ToolCall) -> dict[str, Any]:

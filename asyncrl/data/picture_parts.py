@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from asyncrl.api.chat import Message
+from asyncrl.api.generation import Prompt
 from asyncrl.api.picture import Picture, PictureError, PlacedPicture, check_count, picture_from
 
 Content = str | list[dict[str, Any]]
@@ -270,6 +271,21 @@ def placed(ids: Sequence[int], pictures: Sequence[Picture], rules: PictureRules 
         own, places = places[:count], places[count:]
         found.append(PlacedPicture(own[0], own[-1] - own[0] + 1, picture))
     return tuple(found)
+
+
+def check_prompt_pictures(prompt: Prompt, ids: Sequence[int], pictures: Sequence[PlacedPicture]) -> None:
+    """Check that a request or a sample that begins with the prompt's tokens also has the prompt's pictures.
+
+    Raises:
+        ValueError: it lacks pictures, so the model would read their placeholders as words.
+    """
+    if not prompt.pictures or tuple(ids[: len(prompt.input_ids)]) != prompt.input_ids:
+        return
+    if tuple(pictures[: len(prompt.pictures)]) != prompt.pictures:
+        raise ValueError(
+            f"prompt {prompt.prompt_id} has {len(prompt.pictures)} pictures, and what begins with its input_ids has "
+            "others: give GenerationRequest.pictures and Sample.pictures what Prompt.pictures has"
+        )
 
 
 def prompt_with_pictures(row: Mapping[str, Any], folder: Path | None = None) -> str | list[dict[str, Any]]:

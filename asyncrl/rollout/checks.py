@@ -14,22 +14,18 @@ from pathlib import Path
 
 from asyncrl.api.columns import check_name
 from asyncrl.api.reward import RunIn
-from asyncrl.chat.stop_strings import check_stop_strings
+from asyncrl.chat.settings import AUTO
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.memory import agents_turns
 from asyncrl.config.plugin_code import interfaces
 from asyncrl.config.plugin_code.import_paths import PluginError, load_plugin, path_problems
-from asyncrl.config.setting import group_problems, token_ids
-from asyncrl.config.variants import CODE, evaluation_sets, with_code_of
+from asyncrl.config.setting import group_problems, not_a_choice, token_ids
+from asyncrl.config.variants import CODE, codes_of_sets, evaluation_sets, with_code_of
 from asyncrl.data import checks as datasets
 from asyncrl.data.checks import field_problems, held_out_problems, source_problems
 from asyncrl.data.files import is_data_path
-from asyncrl.plugins.checks import (
-    check_env,
-    check_rewards,
-    env_code_problems,
-    reward_code_problems,
-    tool_code_problems,
-)
+from asyncrl.data.stop_strings import check_stop_strings
+from asyncrl.plugins.checks import check_env, check_rewards, env_code_problems, reward_code_problems
 from asyncrl.rollout.settings import EncoderConfig, EvalConfig
 from asyncrl.runtime.process.hardware import bind_error
 
@@ -103,6 +99,29 @@ def check(config: ExperimentConfig) -> Iterator[str]:
             "shows, for example 127.0.0.1 or ::1"
         )
     yield from _encoder(config)
+    if config.tools or config.mcp:
+        from asyncrl.plugins.tools.checks import check_tools
+
+        yield from check_tools(config)
+    yield from _chat(config)
+
+
+def _chat(config: ExperimentConfig) -> Iterator[str]:
+    """Yield an error message for each invalid setting of `rollout.chat`."""
+    chat = config.rollout.chat
+    if chat.parser != AUTO:
+        from asyncrl.chat.parsers import FORMATS
+
+        if chat.parser not in FORMATS:
+            yield not_a_choice("rollout.chat.parser", chat.parser, (AUTO, *FORMATS))
+    of_sets = {f"{group}.": played for group, played in codes_of_sets(config).items() if played.agent != config.agent}
+    for whose, played in {"": config, **of_sets}.items():
+        own = agents_turns(played)
+        if 0 < chat.max_turns < own:
+            yield (
+                f"rollout.chat.max_turns={chat.max_turns}: {whose}agent.args.max_turns={own} is more, and would never "
+                f"be reached; use 0 (no limit) or {own} or more, or fewer turns of the agent"
+            )
 
 
 def _agent(config: ExperimentConfig) -> Iterator[str]:
@@ -182,7 +201,10 @@ def code_problems(config: ExperimentConfig) -> Iterator[str]:
     """Yield an error message for each problem of the code that RolloutWorkers call; a replay calls none to train."""
     if not config.samples.replay:
         yield from _code_problems(config, CODE)
-        yield from tool_code_problems(config)
+        if config.tools or config.mcp:
+            from asyncrl.plugins.tools.checks import tool_code_problems
+
+            yield from tool_code_problems(config)
     for each in evaluation_sets(config):
         if each.interval:
             yield from (f"{each.group}.{problem}" for problem in _code_problems(with_code_of(config, each), each.code))

@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self, TypeAlias
+from typing import TYPE_CHECKING, Self, TypeAlias
 
 import numpy as np
 
@@ -28,12 +28,14 @@ from asyncrl.api.agent import cancelled_within
 from asyncrl.api.columns import numbers_of
 from asyncrl.api.generation import seed_from
 from asyncrl.api.trajectory import compared_episodes, named_columns, role_of
-from asyncrl.chat.episode_client import EpisodeClient, check_prompt_pictures
 from asyncrl.comm.ended_rollouts import LOST_EPISODES
 from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.rollout.settings import RolloutConfig
 from asyncrl.rollout.user_code_pool.call_records import Meter, current_meter, named_failure
 from asyncrl.trainer.settings import SOURCE_NUMBER
+
+if TYPE_CHECKING:
+    from asyncrl.chat.episode_client import EpisodeClient
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +43,7 @@ Filter = Callable[[GroupView], FilterDecision]
 Shaping = Callable[[GroupView], "np.ndarray[tuple[int], np.dtype[np.float64]]"]
 Score = Callable[[Prompt, Sequence[Sample], GroupClient], Awaitable[Sequence[Sample]]]
 """Return the samples of a prompt's group with the rewards that see whole samples or groups."""
-MakeClient = Callable[[GenerationClient, Prompt], EpisodeClient]
+MakeClient: TypeAlias = "Callable[[GenerationClient, Prompt], EpisodeClient]"
 """Make the client of an episode from the policy and the member's prompt."""
 Played: TypeAlias = tuple[Sequence[Sample], dict[str, float]]
 """The samples of a prompt's group, and the counts of its episodes."""
@@ -201,8 +203,11 @@ async def run_group(
             samples = await agent.roll_out(prompt, make, group)
             if score is not None:
                 samples = await score(prompt, samples, group)
-            for sample in samples if prompt.pictures else ():
-                check_prompt_pictures(prompt, sample.tokens.tolist(), sample.pictures)
+            if prompt.pictures:
+                from asyncrl.data.picture_parts import check_prompt_pictures
+
+                for sample in samples:
+                    check_prompt_pictures(prompt, sample.tokens.tolist(), sample.pictures)
             if group.last_failure is not None and len({sample.episode for sample in samples}) < tries.least:
                 raise group.last_failure
             return samples, group.metrics()

@@ -21,11 +21,11 @@ from weakref import WeakValueDictionary
 
 from asyncrl.api.generation import Completion, GenerationRequest
 from asyncrl.api.picture import PictureError, check_spans
-from asyncrl.chat.stop_strings import Decode, check_stop_strings
 from asyncrl.comm.http_client import HttpError, HttpTimeout, JsonHttp
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.comm.waits import ANSWER_S, CLOSE_S, HOLD_S, Backoff
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.data.stop_strings import Decode, check_stop_strings
 from asyncrl.inference.client import (
     GenerateItem,
     GenerationServerClient,

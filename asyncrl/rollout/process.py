@@ -62,16 +62,14 @@ class RolloutWorker(AsyncWorker):
         if brought is not None:
             await brought.check(self._components.prompts)
         self._loop_of_main = asyncio.get_running_loop()
-        if self._components.conversations.format is not None:
-            for line in self._components.conversations.format.findings.lines():
-                self.log.info("chat template: %s", line)
+        for line in self._components.chat_notes():
+            self.log.info("chat template: %s", line)
         rollout = config.rollout
         can = capabilities_of(config, self._components.vocab_size, self._components.tokenizer.decode_all)
         manager = await self.find_manager()
         try:
             async with (
-                self._components.runner,
-                self._components.tools,
+                self._components.entered(),
                 self._embedder() as embedder,
                 RolloutClient(
                     manager,
@@ -103,7 +101,6 @@ class RolloutWorker(AsyncWorker):
                     self._evaluator.cancel()
                     server.close()
         finally:
-            await self._components.conversations.close()
             await manager.close()
 
     @asynccontextmanager

@@ -17,7 +17,7 @@ the round is aborted (`GenerationServers`), and the next one continues from the 
 may be lost, and a proxy may end a call that takes long. So after a long round that failed the next one asks for half as
 many tokens, and later rounds ask for more again.
 
-Stop strings are searched here, in an answer's token ids after each round (`asyncrl.chat.stop_strings`). So they
+Stop strings are searched here, in an answer's token ids after each round (`asyncrl.data.stop_strings`). So they
 may span rounds, and both engines end at the same token. A server with a tokenizer receives them too, so that it
 generates no more than needed. A server without one generates in rounds of `STOP_CHUNK` tokens, and the excess is cut
 off.
@@ -67,11 +67,11 @@ from numpy.typing import ArrayLike, NDArray
 from asyncrl.api import EpisodeError, Sample
 from asyncrl.api.generation import Completion, FinishReason, GenerationRequest, GenerationResult
 from asyncrl.api.trajectory import GENERATED, policy_of
-from asyncrl.chat.stop_strings import Decode, kept_tokens
 from asyncrl.comm.http_client import HttpError, HttpRefused, HttpTimeout, HttpUnreachable
 from asyncrl.comm.names import ACTOR
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.comm.waits import HOLD_S, Backoff
+from asyncrl.data.stop_strings import Decode, kept_tokens
 from asyncrl.inference.client import GenerateItem, RoutingWanted, derive_seed, wire_rid
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import Route, RouteRequest

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from asyncrl.api import ToolSchema
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config
 from asyncrl.config.memory import context_length, turns
@@ -30,11 +31,9 @@ from asyncrl.master.evaluations import ALWAYS
 from asyncrl.master.graph import load_graph
 from asyncrl.models.model_config import ModelFacts, read_model_config
 from asyncrl.observe.tail import read_rows
-from asyncrl.plugins.checks import tool_code_problems
-from asyncrl.rollout.user_code.agents import load_chat_format, offered_tools, offers_tools
+from asyncrl.rollout.user_code.agents import offers_tools
 from asyncrl.rollout.user_code.prompts import load_eval_set, load_prompt_format, load_train_set
 from asyncrl.rollout.user_code.rewards import load_rewards
-from asyncrl.rollout.user_code.tools import check_format
 from asyncrl.runtime.plan import BRING_INPUTS, INPUT_ERRORS, brings_inputs
 from asyncrl.runtime.trials.claim import TrialError
 from asyncrl.runtime.trials.trial import ADVICE, newest_progress
@@ -180,10 +179,24 @@ def check_prompts(config: ExperimentConfig, *, of_evaluation_alone: bool = False
         ConfigError: tools cannot be called, or no agent takes them; a set has no row that makes a prompt, one has
             pictures where the run takes none, or `dataset.overlong=refuse` and a prompt is too long.
     """
-    if messages := [*not_found_elsewhere(config), *tool_code_problems(config)]:
+    messages = list(not_found_elsewhere(config))
+    if config.tools or config.mcp:
+        from asyncrl.plugins.tools.checks import tool_code_problems
+
+        messages += tool_code_problems(config)
+    if messages:
         raise ConfigError("\n".join(messages))
     prompt_format = load_prompt_format(config)
-    check_format(config, prompt_format.chat)
+    if prompt_format.chat is not None:
+        from asyncrl.rollout.user_code.conversations import check_thoughts
+
+        check_thoughts(config, prompt_format.chat)
+    offered: tuple[ToolSchema, ...] = ()
+    if config.tools or config.mcp:
+        from asyncrl.rollout.user_code.tools import check_format, offered_tools
+
+        check_format(config, prompt_format.chat)
+        offered = offered_tools(config)
     due = [each for each in evaluation_sets(config) if each.interval]
     sets = {each.group: (with_code_of(config, each), load_eval_set(config, each)) for each in due}
     if not of_evaluation_alone:
@@ -192,7 +205,7 @@ def check_prompts(config: ExperimentConfig, *, of_evaluation_alone: bool = False
     for group, (played, rows) in sets.items():
         limit, overlong = config.dataset.max_prompt_tokens, config.dataset.overlong
         of_files = None if overlong is Overlong.refuse else FILE_ROWS_LOOKED_AT
-        form = replace(prompt_format, tools=offered_tools(played))
+        form = replace(prompt_format, tools=offered if offers_tools(played) else ())
         try:
             seen = measure_prompts(rows, form, of_files if isinstance(rows, Placed) else ROWS_LOOKED_AT)
         except PicturesRefused as error:
@@ -275,6 +288,10 @@ def chat_notes(config: ExperimentConfig) -> list[str]:
     if turns(config) == 1:
         return []
     prompts = load_prompt_format(config)
+    if prompts.chat is None:
+        return []
+    from asyncrl.rollout.user_code.conversations import load_chat_format
+
     chat = load_chat_format(config, prompts)
     return [] if chat is None else chat.findings.lines()
 

@@ -250,7 +250,7 @@ async def rehearse(config: ExperimentConfig) -> RehearsalOutcome:
         components = UserComponents(config)
         algorithm, rollout = config.algorithm, config.rollout
         rules = GroupRules.of(rollout, algorithm.plugins)
-        async with components.runner, components.tools:
+        async with components.entered():
             components.rewards.embedder = _made_up_embeddings if rollout.encoder.servers else None
             refused = _refused_rows(components)
             prompt = next(_prompts(components, refused), None)
@@ -259,19 +259,16 @@ async def rehearse(config: ExperimentConfig) -> RehearsalOutcome:
             samples: Sequence[Sample] = ()
             counted: Mapping[str, float] = {}
             unrewarded: list[str] = []
-            try:
-                if prompt is not None:
-                    with metered() as meter:
-                        samples, counted = await components.play_to_train(prompt, made_up, tries)
-                    made_up.generated.check(samples)
-                    if samples:
-                        rules.judge(samples)
-                        rules.shape(samples)
-                    if meter.has_run(Activity.reward):
-                        unrewarded = _refused(components, refused) + await _tried(components, refused)
-                failed = await _evaluations(components, config, made_up)
-            finally:
-                await components.conversations.close()
+            if prompt is not None:
+                with metered() as meter:
+                    samples, counted = await components.play_to_train(prompt, made_up, tries)
+                made_up.generated.check(samples)
+                if samples:
+                    rules.judge(samples)
+                    rules.shape(samples)
+                if meter.has_run(Activity.reward):
+                    unrewarded = _refused(components, refused) + await _tried(components, refused)
+            failed = await _evaluations(components, config, made_up)
             if failed is not None:
                 return failed
     except ConfigError as error:

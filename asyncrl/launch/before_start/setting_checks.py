@@ -15,7 +15,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from asyncrl.chat import checks as chat
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config, load_experiment, settings
 from asyncrl.config.setting import ConfigError, value_problems
@@ -26,7 +25,6 @@ from asyncrl.manager import checks as manager
 from asyncrl.master import checks as master
 from asyncrl.master.graph import GraphError, load_graph
 from asyncrl.observe import checks as observe
-from asyncrl.plugins.checks import check_tools
 from asyncrl.rollout import checks as rollout
 from asyncrl.rollout.user_code.prompts import load_train_set
 from asyncrl.runtime import checks as runtime
@@ -81,8 +79,6 @@ _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _CHECKS: tuple[Callable[[ExperimentConfig], Iterator[str]], ...] = (
     master.check,
     rollout.check,
-    check_tools,
-    chat.check,
     trainer.check,
     inference.check,
     manager.check,

@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 from asyncrl.api import Tool, ToolCall, as_tool
 from asyncrl.chat.parsers import FORMATS
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.plugins.checks import check_tools, tool_code_problems
 from asyncrl.plugins.settings import ToolConfig
+from asyncrl.plugins.tools.checks import check_tools, tool_code_problems
 from asyncrl.rollout.user_code.tools import RunTools
 from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
 
