@@ -1,4 +1,4 @@
-"""Checks of the settings of the environment and the rewards, and of the code they name.
+"""Checks of the settings of the environment, the rewards, the tools and the MCP servers, and of the code they name.
 
 The code is imported for that, and not called.
 """

@@ -17,6 +17,7 @@ from asyncrl.api.reward import RunIn
 from asyncrl.chat.settings import AUTO
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.memory import agents_turns
+from asyncrl.config.optional_checks import optional_problems
 from asyncrl.config.plugin_code import interfaces
 from asyncrl.config.plugin_code.import_paths import PluginError, load_plugin, path_problems
 from asyncrl.config.setting import group_problems, not_a_choice, token_ids
@@ -99,10 +100,6 @@ def check(config: ExperimentConfig) -> Iterator[str]:
             "shows, for example 127.0.0.1 or ::1"
         )
     yield from _encoder(config)
-    if config.tools or config.mcp:
-        from asyncrl.plugins.tools.checks import check_tools
-
-        yield from check_tools(config)
     yield from _chat(config)
 
 
@@ -201,10 +198,7 @@ def code_problems(config: ExperimentConfig) -> Iterator[str]:
     """Yield an error message for each problem of the code that RolloutWorkers call; a replay calls none to train."""
     if not config.samples.replay:
         yield from _code_problems(config, CODE)
-        if config.tools or config.mcp:
-            from asyncrl.plugins.tools.checks import tool_code_problems
-
-            yield from tool_code_problems(config)
+        yield from optional_problems(config, "code_problems")
     for each in evaluation_sets(config):
         if each.interval:
             yield from (f"{each.group}.{problem}" for problem in _code_problems(with_code_of(config, each), each.code))

@@ -15,6 +15,7 @@ from asyncrl.api import ToolSchema
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config
 from asyncrl.config.memory import context_length, turns
+from asyncrl.config.optional_checks import optional_problems
 from asyncrl.config.plugin_code.import_paths import PluginError
 from asyncrl.config.run_dir import DATA_RECORD_FILE, LEDGER_DIR, LOGS_DIR, METRICS_FILE, DamagedFile, run_dir_of
 from asyncrl.config.setting import ConfigError
@@ -179,12 +180,7 @@ def check_prompts(config: ExperimentConfig, *, of_evaluation_alone: bool = False
         ConfigError: tools cannot be called, or no agent takes them; a set has no row that makes a prompt, one has
             pictures where the run takes none, or `dataset.overlong=refuse` and a prompt is too long.
     """
-    messages = list(not_found_elsewhere(config))
-    if config.tools or config.mcp:
-        from asyncrl.plugins.tools.checks import tool_code_problems
-
-        messages += tool_code_problems(config)
-    if messages:
+    if messages := [*not_found_elsewhere(config), *optional_problems(config, "code_problems")]:
         raise ConfigError("\n".join(messages))
     prompt_format = load_prompt_format(config)
     if prompt_format.chat is not None:

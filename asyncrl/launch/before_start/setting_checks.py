@@ -17,6 +17,7 @@ from typing import Any
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config, load_experiment, settings
+from asyncrl.config.optional_checks import optional_problems
 from asyncrl.config.setting import ConfigError, value_problems
 from asyncrl.config.variants import config_of_policy
 from asyncrl.data.files import JSONL, PARQUET
@@ -99,7 +100,7 @@ def validate(config: Config) -> None:
     if not messages:
         messages += _names(config)
         if isinstance(config, ExperimentConfig):
-            for check in _CHECKS:
+            for check in (*_CHECKS, optional_problems):
                 messages += check(config)
         else:
             messages += supervised.check(config)

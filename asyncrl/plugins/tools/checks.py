@@ -1,7 +1,4 @@
-"""Checks of the settings of tools and MCP servers, and of the tools' code, for a run that has some.
-
-The code is imported for that, and not called.
-"""
+"""Checks of tools and MCP servers, and of the code that they name, which is imported for that and not called."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from asyncrl.config.variants import codes_of_sets
 from asyncrl.plugins.settings import PYTHON, McpServerConfig, ToolConfig
 
 
-def check_tools(config: ExperimentConfig) -> Iterator[str]:
+def check(config: ExperimentConfig) -> Iterator[str]:
     """Yield an error message for each invalid setting of `tools` and `mcp`."""
     names: set[str] = set()
     for number, tool in enumerate(config.tools):
@@ -38,12 +35,12 @@ def check_tools(config: ExperimentConfig) -> Iterator[str]:
         yield from _mcp_server(group, server)
 
 
-def tool_code_problems(config: ExperimentConfig) -> Iterator[str]:
+def code_problems(config: ExperimentConfig) -> Iterator[str]:
     """Yield an error message for each problem of the tools' code, and if no agent takes tools; both are imported."""
     for number, tool in enumerate(config.tools):
         yield from _tool_arguments(f"tools[{number}]", tool)
     agents = {config.agent.path, *(played.agent.path for played in codes_of_sets(config).values())}
-    if not any(_takes_tools(path) for path in agents):
+    if (config.tools or config.mcp) and not any(_takes_tools(path) for path in agents):
         yield (
             f"agent.path={config.agent.path!r}: this agent calls no tools, and there are some in the settings; use "
             "asyncrl.plugins.agents.tool_agent:ToolAgent, or give its constructor a parameter `tools`"

@@ -15,8 +15,8 @@ from asyncrl.api.tool import as_tool
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.data.chat_template import ChatTemplate
+from asyncrl.plugins.checks import check_tools, tool_code_problems
 from asyncrl.plugins.settings import McpServerConfig, ToolConfig
-from asyncrl.plugins.tools.checks import check_tools, tool_code_problems
 from asyncrl.plugins.tools.toolbox import MAX_ARGUMENT_CHARS, HostedTool, Toolbox, ToolFailure
 from asyncrl.rollout.settings import UserCodeConfig
 from asyncrl.rollout.user_code.tools import RunTools, check_format
