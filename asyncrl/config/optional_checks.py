@@ -9,8 +9,12 @@ from operator import attrgetter
 from asyncrl.config.experiment import ExperimentConfig
 
 CHECKS = {
+    "rollout.chat": "asyncrl.chat.checks",
     "tools": "asyncrl.plugins.tools.checks",
     "mcp": "asyncrl.plugins.tools.checks",
+    "policies": "asyncrl.launch.before_start.policy_checks",
+    "algorithm.teachers": "asyncrl.trainer.teacher_checks",
+    "generation.guests": "asyncrl.colocated.checks",
 }
 """By the setting that asks for it: a module whose `check` yields messages on settings, `code_problems` on user code."""
 

@@ -14,14 +14,12 @@ from pathlib import Path
 
 from asyncrl.api.columns import check_name
 from asyncrl.api.reward import RunIn
-from asyncrl.chat.settings import AUTO
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.memory import agents_turns
 from asyncrl.config.optional_checks import optional_problems
 from asyncrl.config.plugin_code import interfaces
 from asyncrl.config.plugin_code.import_paths import PluginError, load_plugin, path_problems
-from asyncrl.config.setting import group_problems, not_a_choice, token_ids
-from asyncrl.config.variants import CODE, codes_of_sets, evaluation_sets, with_code_of
+from asyncrl.config.setting import group_problems, token_ids
+from asyncrl.config.variants import CODE, evaluation_sets, with_code_of
 from asyncrl.data import checks as datasets
 from asyncrl.data.checks import field_problems, held_out_problems, source_problems
 from asyncrl.data.files import is_data_path
@@ -100,25 +98,6 @@ def check(config: ExperimentConfig) -> Iterator[str]:
             "shows, for example 127.0.0.1 or ::1"
         )
     yield from _encoder(config)
-    yield from _chat(config)
-
-
-def _chat(config: ExperimentConfig) -> Iterator[str]:
-    """Yield an error message for each invalid setting of `rollout.chat`."""
-    chat = config.rollout.chat
-    if chat.parser != AUTO:
-        from asyncrl.chat.parsers import FORMATS
-
-        if chat.parser not in FORMATS:
-            yield not_a_choice("rollout.chat.parser", chat.parser, (AUTO, *FORMATS))
-    of_sets = {f"{group}.": played for group, played in codes_of_sets(config).items() if played.agent != config.agent}
-    for whose, played in {"": config, **of_sets}.items():
-        own = agents_turns(played)
-        if 0 < chat.max_turns < own:
-            yield (
-                f"rollout.chat.max_turns={chat.max_turns}: {whose}agent.args.max_turns={own} is more, and would never "
-                f"be reached; use 0 (no limit) or {own} or more, or fewer turns of the agent"
-            )
 
 
 def _agent(config: ExperimentConfig) -> Iterator[str]:

@@ -11,8 +11,10 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from asyncrl.config.experiment import ExperimentConfig
@@ -30,7 +32,6 @@ from asyncrl.rollout import checks as rollout
 from asyncrl.rollout.user_code.prompts import load_train_set
 from asyncrl.runtime import checks as runtime
 from asyncrl.trainer import checks as trainer
-from asyncrl.trainer.supervised import checks as supervised
 
 
 def complete(config: Config) -> None:
@@ -103,9 +104,14 @@ def validate(config: Config) -> None:
             for check in (*_CHECKS, optional_problems):
                 messages += check(config)
         else:
-            messages += supervised.check(config)
+            messages += supervised_checks().check(config)
     if messages:
         raise ConfigError("\n".join(messages))
+
+
+def supervised_checks() -> ModuleType:
+    """Return the checks of supervised experiments, which are imported for these alone."""
+    return import_module("asyncrl.trainer.supervised.checks")
 
 
 def warnings(config: ExperimentConfig) -> list[str]:
