@@ -43,9 +43,10 @@ from asyncrl.api.trajectory import check_group, role_of
 from asyncrl.chat.conversation import ChatLimits, ChatRequest, Phase, Turn, TurnRecorder, bytes_of_ids
 from asyncrl.chat.settings import DriftCheck, Reasoning
 from asyncrl.chat.template import ChatFormat, empty_reply, no_completion, reply_of
-from asyncrl.data.chat_template import ChatError, common_length, wrong_turns
-from asyncrl.data.picture_parts import Rendered, check_prompt_pictures, with_content
+from asyncrl.data.chat_template import ChatError
+from asyncrl.data.picture_parts import check_prompt_pictures, with_content, wrong_turns
 from asyncrl.data.stop_strings import check_stop_strings
+from asyncrl.data.tokenizers import Rendered, common_length
 
 _log = logging.getLogger(__name__)
 TOOL_CHOICES = ("auto", "none")

@@ -17,7 +17,7 @@ from collections import Counter as Tally
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client.core import CollectorRegistry, Metric
 from prometheus_client.core import CounterMetricFamily as Counter
@@ -30,7 +30,6 @@ from asyncrl.comm.name_resolve import NameResolver, NameResolveTimeout, Subtree
 from asyncrl.comm.waits import LOOK_S, RunningClock
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import DATA_RECORD_FILE
-from asyncrl.data.curriculum import make_curriculum
 from asyncrl.data.datasets import DataRecord
 from asyncrl.data.prompt_queue import DataOrder
 from asyncrl.manager.fleet.decisions import FleetDecisions
@@ -53,6 +52,9 @@ from asyncrl.trainer.parallel.placement import worker_grid
 from asyncrl.weights.manifest import Manifest, ManifestError, verify
 from asyncrl.weights.transports.base import weight_transport
 
+if TYPE_CHECKING:
+    from asyncrl.data.curriculum import Curriculum
+
 Values = float | Mapping[str, float]
 """A metric's value, or its values by label."""
 _WORKER_GONE = "%s is gone or silent: its rollouts are dropped, and their prompts wait for any worker"
@@ -65,7 +67,11 @@ class GserverManager(AsyncWorker):
         super().__init__(spec)
         config = self.config
         self._clock = RunningClock()
-        curriculum = config.dataset.curriculum
+        make_curriculum: Callable[[object], Curriculum] | None = None
+        if config.dataset.curriculum.is_on:
+            from asyncrl.data import curriculum
+
+            make_curriculum = partial(curriculum.make_curriculum, config.dataset.curriculum)
         self._ledger = None if config.samples.only else Ledger.of_run(self.run_dir, config)
         """How every rollout ended; a run that only keeps samples trains none."""
         bound = (config.train_batch_size, config.max_head_offpolicyness)
@@ -83,7 +89,7 @@ class GserverManager(AsyncWorker):
             policies=[policy.name for policy in config.policies],
             trained=config.trained_policies,
             launch=self.launch,
-            curriculum=partial(make_curriculum, curriculum) if curriculum.is_on else None,
+            curriculum=make_curriculum,
             ledger=self._ledger,
         )
         self._first_manifest: Manifest | None = None

@@ -25,7 +25,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
@@ -37,7 +37,6 @@ from asyncrl.comm.http_server import Handler, HttpRoute, HttpServer, Refused, js
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.comm.typed import json_decoder
 from asyncrl.comm.waits import HOLD_S, Notifier
-from asyncrl.data.curriculum import Curriculum
 from asyncrl.data.prompt_queue import DataOrder
 from asyncrl.manager import messages as m
 from asyncrl.manager.rollouts.admission import Admission, DeadlinePacing
@@ -46,6 +45,9 @@ from asyncrl.manager.rollouts.rollout_state import RolloutState
 from asyncrl.manager.rollouts.staleness_gate import StalenessGate
 from asyncrl.manager.rollouts.workers import EndedProcess, RollCall, Workers, still_there
 from asyncrl.manager.router import Caller, Router, Routes, ServerView
+
+if TYPE_CHECKING:
+    from asyncrl.data.curriculum import Curriculum
 
 MAX_BODY_BYTES = 16 * 2**20
 """Limit of all calls but the following. A call for ten thousand requests takes less than two megabytes."""

@@ -22,7 +22,7 @@ from asyncrl.config.setting import group_problems, token_ids
 from asyncrl.config.variants import CODE, evaluation_sets, with_code_of
 from asyncrl.data import checks as datasets
 from asyncrl.data.checks import field_problems, held_out_problems, source_problems
-from asyncrl.data.files import is_data_path
+from asyncrl.data.settings import is_data_path
 from asyncrl.data.stop_strings import check_stop_strings
 from asyncrl.plugins.checks import check_env, check_rewards, env_code_problems, reward_code_problems
 from asyncrl.rollout.settings import EncoderConfig, EvalConfig

@@ -18,7 +18,6 @@ from asyncrl.config.optional_checks import optional_problems
 from asyncrl.config.run_dir import DATA_RECORD_FILE, LOGS_DIR, run_dir_of
 from asyncrl.config.setting import ConfigError
 from asyncrl.config.variants import evaluation_sets, with_code_of
-from asyncrl.data.curriculum import OwnCurriculum
 from asyncrl.data.datasets import DataRecord, Placed
 from asyncrl.data.prompt_format import PicturesRefused, PromptStats, measure_prompts, shown
 from asyncrl.data.settings import Overlong
@@ -58,6 +57,8 @@ def _wrong_data(config: Config, folder: Path | None) -> Iterator[str]:
         except ConfigError as error:
             yield str(error)
     if config.dataset.curriculum.path:
+        from asyncrl.data.curriculum import OwnCurriculum
+
         try:
             OwnCurriculum(config.dataset.curriculum.path, config.dataset.curriculum.args).check()
         except ConfigError as error:

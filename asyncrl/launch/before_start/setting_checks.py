@@ -22,7 +22,7 @@ from asyncrl.config.load import Config, load_experiment, settings
 from asyncrl.config.optional_checks import optional_problems
 from asyncrl.config.setting import ConfigError, value_problems
 from asyncrl.config.variants import config_of_policy
-from asyncrl.data.files import JSONL, PARQUET
+from asyncrl.data.settings import JSONL, PARQUET
 from asyncrl.inference import checks as inference
 from asyncrl.manager import checks as manager
 from asyncrl.master import checks as master

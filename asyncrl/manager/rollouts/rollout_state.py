@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from asyncrl.comm.ended_rollouts import (
     Abandoned,
@@ -22,7 +23,6 @@ from asyncrl.comm.ended_rollouts import (
     RecentIds,
     RolloutLine,
 )
-from asyncrl.data.curriculum import Curriculum
 from asyncrl.data.prompt_queue import DataOrder, NextTry, PromptQueue, UsedPrompts
 from asyncrl.manager.messages import (
     DroppedRollout,
@@ -36,6 +36,9 @@ from asyncrl.manager.messages import (
 )
 from asyncrl.manager.rollouts.staleness_gate import WORKER_LOST, RolloutTicket, StalenessGate
 from asyncrl.manager.rollouts.workers import Suspects
+
+if TYPE_CHECKING:
+    from asyncrl.data.curriculum import Curriculum
 
 NOBODY = "nobody/0"
 """Worker of a rollout that only the trainer knows."""
