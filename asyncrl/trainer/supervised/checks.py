@@ -12,9 +12,9 @@ from asyncrl.config.setting import ChoiceConfig, ConfigError, Device, did_you_me
 from asyncrl.data.checks import source_problems
 from asyncrl.data.datasets import Placed
 from asyncrl.data.demonstrations import conversation_of, load_demonstrations, wrong_conversation
-from asyncrl.data.files import FileDataset, is_data_path
+from asyncrl.data.files import FileDataset
 from asyncrl.data.preferences import judged_answers
-from asyncrl.data.settings import TrainOn
+from asyncrl.data.settings import TrainOn, is_data_path
 from asyncrl.models.folder_checks import hugging_face_folder
 from asyncrl.runtime.process.hardware import count_gpus
 from asyncrl.trainer.model.lora_checks import lora_problems
