@@ -40,7 +40,7 @@ from asyncrl.api import (
 from asyncrl.api.generation import seed_from
 from asyncrl.api.picture import PictureError, PlacedPicture
 from asyncrl.api.trajectory import check_group, role_of
-from asyncrl.chat.conversation import ChatLimits, ChatRequest, Phase, Turn, TurnRecorder, bytes_of_ids
+from asyncrl.chat.conversation import ChatLimits, ChatRequest, Turn, TurnRecorder, bytes_of_ids
 from asyncrl.chat.settings import DriftCheck, Reasoning
 from asyncrl.chat.template import ChatFormat, empty_reply, no_completion, reply_of
 from asyncrl.data.chat_template import ChatError
@@ -216,7 +216,7 @@ class EpisodeClient:
         given = request.input_ids[length:]
         shown = tuple(placed.shifted(-length) for placed in request.pictures if placed.position >= length)
         state = self._begun(parent, parent, len(request.input_ids))
-        if state.ended:
+        if state.over:
             return GenerationResult(request.request_id, tuple(no_completion() for _ in range(request.n)))
         result = await self._policy.generate(replace(request, sampling=_within(request.sampling, state)))
         for completion in result.completions:
@@ -263,7 +263,7 @@ class EpisodeClient:
         ids = context.ids
         self._check_drift(context, ids, messages, tools)
         state = self._begun(context.parent, context.before, len(ids))
-        if state.ended:
+        if state.over:
             return empty_reply(ids)
         seed = self._seed(ids, context.pictures, wanted.seed)
         stops = tuple(dict.fromkeys((*wanted.stop_token_ids, *chat.stop_token_ids)))
@@ -445,15 +445,15 @@ class EpisodeClient:
             ConversationEnded: it had reached a limit, and an earlier answer has reported that.
         """
         state = before.request if before else ChatRequest(self._rules.limits)
-        if before is not None and state.phase is Phase.calling_tools:
+        if before is not None and state.calls_tools:
             seconds = time.monotonic() - before.answered_at
             self._counts["tool_s"] += seconds
             state = state.tools_returned(seconds)
         if parent is None and before is not None:
             state = state.forked()
-        if not state.ended:
+        if not state.over:
             state = state.begin(tokens)
-        if state.ended:
+        if state.over:
             if not self._recorder.cut_off(before, tokens):
                 raise ConversationEnded(f"the conversation is over: {state.over}; end it at finish_reason 'length'")
             self._counts[f"limit_{state.over.partition('=')[0].rpartition('.')[2]}"] += 1
