@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import pytest
 
 from asyncrl.api import Completion, EpisodeError, FinishReason, Sample
-from asyncrl.rollout.rollout_client import GeneratedTokens
+from asyncrl.rollout.generated_tokens import GeneratedTokens
+from asyncrl.rollout.rollout_client import RolloutClient, RolloutPolicy
 
 
 def answer(*tokens: int, logprob: float = -0.5, version: int = 3) -> Completion:
@@ -83,7 +85,6 @@ def test_two_policies_that_change_places_are_refused(generated: GeneratedTokens)
 
 
 def test_a_run_with_one_trained_policy_records_nothing() -> None:
-    alone = GeneratedTokens(())
-    alone.answered("", [SOLVED])
-    alone.check([sample(JUDGED)])  # an agent may train on demonstrations
+    alone = RolloutPolicy(cast(RolloutClient, None), "r", None)
+    assert alone.generated is None, "an agent may train on demonstrations"
     assert alone.metrics() == {}
