@@ -118,6 +118,8 @@ def check_format(config: ExperimentConfig, chat: ChatTemplate | None) -> None:
     Raises:
         ConfigError: it does not.
     """
+    if not config.tools and not config.mcp:
+        return
     if chat is None:
         raise ConfigError(
             "tools: the tokenizer has no chat template that describes them to the model; set dataset.chat_template to "
