@@ -11,7 +11,8 @@ from asyncrl.api import ChatClient, Environment, Outcome, Prompt, RewardFunction
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.rollout.user_code.agents import Play, takes_tools
-from asyncrl.rollout.user_code.environments import Environments, UsersEnvironment
+from asyncrl.rollout.user_code.environments import Environments
+from asyncrl.rollout.user_code.hosted import UsersEnvironment
 from asyncrl.rollout.user_code_pool.agent_protocol import answer, outcome_of
 from asyncrl.rollout.user_code_pool.call_records import Activity
 from asyncrl.rollout.user_code_pool.child import MAKE, USE, ChildCall, CodeTarget
