@@ -12,10 +12,11 @@ Training may need more of a group than its samples:
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -183,6 +184,8 @@ class UserComponents:
             )
         self.runner = UserCodeRunner(config.rollout.user_code, config.env, config.agent)
         self._config, self._form, self._model_config = config, form, model_config
+        self._conversations: Conversations | None = None
+        self._making = threading.Lock()
         if form.chat is not None:
             from asyncrl.rollout.user_code.conversations import check_thoughts
 
@@ -228,15 +231,18 @@ class UserComponents:
             try:
                 yield
             finally:
-                if "conversations" in vars(self):
-                    await self.conversations.close()
+                if self._conversations is not None:
+                    await self._conversations.close()
 
-    @cached_property
+    @property
     def conversations(self) -> Conversations:
-        """The conversations of agents with the policy, made for the first client."""
-        from asyncrl.rollout.user_code.conversations import Conversations
+        """The conversations of agents with the policy, made for the first client, which any thread may ask for."""
+        with self._making:
+            if self._conversations is None:
+                from asyncrl.rollout.user_code.conversations import Conversations
 
-        return Conversations(self._config, self._form, self._model_config)
+                self._conversations = Conversations(self._config, self._form, self._model_config)
+            return self._conversations
 
     def chat_notes(self) -> list[str]:
         """Describe what the chat template does in conversations of several turns; nothing if there is none."""
