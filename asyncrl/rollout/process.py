@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import pkgutil
-from collections.abc import Coroutine
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from asyncrl.api.picture import Picture, evenly
 from asyncrl.comm import names
+from asyncrl.comm.http_client import JsonHttp
 from asyncrl.comm.push_pull import TrajectoryPusher, group
 from asyncrl.comm.request_reply import Done, RequestServer
 from asyncrl.comm.waits import CLOSE_S, LOOK_S
@@ -25,13 +27,11 @@ from asyncrl.rollout.messages import Evaluate, EvaluationResult, StillThere
 from asyncrl.rollout.rollout_client import RolloutClient
 from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code.prompts import check_same_data
-from asyncrl.rollout.user_code_pool.call_records import failed_user_code
+from asyncrl.rollout.user_code.rewards import Embedder
+from asyncrl.rollout.user_code_pool.call_records import UserCodeError, failed_user_code
 from asyncrl.runtime.plan import REPLAY, WORKER_INPUTS, brings_inputs
 from asyncrl.runtime.process.waiting import StopRequested, cancel
 from asyncrl.runtime.process.worker import AsyncWorker, CannotContinue
-
-if TYPE_CHECKING:
-    from asyncrl.rollout.embedding import Embedder
 
 
 class RolloutWorker(AsyncWorker):
@@ -67,15 +67,10 @@ class RolloutWorker(AsyncWorker):
         rollout = config.rollout
         can = capabilities_of(config, self._components.vocab_size, self._components.tokenizer.decode_all)
         manager = await self.find_manager()
-        embedded: AbstractAsyncContextManager[Embedder | None] = nullcontext()
-        if rollout.encoder.servers:
-            from asyncrl.rollout.embedding import embedder_of
-
-            embedded = embedder_of(rollout.encoder, self.resolver, self.http_security)
         try:
             async with (
                 self._components.entered(),
-                embedded as embedder,
+                self._embedder() as embedder,
                 RolloutClient(
                     manager,
                     can,
@@ -107,6 +102,31 @@ class RolloutWorker(AsyncWorker):
                     server.close()
         finally:
             await manager.close()
+
+    @asynccontextmanager
+    async def _embedder(self) -> AsyncIterator[Embedder | None]:
+        """Yield an embedder that asks the registered EncoderServers; None if the run has none."""
+        config = self.config.rollout.encoder
+        if not config.servers:
+            yield None
+            return
+        from asyncrl.inference.encoder.client import EncoderClient, EncoderUnavailable  # only with such servers
+
+        servers = await asyncio.to_thread(self.resolver.follow, names.ENCODER_SERVERS)
+        http = JsonHttp(self.http_security)
+        client = EncoderClient(http, servers.entries, config.timeout_s)
+
+        async def embed(episodes: Sequence[Sequence[Picture]]) -> list[tuple[float, ...]]:
+            clips = [[each[-1]] * config.frames if config.end else evenly(each, config.frames) for each in episodes]
+            try:
+                return [tuple(vector) for vector in await client.embed(clips)]
+            except EncoderUnavailable as error:
+                raise UserCodeError(f"encoder {config.path}", f"gave no embeddings: {error}") from error
+
+        try:
+            yield embed
+        finally:
+            await http.close()
 
     async def find_manager(self) -> ManagerClient:
         """Return a client of the GserverManager once that is registered."""

@@ -11,15 +11,16 @@ import inspect
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum, auto
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from asyncrl.api import Episode, GroupClient, Prompt, RunIn, Sample, Tokenizer, answer_text
 from asyncrl.api.agent import play_with_retries
+from asyncrl.api.picture import Picture
 from asyncrl.api.reward import ROW_CHECK, is_verdict
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.settings import ROW_METRICS, NamedRewardConfig, RewardConfig
@@ -35,13 +36,12 @@ from asyncrl.rollout.user_code_pool.runner import (
     target_in,
 )
 
-if TYPE_CHECKING:
-    from asyncrl.rollout.embedding import Embedder
-
 _NO_REWARD = "returned an invalid reward"
 SOURCE = "source"
 """The column of a row that names its source; a mixture of datasets fills it in."""
 SCORE = "score"
+Embedder: TypeAlias = "Callable[[Sequence[Sequence[Picture]]], Awaitable[list[tuple[float, ...]]]]"
+"""Embeds the frames of N episodes: `[N, D]`."""
 
 _log = logging.getLogger(__name__)
 
@@ -249,8 +249,6 @@ class Rewards:
         """Return the sum of the rewards of groups for each sample, `[S]`."""
         parts = self._for(self._of_groups, group[0].data) if group else ()
         if parts and self.embedder is not None and len({each.episode for each in group}) > 1:
-            from asyncrl.rollout.embedding import with_embeddings
-
             group = await with_embeddings(group, self.embedder)
         by_part = await asyncio.gather(*(self._of_group(part, group) for part in parts))
         return [_summed([values[number] for values in by_part]) for number in range(len(group))]
@@ -290,6 +288,20 @@ class Rewards:
             return [_given(part, value) for value in values]
         except UserCodeError as error:
             return [_stand_in(part, error) for _ in group]
+
+
+async def with_embeddings(group: Sequence[Episode], embedder: Embedder) -> list[Episode]:
+    """Return the samples of `group` with the embeddings of their episodes; an episode without frames has none.
+
+    Raises:
+        UserCodeError: the frames could not be embedded.
+    """
+    frames: dict[int, list[Picture]] = {}
+    for sample in group:
+        if sample.frames:
+            frames.setdefault(sample.episode, []).extend(sample.frames)
+    vectors = dict(zip(frames, await embedder(list(frames.values())), strict=True)) if frames else {}
+    return [replace(sample, embedding=vectors.get(sample.episode, ())) for sample in group]
 
 
 def _with(sample: Sample, added: Added) -> Sample:
