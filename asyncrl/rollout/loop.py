@@ -242,8 +242,7 @@ class RolloutLoop:
         """Play the group's episodes, each with its reward; return their samples and metrics."""
         with metered() as meter:
             samples, counted = await self._components.play_to_train(prompt, policy, self._tries)
-        if policy.generated is not None:
-            policy.generated.check(samples)
+        policy.generated.check(samples)
         self._sender.take_lost(counted)
         return samples, metrics_of(samples) | counted | policy.metrics() | meter.metrics()
 

@@ -33,7 +33,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from asyncrl.api import (
     Completion,
@@ -60,12 +60,10 @@ from asyncrl.data.prompt_format import InvalidPrompt
 from asyncrl.data.prompt_queue import PromptRef
 from asyncrl.rollout.checks import code_problems, problems_of_others
 from asyncrl.rollout.episode import GroupRules, RetryLimits
+from asyncrl.rollout.rollout_client import GeneratedTokens
 from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code_pool.call_records import Activity, UserCodeError, failed_label, metered
 from asyncrl.runtime.supervisor import end_marked
-
-if TYPE_CHECKING:
-    from asyncrl.rollout.generated_tokens import GeneratedTokens
 
 _log = logging.getLogger(__name__)
 OUTCOME_FILE = "outcome.json"
@@ -205,11 +203,7 @@ class MadeUpPolicy:
     """Answers with up to eight tokens of the request itself, in random order, then the end token; scores with -1."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int, trained: Collection[str] = ()) -> None:
-        self.generated: GeneratedTokens | None = None
-        if trained:
-            from asyncrl.rollout.generated_tokens import GeneratedTokens
-
-            self.generated = GeneratedTokens(trained)
+        self.generated = GeneratedTokens(trained)
         self.asked: set[str] = set()
         """Names of the policies that received a request."""
         self._end, self._random = tokenizer.eos_token_id, random.Random(seed)
@@ -222,8 +216,7 @@ class MadeUpPolicy:
         if request.score_from is not None:
             return GenerationResult(request.request_id, (), (-1.0,) * len(request.input_ids[request.score_from :]))
         answers = tuple(replace(self._answer(request), policy=request.policy) for _ in range(request.n))
-        if self.generated is not None:
-            self.generated.answered(request.policy, answers)
+        self.generated.answered(request.policy, answers)
         return GenerationResult(request.request_id, answers)
 
     def _answer(self, request: GenerationRequest) -> Completion:
@@ -269,8 +262,7 @@ async def rehearse(config: ExperimentConfig) -> RehearsalOutcome:
             if prompt is not None:
                 with metered() as meter:
                     samples, counted = await components.play_to_train(prompt, made_up, tries)
-                if made_up.generated is not None:
-                    made_up.generated.check(samples)
+                made_up.generated.check(samples)
                 if samples:
                     rules.judge(samples)
                     rules.shape(samples)

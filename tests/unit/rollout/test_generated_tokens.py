@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
 
 import numpy as np
 import pytest
 
 from asyncrl.api import Completion, EpisodeError, FinishReason, Sample
-from asyncrl.rollout.generated_tokens import GeneratedTokens
-from asyncrl.rollout.rollout_client import RolloutClient, RolloutPolicy
+from asyncrl.rollout.rollout_client import GeneratedTokens
 
 
 def answer(*tokens: int, logprob: float = -0.5, version: int = 3) -> Completion:
@@ -85,6 +83,7 @@ def test_two_policies_that_change_places_are_refused(generated: GeneratedTokens)
 
 
 def test_a_run_with_one_trained_policy_records_nothing() -> None:
-    alone = RolloutPolicy(cast(RolloutClient, None), "r", None)
-    assert alone.generated is None, "an agent may train on demonstrations"
+    alone = GeneratedTokens(())
+    alone.answered("", [SOLVED])
+    alone.check([sample(JUDGED)])  # an agent may train on demonstrations
     assert alone.metrics() == {}
