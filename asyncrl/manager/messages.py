@@ -496,6 +496,36 @@ class StatusReply(Message, frozen=True):
     rebuilt: bool = True
     """False while the manager waits for the master and the workers to report; the counters are zeros until then."""
 
+    @property
+    def versions_in_use(self) -> set[int]:
+        """Versions that servers serve or load."""
+        in_use = {version for server in self.servers for version in (server.version, server.goal)}
+        return {version for version in in_use if version is not None}
+
+    @property
+    def loading(self) -> bool:
+        """True if a server loads weights, in its first attempt."""
+        return any(server.state == ServerState.UPDATING and not server.failures for server in self.servers)
+
+    @property
+    def able(self) -> bool:
+        """True if a server of the run's own policy is not in quarantine."""
+        return any(server.state != ServerState.QUARANTINED for server in self.servers if not server.policy)
+
+    def describe(self) -> str:
+        """Return the state as one readable line."""
+        gate, counts = self.gate, self.gate.counts
+        shown = ", ".join(
+            f"{each.policy}{each.index} {each.state} v{each.version} ({each.sequences} running)"
+            for each in self.servers
+        )
+        if not self.rebuilt:
+            return f"the gate is shut until the MasterWorker and all RolloutWorkers report; servers: {shown or 'none'}"
+        return (
+            f"gate: trained {counts.trained} + finished {counts.finished_untrained} + running {counts.running} of "
+            f"{gate.limit} allowed at served version {gate.version}; servers: {shown or 'none'}"
+        )
+
 
 class StatusRequest(Request[StatusReply], frozen=True):
     """Ask for the manager's state."""

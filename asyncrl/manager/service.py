@@ -1,9 +1,8 @@
 """The GserverManager's verbs over rollout state, admission, router and leases, and HTTP around them.
 
-From the gate to the ledger: `allocate_rollout` has `rollouts/admission.py` start a rollout if
+From the gate to the ledger: `allocate_rollout` starts a rollout (`rollouts/rollout_state.py`) if
 `rollouts/staleness_gate.py` has room. `received`, `consumed` and the ends that workers report with every call change
-its state in `rollouts/rollout_state.py`. That records each change as a line (`asyncrl.comm.ended_rollouts`) in
-`rollouts/ledger.py`.
+its state. Each change is a line (`asyncrl.comm.ended_rollouts`) in `rollouts/ledger.py`.
 
 The state that must not be lost is in `rollouts/`, with the ledger that says how it came about. A service begins with a
 roll call (`rollouts/workers.py`): its gate is shut until the master and the workers have reported. Its router begins
@@ -14,7 +13,7 @@ whenever something that they depend on has changed:
 
     begin_run          the master brings the checkpoint from which the run continues, before its other calls
     open_session       a worker reports what it holds, before any other call
-    allocate_rollout   waits for room at the gate, and answers with prompts to play (`rollouts/admission.py`)
+    allocate_rollout   waits for room at the gate, and answers with prompts to play (`rollouts/rollout_state.py`)
     schedule_request   waits for a server that takes requests at the wanted version
     wait_expiring      waits until a step can be taken without making a running rollout expire
     lost_servers       waits for a server to leave service unexpectedly
@@ -25,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
@@ -40,12 +39,14 @@ from asyncrl.comm.waits import HOLD_S, Notifier
 from asyncrl.data.curriculum import Curriculum
 from asyncrl.data.prompt_queue import DataOrder
 from asyncrl.manager import messages as m
-from asyncrl.manager.rollouts.admission import Admission, DeadlinePacing
 from asyncrl.manager.rollouts.ledger import Ledger
-from asyncrl.manager.rollouts.rollout_state import RolloutState
+from asyncrl.manager.rollouts.rollout_state import Admission, RolloutState
 from asyncrl.manager.rollouts.staleness_gate import StalenessGate
 from asyncrl.manager.rollouts.workers import EndedProcess, RollCall, Workers, still_there
 from asyncrl.manager.router import Caller, Router, Routes, ServerView
+
+if TYPE_CHECKING:  # optional, see `asyncrl.runtime.plan`
+    from asyncrl.manager.rollouts.pacing import DeadlinePacing
 
 MAX_BODY_BYTES = 16 * 2**20
 """Limit of all calls but the following. A call for ten thousand requests takes less than two megabytes."""

@@ -212,12 +212,12 @@ class TrainLoop:
         try:
             await reports.look()  # 2
         finally:
-            dropped, idle_s = reports.counts.dropped, reports.status.idle_s
+            dropped, idle_s = reports.counts.dropped, reports.idle_s
             self.metrics_log.open(version, perf_counter(), dropped, state["metrics_log"], announced, idle_s)
             write_books(self.run_dir, version, reports.counts)
         if not from_memory:
             await self.publishing.forget_others(version)  # 3
-        in_use = {*reports.status.versions_in_use, announced}
+        in_use = {*reports.versions_in_use, announced}
         path = await self.publishing.publish(version, in_use, to_disk=True) if version else ""
         awaited = self.metrics_log.awaits_evaluation()
         is_cut_off = awaited is not None and awaited < version
@@ -323,10 +323,10 @@ class TrainLoop:
         await reports.trained(batch)  # 1
         try:
             if memory.on:
-                row = self.metrics_log.row(version, batch, measured, reports.status, perf_counter())
+                row = self.metrics_log.row(version, batch, measured, reports, perf_counter())
                 await memory.begin(version, self.run_state.state(row))  # 2
             with observer.doing(f"publishes version {version}", "publish", step=version):
-                path = await self.publishing.publish(version, reports.status.versions_in_use, to_disk=to_disk)  # 3
+                path = await self.publishing.publish(version, reports.versions_in_use, to_disk=to_disk)  # 3
             since = lap(measured, "publish", since)
             with observer.doing(f"keeps step {version}", "memory_checkpoint", step=version):
                 await memory.finish()  # 4
@@ -344,9 +344,7 @@ class TrainLoop:
     def _record(self, batch: TrainBatch, measured: Row) -> None:
         """Write the step's row of metrics, and the books."""
         state, reports = self.run_state, self.reports
-        self.metrics_log.step(
-            state.version, batch, measured | self.checkpoints.figures(), reports.status, perf_counter()
-        )
+        self.metrics_log.step(state.version, batch, measured | self.checkpoints.figures(), reports, perf_counter())
         write_books(self.run_dir, state.version, reports.counts)
         state.recorded = state.version
         self.stall.progressed()
@@ -383,7 +381,7 @@ class TrainLoop:
             await self.announcer.close()
             await self.turns.take_to_end(self.config.system.stop_timeout_s / 2)
         if self.publishing.on_disk != state.version:
-            in_use = self.reports.status.versions_in_use
+            in_use = self.reports.versions_in_use
             await self.publishing.publish(state.version, in_use, to_disk=True)  # the run leaves this policy behind
         await self.checkpoints.finish()
         await self.checkpoints.save_if_unsaved()

@@ -76,6 +76,8 @@ SHARED_DEVICES: Final = "asyncrl.colocated.master:SharedDevices"
 """The MasterWorker's turns on devices that it shares with servers. This and the part of the GserverManager are all that
 names the optional package `asyncrl.colocated`; they are resolved only with such servers (`generation.guests`).
 """
+DEADLINE_PACING: Final = "asyncrl.manager.rollouts.pacing:DeadlinePacing"
+"""A part of the GserverManager with `rollout.pacing=deadline`; other runs do not load it."""
 COLOCATED_SERVERS: Final = "asyncrl.colocated.manager:ColocatedServers"
 """A part of the GserverManager."""
 MODEL: Final = "model"

@@ -597,9 +597,8 @@ async def test_the_status_has_a_line_for_people(manager: Manager) -> None:
     await client.allocate([*"abcd"], timeout_s=30)
     manager.clock.now = 3.0
     status = await client.status()
-    assert status.idle_s == 0.0, "rollouts run"
-    line = await client.describe()
-    assert line.startswith("gate: trained 0 + finished 0 + running 4 of 4 allowed at served version 0")
+    assert status.gate.idle_s == 0.0, "rollouts run"
+    assert status.describe().startswith("gate: trained 0 + finished 0 + running 4 of 4 allowed at served version 0")
 
 
 async def test_strangers_are_refused_and_counted(manager: Manager) -> None:

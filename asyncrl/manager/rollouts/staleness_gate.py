@@ -146,18 +146,9 @@ class LiveRollouts:
         live = self._by_id.get(rollout_id)
         return None if live is None or live.finished else live.ticket
 
-    @property
-    def owners(self) -> set[str]:
-        """Workers that have live rollouts."""
-        return set(self._by_owner)
-
-    def running_of(self, owner: str) -> list[str]:
-        """Return the rollouts that run on worker `owner`."""
-        return [key for key, live in self._by_owner.get(owner, {}).items() if not live.finished]
-
-    def prompts_of(self, owner: str) -> list[str]:
-        """Return the prompts of the rollouts that run on worker `owner`."""
-        return [live.ticket.prompt_id for live in self._by_owner.get(owner, {}).values() if not live.finished]
+    def running_of(self, owner: str) -> list[RolloutTicket]:
+        """Return the tickets of the rollouts that run on worker `owner`."""
+        return [live.ticket for live in self._by_owner.get(owner, {}).values() if not live.finished]
 
     def by_version(self) -> list[tuple[int, int, int]]:
         """Return each version of admission, ascending, with the numbers of its running and its finished rollouts."""
@@ -174,13 +165,13 @@ class LiveRollouts:
         ticket = live.ticket
         self._by_id[ticket.rollout_id] = live
         self._by_owner.setdefault(ticket.owner, {})[ticket.rollout_id] = live
-        self._count(live)
+        self._count(live, 1)
 
     def finish(self, live: LiveRollout) -> None:
         """Record that a running rollout is finished."""
-        self._uncount(live)
+        self._count(live, -1)
         live.finished = True
-        self._count(live)
+        self._count(live, 1)
 
     def part(self, rollout_id: str) -> LiveRollout | None:
         """Remove a rollout, and return it; None if it is not live."""
@@ -191,23 +182,17 @@ class LiveRollouts:
         del of_owner[rollout_id]
         if not of_owner:
             del self._by_owner[live.ticket.owner]
-        self._uncount(live)
+        self._count(live, -1)
         return live
 
-    def _count(self, live: LiveRollout) -> None:
-        self._counts_of(live)[live.version] += 1
-        self.running_count += not live.finished
-
-    def _uncount(self, live: LiveRollout) -> None:
-        counts = self._counts_of(live)
-        counts[live.version] -= 1
+    def _count(self, live: LiveRollout, change: int) -> None:
+        """Add `change` to the number of rollouts in this state, of this version of admission."""
+        counts = self._finished_at if live.finished else self._running_at
+        counts[live.version] += change
         if not counts[live.version]:
             del counts[live.version]
-        self.running_count -= not live.finished
-
-    def _counts_of(self, live: LiveRollout) -> Counter[int]:
-        """Return the counts, by version of admission, that a rollout of this state belongs to."""
-        return self._finished_at if live.finished else self._running_at
+        if not live.finished:
+            self.running_count += change
 
 
 class StalenessGate:

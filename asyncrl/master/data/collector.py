@@ -32,7 +32,7 @@ from asyncrl.comm.names import ACTOR
 from asyncrl.comm.request_reply import R, Request, RequestClient, RequestTimeout
 from asyncrl.comm.waits import ANSWER_S, BURST_S, CALL_S, GATHER_S, HOLD_S
 from asyncrl.data.prompt_queue import UsedPrompts
-from asyncrl.manager.client import GateStatus, ManagerClient
+from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import ConsumedReply, GateCheckpoint, ReceivedRollout, RunBegin, TrainedRollout
 from asyncrl.master.data.sample_buffer import Drop, SampleBuffer, TrainBatch
 from asyncrl.runtime.process.waiting import StopRequested, cancel, or_stop
@@ -245,7 +245,8 @@ class Reports:
 
     Attributes:
         counts: the gate's counters in its newest reply.
-        status: the gate's state in its newest reply.
+        idle_s: seconds so far in which the gate let no rollout run, in its newest reply.
+        versions_in_use: versions that servers serve or load, in its newest reply.
         checkpoint: the gate's part of the run's state at its newest version.
     """
 
@@ -258,7 +259,7 @@ class Reports:
         *,
         limit_s: float,
     ) -> None:
-        self.counts, self.status = RolloutCounts(), GateStatus()
+        self.counts, self.idle_s, self.versions_in_use = RolloutCounts(), 0.0, set[int]()
         self.checkpoint = GateCheckpoint(used=UsedPrompts().to_json())
         self._manager, self._collector, self._buffer, self._stop = manager, collector, buffer, stop
         self._limit_s, self._begun = limit_s, False
@@ -273,7 +274,8 @@ class Reports:
 
     async def look(self) -> None:
         """Ask for the manager's status without a report."""
-        self.status = await or_stop(self._manager.status(), self._stop, self._limit_s)
+        status = await or_stop(self._manager.status(), self._stop, self._limit_s)
+        self.idle_s, self.versions_in_use = status.gate.idle_s, status.versions_in_use
 
     async def begin(self, version: int) -> None:
         """Bring the manager the checkpoint and the rollouts that the ranks hold, unless that is done; then it opens its
@@ -328,8 +330,7 @@ class Reports:
         drops = list(self._drops)
         messages = [drop.message for drop in drops]
         reply = await self._answered(self._manager.consumed(version, trained, messages))
-        self.counts = reply.counts
-        self.status = GateStatus(reply.idle_s, frozenset(reply.versions_in_use), reply.counts.dropped)
+        self.counts, self.idle_s, self.versions_in_use = reply.counts, reply.idle_s, set(reply.versions_in_use)
         del self._drops[: len(drops)]
         if drops:
             await self._collector.discard([drop.record for drop in drops], self._limit_s)

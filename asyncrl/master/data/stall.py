@@ -29,7 +29,8 @@ from typing import Any, Final, NoReturn, TypeVar
 from asyncrl.comm.ended_rollouts import DropReason, is_filter_reason
 from asyncrl.comm.http_client import HttpError
 from asyncrl.comm.waits import ANSWER_S, ASK_S, LOOK_S, RunningClock, running_wait
-from asyncrl.manager.client import GateStatus, ManagerClient, ManagerGone
+from asyncrl.manager.client import ManagerClient, ManagerGone
+from asyncrl.manager.messages import StatusReply
 from asyncrl.master.data.collector import Collector
 from asyncrl.master.data.sample_buffer import SampleBuffer
 from asyncrl.master.peers import NameBoard, Stalled
@@ -61,12 +62,12 @@ class RolloutSigns:
 
     def __init__(self, ahead: int) -> None:
         self._ahead = ahead
-        self._seen: tuple[int, int, int | None] | None = None
+        self._seen: tuple[int, int, int] | None = None
         self._lost_before: dict[str, int] = {}
         self.lost: dict[str, int] = {}
         """Rollouts lost since the last one that arrived or was rejected by a filter, by reason."""
 
-    def take(self, received: int, status: GateStatus) -> bool:
+    def take(self, received: int, status: StatusReply) -> bool:
         """Process the state of the run; return True if there is a sign of life.
 
         Args:
@@ -74,18 +75,19 @@ class RolloutSigns:
         """
         if not status.rebuilt:  # the manager waits for workers, for one lease at most
             return False
-        filtered = sum(count for reason, count in status.dropped.items() if is_filter_reason(reason))
+        counts = status.gate.counts
+        filtered = sum(count for reason, count in counts.dropped.items() if is_filter_reason(reason))
         lost = {
             reason: count
-            for reason, count in status.dropped.items()
+            for reason, count in counts.dropped.items()
             if reason != DropReason.stale and not is_filter_reason(reason)
         }
-        seen = (received, filtered, status.served)
+        seen = (received, filtered, status.gate.version)
         if seen != self._seen:
             self._seen, self._lost_before, self.lost = seen, lost, {}
             return True
         self.lost = {reason: n for reason, count in lost.items() if (n := count - self._lost_before.get(reason, 0)) > 0}
-        return status.loading or (status.running > 0 and status.able and sum(self.lost.values()) < self._ahead)
+        return status.loading or (counts.running > 0 and status.able and sum(self.lost.values()) < self._ahead)
 
     def describe(self) -> str:
         """Describe the lost rollouts, for a message; empty if there are none."""
@@ -226,11 +228,11 @@ class StallWatch:
             except (HttpError, ManagerGone) as error:
                 _log.info("it is not known what the rollouts do: %s", error)
                 continue
-            if status.rebuilt and status.used_up:
-                raise PromptsUsedUp
-            warning = self._filtered.take(version, len(self._buffer), status.dropped) if status.rebuilt else None
-            if warning is not None:
-                remark(self._run_dir, warning)
+            if status.rebuilt:
+                if status.gate.used_up:
+                    raise PromptsUsedUp
+                if warning := self._filtered.take(version, len(self._buffer), status.gate.counts.dropped):
+                    remark(self._run_dir, warning)
             if self._signs.take(self._buffer.received, status) and not self._collector.silent:
                 self.progressed()
 
@@ -240,7 +242,7 @@ class StallWatch:
     async def _diagnosis(self, version: int, what: str) -> str:
         try:
             async with asyncio.timeout(ANSWER_S):
-                gate = await self._manager.describe()
+                gate = (await self._manager.status()).describe()
         except Exception as error:
             gate = f"the GserverManager does not answer ({type(error).__name__}: {error})"
         silent = "".join(f"; data head {head} (a ModelWorker) is silent" for head in self._collector.silent)

@@ -370,7 +370,7 @@ def check_that_none_is_lost(run: Run) -> None:
     dropped.
     """
     gate, buffer = run.manager.service.gate, run.loop.run_state.buffer
-    running = {*workers_of(run).held, *gate.live.running_of(SILENT)}
+    running = {*workers_of(run).held, *(each.rollout_id for each in gate.live.running_of(SILENT))}
     waiting = {record.rollout_id for record in buffer.live()}
     assert sorted(gate.live) == sorted([*running, *waiting])
     assert gate.finished == len(waiting)

@@ -76,7 +76,7 @@ class TrainerAndWorkers(RuleBasedStateMachine):
     @rule(worker=st.sampled_from(["w0", "w1"]), dead=st.booleans())
     def lease_runs_out(self, worker: str, dead: bool) -> None:
         """A worker that is not dead goes on with what it had; a rank may have what a dead one delivered."""
-        for name in self.gate.live.running_of(worker):
+        for name in [each.rollout_id for each in self.gate.live.running_of(worker)]:
             assert self.gate.drop(name, WORKER_LOST) is not None
             self.lost.add(name)
         for name in [name for name in self.running if dead and self.owner[name] == worker]:
