@@ -17,19 +17,22 @@ import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from asyncrl.comm.ended_rollouts import CUT_SHORT
 from asyncrl.comm.request_reply import RequestClient, RequestTimeout
 from asyncrl.comm.waits import ASK_S, LOOK_S, RunningClock, running_wait
 from asyncrl.manager.settings import VersionPoolConfig
-from asyncrl.master.evaluations import Outcomes, WinRates
+from asyncrl.master.evaluations import Outcomes
 from asyncrl.master.metrics_log import MetricsLog
 from asyncrl.master.peers import NameBoard, RankClients, ReplaceableWorker
 from asyncrl.observe import observer
 from asyncrl.rollout.messages import Evaluate, EvaluationResult, StillThere
 from asyncrl.runtime.process.waiting import cancel
 from asyncrl.trainer.messages import CollectWeights, Publish
+
+if TYPE_CHECKING:  # optional, see `asyncrl.runtime.plan`
+    from asyncrl.master.win_rates import WinRates
 
 _log = logging.getLogger(__name__)
 
@@ -90,7 +93,7 @@ class VersionAnnouncer:
         board: where versions are announced.
         rollouts: the RolloutWorkers, which evaluate.
         metrics_log: knows which evaluations are due, and records them.
-        win_rates: announced with each version.
+        win_rates: of prioritised pools, announced with each version; None without such pools.
         clock: tells when the last evaluation ended.
         limit_s: longest silence of a worker that evaluates.
 
@@ -103,7 +106,7 @@ class VersionAnnouncer:
         board: NameBoard,
         rollouts: Sequence[_Worker],
         metrics_log: MetricsLog,
-        win_rates: WinRates,
+        win_rates: WinRates | None,
         clock: RunningClock,
         limit_s: float,
     ) -> None:
@@ -151,7 +154,7 @@ class VersionAnnouncer:
 
     def announce(self, version: int, path: str) -> None:
         """Announce `version`, which servers have to load from now on."""
-        self._board.announce_version(version, path, self._win_rates.at(version))
+        self._board.announce_version(version, path, None if self._win_rates is None else self._win_rates.at(version))
         self.announced = version
 
     def evaluate_if_due(self) -> None:

@@ -38,9 +38,9 @@ from asyncrl.inference.settings import guests_of
 from asyncrl.manager.client import ManagerClient
 from asyncrl.master.data.batches import AheadScorer, Batches, DeviceTurns, frozen_calls
 from asyncrl.master.data.collector import Collector, Reports, check_books
-from asyncrl.master.data.sample_buffer import ConfiguredOrder, SampleBuffer, TrainBatch
+from asyncrl.master.data.sample_buffer import SampleBuffer, TrainBatch
 from asyncrl.master.data.stall import PromptsUsedUp, StallWatch
-from asyncrl.master.evaluations import Row, WinRates
+from asyncrl.master.evaluations import Row
 from asyncrl.master.graph import Graph
 from asyncrl.master.metrics_log import MetricsLog, buffered_s, of_ranks
 from asyncrl.master.peers import NameBoard, RankClients, ReplaceableWorker
@@ -56,7 +56,7 @@ from asyncrl.master.run_state import (
 from asyncrl.master.step import Dealing, Executor, column_moves, plan_batch
 from asyncrl.observe import observer
 from asyncrl.observe.observer import Activity
-from asyncrl.runtime.plan import SHARED_DEVICES
+from asyncrl.runtime.plan import BUFFER_ORDER, SHARED_DEVICES, WIN_RATES
 from asyncrl.runtime.process.stacks import profiled
 from asyncrl.runtime.process.waiting import StopRequested, cancel, or_stop
 from asyncrl.runtime.process.worker import StateLost
@@ -122,7 +122,8 @@ class TrainLoop:
 
         # it waits until there is a batch
         self.metrics_log = MetricsLog(config, run_dir, self.collector, buffer)
-        win_rates = WinRates.of_run(config)
+        has_prioritised = any(policy.is_prioritised for policy in config.policies)
+        win_rates = pkgutil.resolve_name(WIN_RATES).of_run(config) if has_prioritised else None
         self.announcer = VersionAnnouncer(board, peers.rollouts, self.metrics_log, win_rates, clock, limit_s)
         ahead = (config.max_head_offpolicyness + 1) * config.train_batch_size
         self.stall = StallWatch(
@@ -132,7 +133,8 @@ class TrainLoop:
         if colocated := guests_of(config.generation):
             shared = pkgutil.resolve_name(SHARED_DEVICES)
             self.turns = shared(board, manager, self.stall, self.announcer, stop, len(colocated), colocated.start)
-        order = ConfiguredOrder(config.buffer.order)
+        own_order = config.buffer.order
+        order = pkgutil.resolve_name(BUFFER_ORDER)(own_order) if own_order.path else None
         scorer = AheadScorer(
             frozen_calls(config, graph, placement), buffer, self.ranks, actors[ACTOR], heads=len(heads)
         )
