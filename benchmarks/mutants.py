@@ -58,7 +58,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "gate": ("manager/rollouts/staleness_gate.py", "manager/rollouts/rollout_state.py"),
     "pacing": ("manager/rollouts/pacing.py",),
     "queue": ("data/prompt_queue.py", "data/curriculum.py"),
-    "buffer": ("master/data/sample_buffer.py", "master/data/collector.py"),
+    "buffer": ("master/data/sample_buffer.py", "master/data/order.py", "master/data/collector.py"),
     "batch order": ("master/data/batches.py",),
     "step plan": ("master/step.py",),
     "router": ("manager/router.py",),

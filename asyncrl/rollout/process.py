@@ -8,7 +8,7 @@ import pkgutil
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from asyncrl.api.picture import Picture, evenly
 from asyncrl.comm import names
@@ -20,7 +20,7 @@ from asyncrl.config.run_dir import ANSWERS_DIR, DATA_RECORD_FILE
 from asyncrl.manager.client import ManagerClient
 from asyncrl.observe import observer
 from asyncrl.observe.observer import Activity
-from asyncrl.rollout.evaluation import Evaluator, KeptAnswers
+from asyncrl.rollout.evaluation import Evaluator
 from asyncrl.rollout.generation_servers import capabilities_of
 from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.messages import Evaluate, EvaluationResult, StillThere
@@ -29,9 +29,12 @@ from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code.prompts import check_same_data
 from asyncrl.rollout.user_code.rewards import Embedder
 from asyncrl.rollout.user_code_pool.call_records import UserCodeError, failed_user_code
-from asyncrl.runtime.plan import REPLAY, WORKER_INPUTS, brings_inputs
+from asyncrl.runtime.plan import KEPT_ANSWERS, POLICY_ANSWERS, REPLAY, WORKER_INPUTS, brings_inputs
 from asyncrl.runtime.process.waiting import StopRequested, cancel
 from asyncrl.runtime.process.worker import AsyncWorker, CannotContinue
+
+if TYPE_CHECKING:  # optional, see `asyncrl.runtime.plan`
+    from asyncrl.rollout.kept_answers import KeptAnswers
 
 
 class RolloutWorker(AsyncWorker):
@@ -153,20 +156,26 @@ class RolloutWorker(AsyncWorker):
         sets = len(self._components.prompts.eval_sets) or 1
         max_bytes, decode = int(samples.max_gb * 1e9 / workers / sets), self._components.tokenizer.decode
         folder = self.run_dir / ANSWERS_DIR
-        return KeptAnswers(folder, samples.eval_every, max_bytes, decode, index=self.index, workers=workers)
+        kept: KeptAnswers = pkgutil.resolve_name(KEPT_ANSWERS)(
+            folder, samples.eval_every, max_bytes, decode, index=self.index, workers=workers
+        )
+        return kept
 
     async def _run(self, manager: ManagerClient, client: RolloutClient) -> None:
         """Play rollouts until a stop is requested."""
         components, config = self._components, self.config
         curriculum = config.dataset.curriculum
         right_at = curriculum.right_at if curriculum.is_on else None
+        make_answers = None
+        if config.policies:
+            make_answers = partial(pkgutil.resolve_name(POLICY_ANSWERS), config.trained_policies)
         pusher = TrajectoryPusher((), self.security, identity=self.name)
         try:
             loop = RolloutLoop(
                 *(components, manager, client, pusher.push, config.rollout, config.algorithm.plugins),
                 right_at=right_at,
                 least_episodes=config.algorithm.least_episodes,
-                trained=config.trained_policies,
+                make_answers=make_answers,
             )
             self.ready()
             observer.stage("plays", Activity.serves)
