@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import pkgutil
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Coroutine
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from asyncrl.api.picture import Picture, evenly
 from asyncrl.comm import names
-from asyncrl.comm.http_client import JsonHttp
 from asyncrl.comm.push_pull import TrajectoryPusher, group
 from asyncrl.comm.request_reply import Done, RequestServer
 from asyncrl.comm.waits import CLOSE_S, LOOK_S
@@ -27,9 +25,8 @@ from asyncrl.rollout.messages import Evaluate, EvaluationResult, StillThere
 from asyncrl.rollout.rollout_client import RolloutClient
 from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code.prompts import check_same_data
-from asyncrl.rollout.user_code.rewards import Embedder
-from asyncrl.rollout.user_code_pool.call_records import UserCodeError, failed_user_code
-from asyncrl.runtime.plan import KEPT_ANSWERS, POLICY_ANSWERS, REPLAY, WORKER_INPUTS, brings_inputs
+from asyncrl.rollout.user_code_pool.call_records import failed_user_code
+from asyncrl.runtime.plan import EMBEDDER, KEPT_ANSWERS, POLICY_ANSWERS, REPLAY, WORKER_INPUTS, brings_inputs
 from asyncrl.runtime.process.waiting import StopRequested, cancel
 from asyncrl.runtime.process.worker import AsyncWorker, CannotContinue
 
@@ -71,11 +68,12 @@ class RolloutWorker(AsyncWorker):
         rollout = config.rollout
         can = capabilities_of(config, self._components.vocab_size, self._components.tokenizer.decode_all)
         manager = await self.find_manager()
+        embedding = pkgutil.resolve_name(EMBEDDER)(self) if rollout.encoder.servers else nullcontext()
         try:
             async with (
                 self._components.runner,
                 self._components.tools,
-                self._embedder() as embedder,
+                embedding as embed,
                 RolloutClient(
                     manager,
                     can,
@@ -85,7 +83,7 @@ class RolloutWorker(AsyncWorker):
                     new_tokens_per_chunk=rollout.new_tokens_per_chunk,
                 ) as client,
             ):
-                self._components.rewards.embedder = embedder
+                self._components.rewards.embedder = embed
                 self._evaluator = Evaluator(
                     self._components,
                     client,
@@ -108,31 +106,6 @@ class RolloutWorker(AsyncWorker):
         finally:
             await self._components.conversations.close()
             await manager.close()
-
-    @asynccontextmanager
-    async def _embedder(self) -> AsyncIterator[Embedder | None]:
-        """Yield an embedder that asks the registered EncoderServers; None if the run has none."""
-        config = self.config.rollout.encoder
-        if not config.servers:
-            yield None
-            return
-        from asyncrl.inference.encoder.client import EncoderClient, EncoderUnavailable  # only with such servers
-
-        servers = await asyncio.to_thread(self.resolver.follow, names.ENCODER_SERVERS)
-        http = JsonHttp(self.http_security)
-        client = EncoderClient(http, servers.entries, config.timeout_s)
-
-        async def embed(episodes: Sequence[Sequence[Picture]]) -> list[tuple[float, ...]]:
-            clips = [[each[-1]] * config.frames if config.end else evenly(each, config.frames) for each in episodes]
-            try:
-                return [tuple(vector) for vector in await client.embed(clips)]
-            except EncoderUnavailable as error:
-                raise UserCodeError(f"encoder {config.path}", f"gave no embeddings: {error}") from error
-
-        try:
-            yield embed
-        finally:
-            await http.close()
 
     async def find_manager(self) -> ManagerClient:
         """Return a client of the GserverManager once that is registered."""
