@@ -140,12 +140,12 @@ class NameBoard:
 
     def producers_start(self) -> bool:
         """True while all generation servers, or all RolloutWorkers, are starting, so that no rollout can be made."""
-        return any(self._all_start(kind) for kind in (names.GENERATION_SERVER, names.ROLLOUT_WORKER))
-
-    def _all_start(self, kind: str) -> bool:
-        entries = self._resolver.follow(f"{names.STATUSES}/{kind}").entries()
-        states = {names.WorkerStatus.decode(value).state for value in entries.values()}
-        return "starting" in states and "ready" not in states
+        for kind in (names.GENERATION_SERVER, names.ROLLOUT_WORKER):
+            entries = self._resolver.follow(f"{names.STATUSES}/{kind}").entries()
+            states = {names.WorkerStatus.decode(value).state for value in entries.values()}
+            if "starting" in states and "ready" not in states:
+                return True
+        return False
 
     def announce_version(self, version: int, path: str, win_rates: names.WinRatesOfPools | None = None) -> None:
         """Announce that the actor's newest weights, `version`, are in `path`; `win_rates` are those of pools then."""

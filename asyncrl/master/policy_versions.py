@@ -23,7 +23,6 @@ from asyncrl.comm.ended_rollouts import CUT_SHORT
 from asyncrl.comm.request_reply import RequestClient, RequestTimeout
 from asyncrl.comm.waits import ASK_S, LOOK_S, RunningClock, running_wait
 from asyncrl.manager.settings import VersionPoolConfig
-from asyncrl.master.evaluations import Outcomes
 from asyncrl.master.metrics_log import MetricsLog
 from asyncrl.master.peers import NameBoard, RankClients, ReplaceableWorker
 from asyncrl.observe import observer
@@ -204,7 +203,10 @@ class VersionAnnouncer:
         finally:
             self._running, self._ended_at = None, self._clock()
             if not self._abandoned:
-                self._tell_end(version, outcomes, seconds)
+                self._metrics_log.evaluated(version, outcomes, seconds)
+                if self._put_off is not None:
+                    self.announce(*self._put_off)
+                    self._put_off = None
 
     def _check(self) -> None:
         if self._failure is not None:
@@ -213,12 +215,6 @@ class VersionAnnouncer:
     def _keep_failure(self, ended: asyncio.Task[None]) -> None:
         if not ended.cancelled():
             self._failure = ended.exception()
-
-    def _tell_end(self, version: int, outcomes: Outcomes, seconds: Mapping[str, float]) -> None:
-        self._metrics_log.evaluated(version, outcomes, seconds)
-        if self._put_off is not None:
-            self.announce(*self._put_off)
-            self._put_off = None
 
 
 class Publishing:
@@ -252,29 +248,20 @@ class Publishing:
         if to_disk:
             self.on_disk = version
         kept = {version, version - 1, self.on_disk, self._announcer.announced, *self._announcer.put_off, *in_use}
-        kept |= self._members(version)
-        (own, *_), _ = await asyncio.gather(
-            self._published(version, to_disk=to_disk),
-            self._collect(kept),
-        )
-        return own
+        # All trained policies, those on ranks of their own at the same time. They are handed over in this order, which
+        # is then that of every rank's collectives.
+        publishing = [self._ranks.some(ranks, Publish(role, version, to_disk)) for role, ranks in self._actors.items()]
+        ((own, *_), *_), _ = await asyncio.gather(asyncio.gather(*publishing), self._collect(version, kept))
+        return own.path
 
-    async def _published(self, version: int, *, to_disk: bool) -> list[str]:
-        """Publish all trained policies, those on ranks of their own at the same time; return their folders."""
-        replies = await asyncio.gather(  # handed over in this order, which is then that of every rank's collectives
-            *(self._ranks.some(ranks, Publish(role, version, to_disk)) for role, ranks in self._actors.items())
-        )
-        return [first.path for first, *_ in replies]
-
-    async def _collect(self, kept: Collection[int]) -> None:
+    async def _collect(self, version: int, kept: Collection[int]) -> None:
+        """Remove all versions but those `kept` and the members of pools at `version`."""
+        members = {member for pool in self._pools for member in pool.needed(version)}
         for role in self._actors:
-            await self._ranks.all(CollectWeights(role, tuple(sorted(kept))))
+            await self._ranks.all(CollectWeights(role, tuple(sorted(members.union(kept)))))
 
     async def forget_others(self, version: int) -> None:
         """Remove the weights of all versions except this one and earlier members of pools: after a restart the steps of
         later versions are repeated, with other results.
         """
-        await self._collect({version} | self._members(version))
-
-    def _members(self, version: int) -> set[int]:
-        return {member for pool in self._pools for member in pool.needed(version)}
+        await self._collect(version, {version})

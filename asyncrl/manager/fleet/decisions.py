@@ -223,7 +223,11 @@ class FleetDecisions:
                     else:
                         orders.append(self._begin(life, now))
                 case ServerState.QUARANTINED if now >= life.due and not life.checking and not self._waits(life):
-                    orders.append(self._check(life) if self.targets.goal(life) is None else self._begin(life, now))
+                    if self.targets.goal(life) is not None:
+                        orders.append(self._begin(life, now))
+                    else:
+                        life.checking = True
+                        orders.append(CheckHealth(life.index, life.url))
         for life in self.servers:
             if life.state is ServerState.DRAINING and not running.get(life.index):
                 orders.append(self._begin(life, now))
@@ -428,10 +432,6 @@ class FleetDecisions:
             f"no sign of life for {self._timeout_s:g} s (manager.update_timeout_s) in {what}, which began "
             f"{took_s:.0f} s ago"
         )
-
-    def _check(self, life: ServerLife) -> CheckHealth:
-        life.checking = True
-        return CheckHealth(life.index, life.url)
 
     def _begin_attempt(self, life: ServerLife, state: ServerState) -> None:
         self._attempts += 1

@@ -210,12 +210,11 @@ class FleetRunner:
             running = {view.index: view.sequences for view in self._router.servers}
             for order in self._decisions.poll(self._clock(), running):
                 match order:
-                    case BeginUpdate():
-                        self._end_late_check(order.server)
-                        self._updates[order.attempt] = self._spawn(self._update(order))
-                    case Rest():
-                        self._end_late_check(order.server)
-                        self._updates[order.attempt] = self._spawn(self._rest(order))
+                    case BeginUpdate() | Rest():
+                        if (check := self._late_checks.pop(order.server, None)) is not None:
+                            check.cancel()  # the weights that it checks are about to be replaced
+                        work = self._update(order) if isinstance(order, BeginUpdate) else self._rest(order)
+                        self._updates[order.attempt] = self._spawn(work)
                     case CancelUpdate():
                         self._cancel(order)
                     case CheckHealth():
@@ -303,11 +302,6 @@ class FleetRunner:
                     await self._updater.pause(order.url)
                 except HttpError as unpaused:
                     self._log.warning("generation server %d cannot be paused: %s", order.server, unpaused)
-
-    def _end_late_check(self, server: int) -> None:
-        """Cancel a running late check of the server: the weights that it checks are about to be replaced."""
-        if (check := self._late_checks.pop(server, None)) is not None:
-            check.cancel()
 
     def _cancel(self, order: CancelUpdate) -> None:
         if (update := self._updates.pop(order.attempt, None)) is not None:
@@ -464,14 +458,30 @@ class ServerUpdater:
             HttpError: a step or a check failed.
         """
         client = self._client(order.url)
+
+        async def resume_memory(tags: Collection[MemoryTag]) -> None:
+            if tags:
+                await client.resume_memory(sorted(tags), timeout_s=math.inf)
+                resumed(tags)
+
         if not order.rested:
             await self._pause(order, client)
-        await self._resume_memory(order.released & {MemoryTag.weights}, client, resumed)
-        await self._load(order, client, sending)
-        await self._resume_memory(order.released - {MemoryTag.weights}, client, resumed)
+        await resume_memory(order.released & {MemoryTag.weights})
+        wanted = SendWeights(order.server, client.url, order.target.version, order.keeps_cache, self._timeout_s)
+        try:
+            await self._transport.bring(client, wanted, order.target.read_at, sending)
+        except DamagedVersion:
+            if order.had is not None:
+                await client.resume()
+            raise
+        await resume_memory(order.released - {MemoryTag.weights})
         await client.resume()
-        if not order.keeps_requests:
-            await self._check_or_pause(order, client)  # after `resume`, since a paused server answers nothing
+        if self._check is not None and not order.keeps_requests:  # after `resume`: a paused server answers nothing
+            try:
+                await self._check(order.server, client, order.target)
+            except HttpError:
+                await client.pause(PauseMode.retract, timeout_s=math.inf)  # it returns no token of these weights
+                raise
 
     async def check(self, order: BeginUpdate) -> None:
         """Check a server that has the order's target.
@@ -480,9 +490,11 @@ class ServerUpdater:
             HttpTimeout: it was not checked within the limit of silence: it serves, so its requests come first.
             HttpError: a check failed.
         """
+        if self._check is None:
+            return
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._run_check(order, self._client(order.url))
+                await self._check(order.server, self._client(order.url), order.target)
         except TimeoutError as error:
             raise HttpTimeout(f"{order.url} did not answer within {self._timeout_s:g} s") from error
 
@@ -516,37 +528,6 @@ class ServerUpdater:
             await client.abort_all()  # requests that came since, which wait in the queue
             return
         await client.pause(order.pause, timeout_s=math.inf)
-
-    async def _resume_memory(
-        self,
-        tags: Collection[MemoryTag],
-        client: GenerationServerClient,
-        resumed: Callable[[Collection[MemoryTag]], None],
-    ) -> None:
-        if tags:
-            await client.resume_memory(sorted(tags), timeout_s=math.inf)
-            resumed(tags)
-
-    async def _load(self, order: BeginUpdate, client: GenerationServerClient, sending: Callable[[], None]) -> None:
-        """Have the server load the order's version. If it refuses damaged files, it continues with its own weights."""
-        wanted = SendWeights(order.server, client.url, order.target.version, order.keeps_cache, self._timeout_s)
-        try:
-            await self._transport.bring(client, wanted, order.target.read_at, sending)
-        except DamagedVersion:
-            if order.had is not None:
-                await client.resume()
-            raise
-
-    async def _check_or_pause(self, order: BeginUpdate, client: GenerationServerClient) -> None:
-        try:
-            await self._run_check(order, client)
-        except HttpError:
-            await client.pause(PauseMode.retract, timeout_s=math.inf)  # it returns no token of these weights
-            raise
-
-    async def _run_check(self, order: BeginUpdate, client: GenerationServerClient) -> None:
-        if self._check is not None:
-            await self._check(order.server, client, order.target)
 
 
 class WeightsDiffer(HttpError):
