@@ -35,7 +35,7 @@ from asyncrl.comm.waits import Notifier
 from asyncrl.data.curriculum import Curriculum
 from asyncrl.data.prompt_queue import DataOrder, NextTry, PromptQueue, UsedPrompts
 from asyncrl.manager import messages as m
-from asyncrl.manager.rollouts.staleness_gate import GONE, WORKER_LOST, RolloutTicket, StalenessGate
+from asyncrl.manager.rollouts.staleness_gate import GONE, WORKER_LOST, LiveRollout, StalenessGate
 from asyncrl.manager.rollouts.workers import Suspects
 from asyncrl.manager.router import ServerView
 
@@ -105,9 +105,9 @@ class RolloutState:
         """
         retries = [(order, *tries) for order, tries in self.queue.back.items()]
         for rollout_id in self.gate.live:
-            ticket = self.gate.live.ticket(rollout_id)
-            if ticket is not None and (ticket.attempt or ticket.failures):
-                retries.append((ticket.order, ticket.attempt, ticket.failures))
+            live = self.gate.live.get(rollout_id)
+            if live is not None and (live.attempt or live.failures):
+                retries.append((live.order, live.attempt, live.failures))
         return m.GateCheckpoint(
             used=self.used.to_json(),
             dropped=self.gate.counts().dropped,
@@ -133,11 +133,11 @@ class RolloutState:
 
     def admit(self, rollout_id: str, worker: str, turn: NextTry) -> None:
         """Start a rollout of the prompt on `worker`; the gate has room for it."""
-        ticket = RolloutTicket(rollout_id, worker, self.prompt_id(turn.order), *turn)
-        version = self.gate.start(ticket)
+        live = LiveRollout(rollout_id, worker, self.prompt_id(turn.order), *turn)
+        version = self.gate.start(live)
         assert version is not None, "admitted without room"
-        self._admitted(ticket, version)
-        self.suspects.began(worker, ticket.prompt_id)
+        self._admitted(live)
+        self.suspects.began(worker, live.prompt_id)
 
     def rebuild(self, received: Iterable[m.ReceivedRollout], reports: Iterable[m.HeldReport]) -> None:
         """Enter the live rollouts into the state of a checkpoint: those `received` by the trainer, and those that the
@@ -162,67 +162,65 @@ class RolloutState:
     def enter_held(self, worker: str, granted: m.GrantedRollout) -> None:
         """Enter a rollout that `worker` holds, unless it or another one of its prompt is known."""
         tries = granted.order, granted.attempt, granted.failures
-        self._enter(RolloutTicket(granted.rollout_id, worker, granted.prompt_id, *tries), granted.version)
+        self._enter(LiveRollout(granted.rollout_id, worker, granted.prompt_id, *tries, granted.version))
 
     def enter_received(self, received: m.ReceivedRollout) -> None:
         """Enter a rollout that waits at the trainer, unless it or another one of its prompt is known."""
         tries = self.queue.waiting(received.order) or NextTry(received.order)
-        self._enter(RolloutTicket(received.rollout_id, NOBODY, received.prompt_id, *tries), received.version)
+        self._enter(LiveRollout(received.rollout_id, NOBODY, received.prompt_id, *tries, received.version))
 
-    def _enter(self, ticket: RolloutTicket, version: int) -> None:
-        """Enter a live rollout that another manager admitted at `version`, if it is unknown, and its prompt neither
-        used nor live.
-        """
-        known = ticket.rollout_id in self.gate.live or self.gate.outcome(ticket.rollout_id) is not None
-        if not (known or ticket.order in self.queue.live or self.queue.is_used(ticket.order)):
-            self.gate.enter(ticket, version)
-            self._admitted(ticket, version, adopted=True)
+    def _enter(self, live: LiveRollout) -> None:
+        """Enter a rollout that another manager admitted, if it is unknown, and its prompt neither used nor live."""
+        known = live.rollout_id in self.gate.live or self.gate.outcome(live.rollout_id) is not None
+        if not (known or live.order in self.queue.live or self.queue.is_used(live.order)):
+            self.gate.enter(live)
+            self._admitted(live, adopted=True)
 
     def finish(self, finished: m.FinishedRollout) -> None:
         """Record the end of a rollout that its worker reports: it is dropped, unless a rank has it.
 
         The trainer may have what its worker drops, if the rank's acknowledgement was lost. Then it counts.
         """
-        ticket = None if finished.accepted else self.gate.live.running(finished.rollout_id)
-        if ticket is None:
+        live = None if finished.accepted else self.gate.live.running(finished.rollout_id)
+        if live is None:
             self.gate.over(finished.rollout_id)
             self._measure_once(finished)
             return
         filtered, again = finished.as_next_attempt, None
         if finished.return_prompt:
-            again = NextTry(ticket.order, ticket.attempt + filtered, ticket.failures + (not filtered))
-        self.suspects.ended(ticket.owner, ticket.prompt_id)
-        self._drop(ticket, finished.reason or "rejected", again)
-        self._measure(ticket.prompt_id, finished)
+            again = NextTry(live.order, live.attempt + filtered, live.failures + (not filtered))
+        self.suspects.ended(live.owner, live.prompt_id)
+        self._drop(live, finished.reason or "rejected", again)
+        self._measure(live.prompt_id, finished)
 
     def receive(self, rollout_id: str, tokens: int) -> bool:
         """Record that the trainer has the rollout; return False if it does not count, and must not be trained."""
         if rollout_id not in self.gate.live:
             self.gate.refuse(rollout_id)
             return False
-        if (ticket := self.gate.finish(rollout_id)) is not None:
-            self.suspects.ended(ticket.owner, ticket.prompt_id)
+        if (live := self.gate.finish(rollout_id)) is not None:
+            self.suspects.ended(live.owner, live.prompt_id)
             self.tokens_finished += tokens
             self._record(Finished(rollout_id, tokens, self._at()))
             if rollout_id in self._ends_told:
                 self._ends_told.discard(rollout_id)
-            elif ticket.owner != NOBODY:
-                self._ends_awaited[rollout_id] = ticket.owner, ticket.prompt_id
+            elif live.owner != NOBODY:
+                self._ends_awaited[rollout_id] = live.owner, live.prompt_id
         return True
 
     def train(self, version: int, rollouts: Iterable[m.TrainedRollout]) -> None:
         """Record that the step to `version` trained the rollouts."""
         trained = [each.rollout_id for each in rollouts]
         for rollout_id in trained:
-            if (ticket := self.gate.live.ticket(rollout_id)) is not None:
-                self._use(ticket)
+            if (live := self.gate.live.get(rollout_id)) is not None:
+                self._use(live)
         self.gate.train(version, trained)
 
     def drop(self, drops: Iterable[m.DroppedRollout]) -> None:
         """Record the rollouts that the trainer received and will not train; their prompts are tried again."""
         for each in drops:
-            if (ticket := self.gate.live.ticket(each.rollout_id)) is not None:
-                self._drop(ticket, each.reason, _as_before(ticket))
+            if (live := self.gate.live.get(each.rollout_id)) is not None:
+                self._drop(live, each.reason, _as_before(live))
 
     def died(self, worker: str) -> list[str]:
         """Drop the running rollouts of a worker that is gone or silent; return them."""
@@ -235,7 +233,7 @@ class RolloutState:
         Args:
             killed: the launcher reports that the old process was killed from outside.
         """
-        in_hand = [ticket.prompt_id for ticket in self.gate.live.running_of(worker)]
+        in_hand = [live.prompt_id for live in self.gate.live.running_of(worker)]
         return self._lose_running(worker, self.suspects.died(worker, in_hand, killed=killed))
 
     def abandon(self) -> None:
@@ -251,29 +249,29 @@ class RolloutState:
                 return turn
         return None
 
-    def _admitted(self, ticket: RolloutTicket, version: int, *, adopted: bool = False) -> None:
+    def _admitted(self, live: LiveRollout, *, adopted: bool = False) -> None:
         """Take the rollout's prompt from the queue, and record the admission."""
-        self.queue.enter(ticket.order)
-        head = (ticket.rollout_id, ticket.prompt_id, ticket.order, ticket.attempt, ticket.owner, version)
-        self._record(Admitted(*head, self._at(), ticket.failures, adopted))
+        self.queue.enter(live.order)
+        head = (live.rollout_id, live.prompt_id, live.order, live.attempt, live.owner, live.version)
+        self._record(Admitted(*head, self._at(), live.failures, adopted))
 
-    def _drop(self, ticket: RolloutTicket, reason: str, again: NextTry | None) -> None:
+    def _drop(self, live: LiveRollout, reason: str, again: NextTry | None) -> None:
         """Drop a live rollout. Its prompt waits for the try `again`; None: it is not tried again."""
-        self.gate.drop(ticket.rollout_id, reason)
+        self.gate.drop(live.rollout_id, reason)
         if again is None:
-            self._use(ticket)
-            self._record(Dropped(ticket.rollout_id, reason, PromptGoes.given_up, self._at()))
+            self._use(live)
+            self._record(Dropped(live.rollout_id, reason, PromptGoes.given_up, self._at()))
         else:
             self.queue.leave(again)
             tries = again.attempt, again.failures
-            self._record(Dropped(ticket.rollout_id, reason, PromptGoes.returned, self._at(), *tries))
+            self._record(Dropped(live.rollout_id, reason, PromptGoes.returned, self._at(), *tries))
 
     def _at(self) -> float:
         return round(self._now(), 3)
 
-    def _use(self, ticket: RolloutTicket) -> None:
-        self.used.add(ticket.prompt_id)
-        self.queue.use(ticket.order)
+    def _use(self, live: LiveRollout) -> None:
+        self.used.add(live.prompt_id)
+        self.queue.use(live.order)
 
     def _measure_once(self, finished: m.FinishedRollout) -> None:
         """Record the success that a worker reports of a rollout that it delivered, whether or not it has arrived."""
@@ -293,20 +291,20 @@ class RolloutState:
         """Drop the running rollouts of `worker`, that of the prompt `crashing` for good; return them."""
         self._ends_awaited = {key: told for key, told in self._ends_awaited.items() if told[0] != worker}
         running = self.gate.live.running_of(worker)
-        for ticket in running:
-            if ticket.prompt_id == crashing:
-                self._drop(ticket, DropReason.crashed_worker, None)
+        for live in running:
+            if live.prompt_id == crashing:
+                self._drop(live, DropReason.crashed_worker, None)
             else:
-                self._drop(ticket, WORKER_LOST, _as_before(ticket))
-            if ticket.rollout_id in self._ends_told:
-                self._ends_told.discard(ticket.rollout_id)
-                self.gate.over(ticket.rollout_id)
-        return [ticket.rollout_id for ticket in running]
+                self._drop(live, WORKER_LOST, _as_before(live))
+            if live.rollout_id in self._ends_told:
+                self._ends_told.discard(live.rollout_id)
+                self.gate.over(live.rollout_id)
+        return [live.rollout_id for live in running]
 
 
-def _as_before(ticket: RolloutTicket) -> NextTry:
+def _as_before(live: LiveRollout) -> NextTry:
     """Return the same try of the rollout's prompt again."""
-    return NextTry(ticket.order, ticket.attempt, ticket.failures)
+    return NextTry(live.order, live.attempt, live.failures)
 
 
 def _is_dropped(held: m.HeldRollout) -> bool:
@@ -482,11 +480,10 @@ class Admission:
 
     def _grant(self, waiting: WaitingCall, rollout_id: str) -> None:
         """Add the grant of a running rollout to the call's answer."""
-        live = self._rollouts.gate.live.get(rollout_id)
-        if live is None or live.finished:
+        live = self._rollouts.gate.live.running(rollout_id)
+        if live is None:
             return
-        ticket = live.ticket
-        ref = self._rollouts.order.ref(ticket.order)
+        ref = self._rollouts.order.ref(live.order)
         curriculum = self._rollouts.curriculum
         rests = curriculum is not None and curriculum.rests(ref.prompt_id)
         route = None
@@ -495,7 +492,7 @@ class Admission:
             request = m.RouteRequest(*size, request_id=rollout_id, rollout_id=rollout_id, affinity=rollout_id)
             server = self._place(request, waiting.worker)
             route = None if server is None else m.Route(server.url, server.version)
-        tries = ticket.attempt, ticket.failures
+        tries = live.attempt, live.failures
         waiting.granted.append(
             m.GrantedRollout(rollout_id, ref.prompt_id, ref.order, ref.row, *tries, live.version, route, rests)
         )

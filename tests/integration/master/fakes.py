@@ -25,7 +25,7 @@ from asyncrl.data.prompt_queue import DataOrder
 from asyncrl.manager import messages as m
 from asyncrl.manager.client import ManagerGone
 from asyncrl.manager.rollouts.ledger import Ledger
-from asyncrl.manager.rollouts.staleness_gate import RolloutTicket
+from asyncrl.manager.rollouts.staleness_gate import LiveRollout
 from asyncrl.manager.service import ManagerService
 from asyncrl.master.graph import grpo
 from asyncrl.master.train_loop import Peers, TrainLoop
@@ -351,9 +351,9 @@ class FakeManager:
 
     def admit(self, rollout_id: str, order: int, version: int = 0, worker: str = WORKER) -> None:
         """Let `worker` play a rollout now, whatever the gate's limit is."""
-        rollouts, ticket = self.service.rollouts, RolloutTicket(rollout_id, worker, f"e0-{order}", order)
-        rollouts.gate.enter(ticket, version)
-        rollouts._admitted(ticket, version)
+        rollouts, live = self.service.rollouts, LiveRollout(rollout_id, worker, f"e0-{order}", order, version=version)
+        rollouts.gate.enter(live)
+        rollouts._admitted(live)
 
     def give_up(self, prompt_id: str, reason: str = "failed") -> None:
         """A RolloutWorker drops a rollout of `prompt_id` for good."""
