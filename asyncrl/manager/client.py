@@ -47,14 +47,11 @@ class ManagerClient:
     """Calls the GserverManager. Use it from one event loop.
 
     Args:
-        url: URL of the manager.
-        worker: `<kind>/<index>` of the caller.
         security: token and certificate; None if the run has no secret.
         incarnation: number of the caller's process, see `WorkerRequest`.
         retry_s: seconds for which a call is repeated while the manager does not answer.
         find: returns the manager's current URL. Called after a failed call, since a new process may have replaced the
             manager.
-        launch: launch that the caller belongs to.
     """
 
     def __init__(
@@ -85,9 +82,6 @@ class ManagerClient:
         """Request a prompt for each id in `rollouts`. The manager may hold the call for `timeout_s`.
 
         The caller asks again for ids that are not granted, unless they are `gone`.
-
-        Raises:
-            ManagerGone: the manager did not answer.
         """
         request = m.AllocateRequest(worker=self._worker, rollouts=list(rollouts), timeout_s=timeout_s)
         reply = await self._call(request, hold_s=timeout_s)
@@ -121,11 +115,7 @@ class ManagerClient:
         self._flush_within(GATHER_S)
 
     async def flush(self) -> None:
-        """Report all unreported ends now.
-
-        Raises:
-            ManagerGone: the manager did not answer.
-        """
+        """Report all unreported ends now."""
         if self._released or self._finished:
             await self._call(m.FinishRequest(worker=self._worker))
 
@@ -152,30 +142,16 @@ class ManagerClient:
     async def consumed(
         self, version: int, trained: Sequence[m.TrainedRollout] = (), dropped: Sequence[m.DroppedRollout] = ()
     ) -> m.ConsumedReply:
-        """Report what the trainer consumed.
-
-        Args:
-            version: version of the policy after it.
-            trained: rollouts that the step to this version consumed.
-            dropped: rollouts that were received and will not be trained.
-        """
+        """Report what the step to `version` consumed, and received rollouts that will not be trained."""
         return await self._report(m.ConsumedReport(version, list(trained), list(dropped)))
 
     async def wait_expiring(self, version: int, timeout_s: float) -> list[str]:
-        """Wait until the step at policy version `version` can be taken without making a running rollout expire.
-
-        Returns:
-            The rollouts that are still awaited after `timeout_s`; empty if the step can be taken.
-        """
+        """Wait until the step at policy version `version` makes no running rollout expire; return those awaited."""
         request = m.WaitExpiringRequest(version, timeout_s)
         return (await self._send(request, hold_s=timeout_s)).running
 
     async def wait_resting(self, turn: int, timeout_s: float) -> m.WaitRestingReply:
-        """Wait until all guests have released their memory, in the trainer's turn of this number.
-
-        Returns:
-            The servers that are still awaited after `timeout_s`; empty if the trainer has the devices.
-        """
+        """Wait until all guests have released their memory, in the trainer's turn of this number."""
         request = m.WaitRestingRequest(turn, timeout_s)
         return await self._send(request, hold_s=timeout_s)
 
@@ -208,9 +184,6 @@ class ManagerClient:
 
     async def _send(self, request: m.Request[m.R], *, hold_s: float = 0.0) -> m.R:
         """Make the call, and repeat it while the manager does not answer.
-
-        Args:
-            hold_s: time for which the manager may hold the call.
 
         Raises:
             HttpRefused: the manager refused the call.

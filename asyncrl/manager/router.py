@@ -212,10 +212,6 @@ POLICIES: dict[str, type[Policy]] = {
 class Router:
     """Places requests on servers and counts them, as the module's docstring describes. Pure state: no clock, no
     sockets.
-
-    Args:
-        policy: its name in `POLICIES`.
-        conversations: number of conversations that the policy may remember, if it remembers any.
     """
 
     def __init__(self, policy: str, conversations: int) -> None:
@@ -345,8 +341,6 @@ class Routes:
     """Routers by the name of their policy; "" is the run's own, which is trained.
 
     Args:
-        routing: routing policy of each.
-        conversations: number of conversations that a router may remember.
         policies: names of the policies besides the run's own that agents may ask.
         trained: those of them that are trained.
         manager: number of this manager among those of the launch.
@@ -371,22 +365,14 @@ class Routes:
         self.losses = LostServers(manager)
 
     def router_of(self, policy: str) -> Router:
-        """Return the router of the servers of `policy`.
-
-        Raises:
-            BadRequest: the run has no such policy.
-        """
+        """Return the router of the servers of `policy`."""
         if policy not in self._routers:
             named = ", ".join(name for name in self._routers if name) or "none"
             raise BadRequest(f"$.policy: {policy!r} is not one of `policies`, which has {named}")
         return self._routers[policy]
 
     def place(self, request: RouteRequest, worker: str, admitted_at: int) -> ServerView | None:
-        """Place the request of a rollout that was admitted at this version; None if no server may have it now.
-
-        Raises:
-            BadRequest: the run has no such policy.
-        """
+        """Place the request of a rollout that was admitted at this version; None if no server may have it now."""
         # servers of a policy that is not trained may have any version
         min_version = 0 if request.policy in self._untrained else max(request.min_version or 0, admitted_at)
         return self.router_of(request.policy).schedule(request, worker, min_version)
@@ -418,7 +404,6 @@ class LostServers:
         manager: number of this manager among those of the launch.
 
     Attributes:
-        seq: number of the last loss.
         changed: notified at each loss.
     """
 

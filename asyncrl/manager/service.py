@@ -60,14 +60,11 @@ class ManagerService:
     Args:
         batch_size: B, rollouts per train step.
         max_staleness: η, versions.
-        routing: routing policy.
         lease_s: seconds of silence after which a worker's rollouts are dropped.
-        order: data order of the prompts.
         number: grows from manager to manager of the launch.
         first: assumed size of a rollout's first request, so that admissions bring a server for it. None if servers are
             drained for updates: they would wait for requests that were not sent yet.
         pacing: limits how much of the gate's room is used now; None: no limit.
-        clock: monotonic time in seconds.
         versions_in_use: returns the versions that servers serve or load, whose weights must not be deleted.
         launch: launch that this process belongs to; "" accepts workers of any launch.
         curriculum: builds the curriculum from its state; None if there is no curriculum.
@@ -213,21 +210,12 @@ class ManagerService:
         self._changed()
 
     async def _check_trainer(self, request: m.TrainerRequest[Any]) -> None:
-        """Return once the state is rebuilt.
-
-        Raises:
-            NotIntroduced: the call is meant for another manager.
-            NotRebuilt: see `_until_begun`.
-        """
+        """Return once the state is rebuilt, if the call is meant for this manager."""
         self._check_meant(request.manager)
         await self._until_begun()
 
     async def _until_begun(self) -> None:
-        """Return once the state is rebuilt.
-
-        Raises:
-            NotRebuilt: it is not rebuilt within `HOLD_S`.
-        """
+        """Return once the state is rebuilt; refuse the call if that takes longer than `HOLD_S`."""
         deadline = self._clock() + HOLD_S
         while not self.begun:
             if not await self.progress.wait(deadline - self._clock()):
@@ -451,20 +439,12 @@ class ManagerService:
         self._check_current(request.worker, request.incarnation)
 
     def _check_meant(self, manager: int) -> None:
-        """Check that a call is meant for this manager.
-
-        Raises:
-            NotIntroduced: the call is meant for another one.
-        """
+        """Refuse a call that is meant for another manager."""
         if manager != self.number:
             raise m.NotIntroduced(f"$.manager: {manager} was the manager before, {self.number} is there")
 
     def _check_current(self, worker: str, incarnation: int) -> None:
-        """Check that no later process has replaced the worker.
-
-        Raises:
-            BadRequest: a later process has.
-        """
+        """Refuse a call of a process that a later one has replaced."""
         if incarnation < (newest := self.workers.incarnation(worker)):
             raise m.BadRequest(f"$.incarnation: {incarnation} of {worker} is over, {newest} is there")
 
@@ -487,13 +467,7 @@ class ManagerService:
 
 
 class ManagerHttp(HttpServer):
-    """The server.
-
-    Args:
-        verbs: by path, the type of the request and its handler.
-        security: the token of every verb, and TLS; None if the run has no secret.
-        registry: metrics that `/metrics` returns without a token.
-    """
+    """The server."""
 
     def __init__(
         self, verbs: Mapping[str, m.Verb], *, security: HttpSecurity | None, registry: CollectorRegistry

@@ -170,10 +170,6 @@ class _Totals:
 class MetricsLog:
     """Rows of metrics of one run.
 
-    Args:
-        run_dir: folder of the run, for the files of metrics once they are opened.
-        collector, buffer: the sources of counters in the rows.
-
     Attributes:
         evaluations: those that ended, failed or are due.
     """
@@ -269,11 +265,7 @@ class MetricsLog:
         return self._rows.awaited()
 
     def evaluated(self, version: int, outcomes: Outcomes, seconds: Mapping[str, float]) -> None:
-        """Record the evaluation of `version`, with each set's result or the reason why it has none.
-
-        Args:
-            seconds: the time that each set took.
-        """
+        """Record the evaluation of `version`, with each set's result or the reason why it has none."""
         measured: Row = {}
         failed: Row = {}
         for name, outcome in outcomes.items():

@@ -52,7 +52,6 @@ async def evaluate(workers: Sequence[_Worker], name: str, version: int, limit_s:
     Raises:
         NothingEvaluated: the agent answered not a single prompt of the set.
         TimeoutError: a worker is silent.
-        Exception: a worker failed.
     """
     request = Evaluate(name, version)
     replies = await asyncio.gather(*(_share(worker, at, request, limit_s) for at, worker in enumerate(workers)))
@@ -89,11 +88,7 @@ class VersionAnnouncer:
     """Announces versions to the servers and evaluates those that are due.
 
     Args:
-        board: where versions are announced.
-        rollouts: the RolloutWorkers, which evaluate.
-        metrics_log: knows which evaluations are due, and records them.
         win_rates: of prioritised pools, announced with each version; None without such pools.
-        clock: tells when the last evaluation ended.
         limit_s: longest silence of a worker that evaluates.
 
     Attributes:
@@ -137,9 +132,6 @@ class VersionAnnouncer:
     async def published(self, version: int, path: str) -> None:
         """Announce `version`, whose weights are in `path`, now or after the running evaluation, and evaluate it if
         due.
-
-        Raises:
-            Exception: an earlier evaluation could not be recorded, or the version put off not be announced.
         """
         self._check()
         if self._metrics_log.evaluations.due(version):
@@ -163,11 +155,7 @@ class VersionAnnouncer:
             self._running.add_done_callback(self._keep_failure)
 
     async def evaluation_ended(self) -> None:
-        """Wait until a running evaluation ends.
-
-        Raises:
-            Exception: see `published`.
-        """
+        """Wait until a running evaluation ends; raise the error of one that could not be recorded."""
         if self._running is not None:
             await asyncio.shield(self._running)
         self._check()
@@ -222,7 +210,6 @@ class Publishing:
 
     Args:
         actors: by role, the ranks that hold the actor of each trained policy; the run's own comes first.
-        announcer: knows the announced version and the one put off.
         pools: pools whose members agents play with; the members' weights are kept.
     """
 

@@ -93,7 +93,6 @@ class RunState:
     Attributes:
         version: version of the policy: number of complete steps.
         recorded: newest version whose step is in the metrics and the ledger.
-        buffer: the received rollouts.
         used_up: fewer prompts of the run's epochs are left than make a step.
     """
 
@@ -148,11 +147,7 @@ class RunState:
 
 
 class MemoryCheckpointer:
-    """Keeps the state of each step, and decides which steps other processes may see.
-
-    Args:
-        memory_checkpoint: None if no state is kept.
-    """
+    """Keeps the state of each step, and decides which steps other processes may see."""
 
     def __init__(self, memory_checkpoint: MemoryCheckpoint | None, ranks: RankClients) -> None:
         self._memory_checkpoint, self._ranks = memory_checkpoint, ranks
@@ -199,9 +194,6 @@ class MemoryCheckpointer:
     async def load(self, announced: int) -> dict[str, Any] | None:
         """Have the ranks restore the kept state; return the master's part; None without a kept state.
 
-        Args:
-            announced: the version that others know.
-
         Raises:
             StateLost: the state of a step that others have seen is lost, so only a checkpoint is left.
         """
@@ -234,10 +226,7 @@ class Checkpoints:
     one began.
 
     Args:
-        config: when to write a checkpoint, and which to keep.
-        run: the state to write.
         collector: knows if a rank that would be waited for is gone.
-        clock: monotonic time in s.
 
     Attributes:
         saved: version of the newest checkpoint that is complete on disk; 0: none.
@@ -292,11 +281,7 @@ class Checkpoints:
         self._under_way = asyncio.create_task(self._complete(path, version))
 
     async def finish(self) -> None:
-        """Wait until a checkpoint in progress is complete on disk.
-
-        Raises:
-            Exception: a rank is gone, or the checkpoint could not be written.
-        """
+        """Wait until a checkpoint in progress is complete on disk; raise its error."""
         if (under_way := self._under_way) is not None:
             if not under_way.done():
                 self._collector.check()

@@ -71,13 +71,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The other processes.
-
-    Attributes:
-        workers: ModelWorkers by index.
-        placement: roles of the ModelWorkers, and those that receive trajectories.
-        rollouts: RolloutWorkers by index.
-    """
+    """The other processes; `workers` are ModelWorkers and `rollouts` RolloutWorkers, by index."""
 
     workers: Sequence[RequestClient]
     placement: Placement
@@ -90,7 +84,6 @@ class TrainLoop:
     """Trains a run to its end. `run` is the whole life cycle; set `stop` to end it early with a checkpoint.
 
     Args:
-        stop: set when the run is asked to stop.
         ready: called once it is clear from which state the run continues, before its next step.
         memory_checkpoint: place where the state of each step is kept, and searched for at the start; None: nowhere.
     """
@@ -204,9 +197,6 @@ class TrainLoop:
 
         A death may cut off any of these; the next MasterWorker does all of them again. A stop request or a failure may
         end any of the waits. The end of the run then saves the state that was found.
-
-        Raises:
-            StateLost: the last step is lost.
         """
         reports = self.reports
         state, from_memory = await self._load_state()  # 1
@@ -265,12 +255,7 @@ class TrainLoop:
         await self._end_step(batch, measured | switched | {"time/wait_for_batch_s": waited_s})
 
     async def _wait_for_batch(self) -> tuple[TrainBatch, float]:
-        """Return the next batch, and how long the loop waited for it.
-
-        Raises:
-            StopRequested: the run was asked to stop.
-            Exception: a checkpoint could not be written; no further step is trained.
-        """
+        """Return the next batch, and how long the loop waited for it."""
         if self.stop.is_set():
             raise StopRequested
         began, step = perf_counter(), self.run_state.version + 1
@@ -369,12 +354,7 @@ class TrainLoop:
             self.announcer.evaluate_if_due()
 
     async def finish(self) -> None:
-        """Publish, save, check the books and write the summary, after the last step or a stop request.
-
-        Raises:
-            BooksError: a rollout is unaccounted for.
-            Exception: another process failed.
-        """
+        """Publish, save, check the books and write the summary, after the last step or a stop request."""
         state = self.run_state
         if state.complete:
             with suppress(StopRequested):  # all steps are trained: the end is the same, and the books close the gate

@@ -284,13 +284,7 @@ class GroupRules:
 
     @classmethod
     def of(cls, config: RolloutConfig, registered_in: Sequence[str] = (), right_at: float | None = None) -> Self:
-        """Build the rules of these settings.
-
-        Args:
-            config: names filters and shapings.
-            registered_in: the user's modules in which they may be registered.
-            right_at: see the class.
-        """
+        """Build the rules of these settings."""
         filters, shapings = (
             [resolve(kind, choice.name, choice.params, registered_in) for choice in choices]
             for kind, choices in (("filter", config.filters), ("shaping", config.shaping))

@@ -58,7 +58,6 @@ class Evaluator:
     """Evaluates this worker's share of each set: rows `index`, `index + workers`, ... below the set's size.
 
     Args:
-        max_concurrent: episodes at the same time.
         keep: takes the answers of each evaluation; None: they are not kept.
     """
 

@@ -64,12 +64,7 @@ MAX_FAILURES_IN_A_ROW = 16
 
 
 class RolloutSlots:
-    """Slots for concurrent rollouts. Each rollout that the gate grants takes one until it ends.
-
-    Args:
-        gate: client of the GserverManager, which admits rollouts.
-        number: number of slots.
-    """
+    """Slots for concurrent rollouts. Each rollout that the gate grants takes one until it ends."""
 
     def __init__(self, gate: ManagerClient, number: int) -> None:
         self._gate, self._number, self._free = gate, number, number
@@ -110,11 +105,7 @@ class RolloutSlots:
 
 
 class TrajectorySender:
-    """Sends trajectories, each with the counts of the episodes that were lost since the last one was acknowledged.
-
-    Args:
-        push: sends a trajectory to a training rank; returns once it is acknowledged.
-    """
+    """Sends trajectories, each with the counts of the episodes that were lost since the last one was acknowledged."""
 
     def __init__(self, push: Callable[[Trajectory], Awaitable[None]]) -> None:
         self._push = push
@@ -150,8 +141,6 @@ class Failures:
         """Return the end of a rollout that failed with `error`.
 
         Args:
-            granted: the rollout.
-            error: its error.
             code: name of the user's code that failed, if known.
             running: number of running rollouts, this one included.
 
@@ -180,11 +169,8 @@ class RolloutLoop:
     """Runs rollouts. `run` continues until it is cancelled or everything fails.
 
     Args:
-        components: the user's agent, environment, dataset and reward.
         gate: client of the GserverManager, which admits rollouts, chooses their prompts and receives their ends.
-        client: generates answers for a rollout.
         push: sends a trajectory to a training rank; returns once it is acknowledged.
-        config: concurrency, filters, limits.
         registered_in: the user's modules in which filters and shapings may be registered.
         least_episodes: a group that lost episodes and has fewer left fails.
         right_at: reward from which on an answer counts as right, for a curriculum; None without one.

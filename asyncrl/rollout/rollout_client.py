@@ -184,10 +184,8 @@ class RolloutClient:
     """Generates the answers of groups. An asynchronous context manager; use it in one event loop.
 
     Args:
-        manager: chooses the servers.
         can: what the servers can do; None: answer plain requests.
         security: token and certificate of the servers; None if the run has no secret.
-        max_concurrent: limit on requests in flight.
         request_timeout_s: longest silence of a server; an answer may take longer.
         new_tokens_per_chunk: tokens to request per round; 0 for all.
         max_failures: failed rounds in a row, without a token in between, after which a request fails.
@@ -233,7 +231,6 @@ class RolloutClient:
         """Return `request.n` complete continuations, in the order of their seeds.
 
         Args:
-            request: the request.
             rollout_id: the rollout it belongs to; None for evaluation, which the staleness count does not include.
             min_version: oldest policy version of a token; a rollout's admission version is a bound in any case. Answers
                 of a policy that is not trained (`request.policy`) may have any version.
@@ -378,11 +375,8 @@ class RolloutPolicy:
     """The run's own policy and the others of `policies`, for one rollout.
 
     Attributes:
-        client: generates the answers.
-        rollout_id: the rollout.
         route: server chosen at admission; the first request goes there.
         answers: records the answers of each policy; None if the run has one policy.
-        failures: errors of requests.
     """
 
     client: RolloutClient

@@ -75,12 +75,7 @@ class FleetRunner:
     """Runs the fleet of generation servers of one policy.
 
     Args:
-        decisions: decides each server's next action.
         service: its router and gate are kept up to date, and its clients learn of lost servers.
-        updater: makes the calls of updates and rests.
-        http: connections to the servers, for health checks.
-        health_interval_s: time between two health checks of a server in service.
-        kind: process kind of the servers.
         policy: name in `policies` of the servers' policy; empty: the run's own.
         served_version: returns the version by which the gate counts; None: the gate does not depend on these servers.
         frozen: the servers are not part of this run. They are never updated, and their answers count as version 0.
@@ -89,7 +84,6 @@ class FleetRunner:
         tell: shows a person that a server fell silent in an update, once until it serves again.
 
     Attributes:
-        kind: process kind of the servers.
         changed: notified when a server's state changes.
         guest_memory: by index, the guests whose memory is released, or may be.
         wake_s: seconds that the last woken guest took until it served.
@@ -412,8 +406,6 @@ class ServerUpdater:
     """Makes the calls of one order to one server. Different servers' orders may run at the same time.
 
     Args:
-        http: connections to the servers.
-        transport: brings weights to the servers.
         timeout_s: limit of silence. The caller ends an update or a rest without a sign of life, so their calls have no
             limit.
         check: a check that a server must pass after each update; None: none.
@@ -499,19 +491,11 @@ class ServerUpdater:
             raise HttpTimeout(f"{order.url} did not answer within {self._timeout_s:g} s") from error
 
     async def pause(self, url: str) -> None:
-        """Pause the server with its requests, so that it returns no token of its present weights.
-
-        Raises:
-            HttpError: the call failed.
-        """
+        """Pause the server with its requests, so that it returns no token of its present weights."""
         await self._client(url).pause(PauseMode.retract, timeout_s=self._timeout_s)
 
     async def rest(self, order: Rest) -> None:
-        """Have the server answer running requests with their tokens so far, and release its memory. It stays paused.
-
-        Raises:
-            HttpError: a call failed; the state of its memory is unknown.
-        """
+        """Have the server answer running requests with their tokens so far, and release its memory. It stays paused."""
         client = self._client(order.url)
         await client.pause(PauseMode.abort, timeout_s=math.inf)
         await client.release_memory([*MemoryTag], timeout_s=math.inf)
@@ -567,12 +551,7 @@ class LogprobCheck:
         self._log = log
 
     async def __call__(self, server: int, client: GenerationServerClient, target: Target) -> None:
-        """Check the server with this index, which should serve `target`. The caller limits the time.
-
-        Raises:
-            WeightsDiffer: the server has other weights.
-            HttpError: the server did not answer.
-        """
+        """Check the server with this index, which should serve `target`. The caller limits the time."""
         try:
             probe = await asyncio.to_thread(read_probe, Path(target.path))
         except (ManifestError, OSError) as error:

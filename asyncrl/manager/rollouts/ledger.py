@@ -67,9 +67,7 @@ class Ledger:
     """Writes the run's ledger, as one lineage after `begin`.
 
     Args:
-        folder: folder of the ledger; created if it is missing.
         settings: settings by which the lines are judged.
-        now: seconds since 1970.
         file_bytes: size from which a new file begins.
     """
 
@@ -231,10 +229,6 @@ class LedgerFiles:
     """Writes the newest file. Until `open`, appended lines are kept in memory.
 
     `write` and `sync` return futures. Once one has failed, all later ones fail with its error.
-
-    Args:
-        folder: folder of the ledger; created if it is missing.
-        file_bytes: size from which a new file begins.
     """
 
     def __init__(self, folder: Path, file_bytes: int = FILE_BYTES) -> None:
@@ -265,11 +259,7 @@ class LedgerFiles:
         return self._submit(sealed=sealed, sync=True)
 
     def close(self) -> None:
-        """Write the remaining lines. Blocks.
-
-        Raises:
-            OSError: the disk has refused lines.
-        """
+        """Write the remaining lines. Blocks."""
         if self._file is not None:
             try:
                 self.sync().result()

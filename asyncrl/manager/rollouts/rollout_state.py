@@ -53,11 +53,7 @@ class RolloutState:
     Args:
         batch_size: B, rollouts per train step.
         max_staleness: η, versions.
-        order: data order of the prompts.
         record: called with each line of the ledger.
-        now: seconds since 1970.
-        version: version from which the run continues.
-        checkpoint: the state at that version.
         ended: rollouts that ended before, with their outcomes.
         curriculum: hears the success of each rollout; None if there is none.
     """
@@ -333,10 +329,8 @@ class Admission:
     """Answers allocations.
 
     Args:
-        place: returns a server for a worker's request; None if there is none now.
         first: assumed size of a rollout's first request; None: admissions bring no server.
         pacing: limits how much of the gate's room is used now; None: no limit.
-        clock: monotonic time in seconds.
     """
 
     def __init__(

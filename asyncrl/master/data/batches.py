@@ -84,8 +84,6 @@ class Batches:
     """Takes each step's batch from `buffer` once the batch is complete.
 
     Args:
-        reports: brings expired rollouts to the manager.
-        turns: gives shared devices to servers before a step waits for rollouts.
         order: the user's order (`buffer.order.path`); None: there is none.
         ahead: scores received rollouts while the step waits for the rest.
     """
@@ -209,9 +207,6 @@ class AheadScorer:
     async def piece(self, version: int) -> bool:
         """Have the ranks score the next piece of rollouts, in order of arrival; return False at once if fewer are
         unscored.
-
-        Raises:
-            Stalled: a rank does not answer.
         """
         if not self._calls:
             return False

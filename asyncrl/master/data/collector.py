@@ -109,12 +109,7 @@ class _Head:
 
 
 class Collector:
-    """Polls into `buffer`; counts the received rollouts in `generated_tokens` and `generated_samples`.
-
-    Args:
-        heads: the ModelWorkers that receive trajectories, by data index.
-        manager: says which rollouts count.
-    """
+    """Polls into `buffer`; counts the received rollouts in `generated_tokens` and `generated_samples`."""
 
     def __init__(self, heads: Sequence[RequestClient], buffer: SampleBuffer, manager: ManagerClient) -> None:
         self.generated_tokens = 0
@@ -145,23 +140,13 @@ class Collector:
         await cancel(*self._tasks)
 
     def check(self) -> None:
-        """Raise the error that ended a worker's polls, if there is one. Return at once.
-
-        A silent worker is no error (`silent`).
-
-        Raises:
-            Exception: the error of the polls.
-        """
+        """Raise the error that ended a worker's polls, if there is one. A silent worker is no error (`silent`)."""
         for task in self._tasks:
             if task.done() and not task.cancelled():
                 task.result()
 
     async def changed(self, missing: int) -> None:
-        """Wait until a record arrives after the last call; `missing` is the number that the step still needs.
-
-        Raises:
-            Exception: what ended a worker's polls.
-        """
+        """Wait until a record arrives after the last call; `missing` is the number that the step still needs."""
         self._missing = missing
         self._awaited.set()
         try:
@@ -173,18 +158,11 @@ class Collector:
     async def refresh(self) -> None:
         """Have every worker answer a poll that begins after this call, so that the rollouts they hold now are in the
         buffer.
-
-        Raises:
-            Exception: what ended a worker's polls.
         """
         await self._unless_failed(asyncio.gather(*(head.refresh() for head in self._heads)))
 
     async def discard(self, records: Iterable[RolloutRecord], limit_s: float) -> None:
-        """Have the workers free the tensors of `records`.
-
-        Raises:
-            RequestTimeout: one does not answer within `limit_s`.
-        """
+        """Have the workers free the tensors of `records`, each within `limit_s`."""
         for head, rollouts in _by_head(records):
             await self._heads[head].client.call(Discard(rollouts), timeout_s=limit_s)
 
@@ -239,8 +217,6 @@ class Reports:
 
     Args:
         collector: polls the ranks, and has them free dropped rollouts.
-        buffer: has the received rollouts, and the dropped ones.
-        stop: shortens the waits.
         limit_s: time limit of each call.
 
     Attributes:
@@ -280,9 +256,6 @@ class Reports:
     async def begin(self, version: int) -> None:
         """Bring the manager the checkpoint and the rollouts that the ranks hold, unless that is done; then it opens its
         gate, and says which of them count.
-
-        Raises:
-            HttpRefused: the manager refuses, so that it would admit no rollout.
         """
         if self._begun:
             return
@@ -292,11 +265,7 @@ class Reports:
         self._collector.start()
 
     async def trained(self, batch: TrainBatch) -> None:
-        """Report the complete step of `batch`, and what the buffer dropped; have the ranks free the latter.
-
-        Raises:
-            TimeoutError: the manager does not answer.
-        """
+        """Report the complete step of `batch`, and what the buffer dropped; have the ranks free the latter."""
         version, trained = batch.version + 1, [trained_rollout(record) for record in batch.records]
         reply = await self._send(version, trained)
         assert reply.checkpoint is not None, "the gate answers a step with its checkpoint"
@@ -337,11 +306,7 @@ class Reports:
         return reply
 
     async def _answered(self, call: Awaitable[_T]) -> _T:
-        """Await `call`, after a stop request for `ANSWER_S` at most.
-
-        Raises:
-            TimeoutError: it does not end in time.
-        """
+        """Await `call`, after a stop request for `ANSWER_S` at most."""
         task = asyncio.ensure_future(call)
         try:
             return await or_stop(asyncio.shield(task), self._stop, self._limit_s)

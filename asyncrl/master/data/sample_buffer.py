@@ -63,7 +63,6 @@ class SampleBuffer:
     Args:
         batch_size: B, rollouts per train step.
         eta: largest allowed age of a trained token, in versions.
-        on_stale: treatment of records beyond `eta`.
         remembered: number of finished rollout ids kept to recognise late copies; None: `ids_remembered`.
     """
 
@@ -150,11 +149,7 @@ class SampleBuffer:
         return TrainBatch(version, max(0, version - self._eta), tuple(sorted(chosen, key=_data_order)))
 
     def mark_trained(self, batch: TrainBatch) -> None:
-        """Record that the step of `batch` is complete.
-
-        Raises:
-            KeyError: a record was not taken, or is trained twice.
-        """
+        """Record that the step of `batch` is complete; each of its records was taken once."""
         for record in batch.records:
             del self._taken[record.rollout_id]
             self._finished.put(record.rollout_id, None)

@@ -68,11 +68,7 @@ class RolloutSigns:
         """Rollouts lost since the last one that arrived or was rejected by a filter, by reason."""
 
     def take(self, received: int, status: StatusReply) -> bool:
-        """Process the state of the run; return True if there is a sign of life.
-
-        Args:
-            received: number of rollouts that have arrived so far.
-        """
+        """Take the state of the run, with the number of rollouts `received` so far; True if there is a sign of life."""
         if not status.rebuilt:  # the manager waits for workers, for one lease at most
             return False
         counts = status.gate.counts
@@ -103,9 +99,6 @@ class FilteredOut:
     Under dynamic sampling (`rollout.filters`) a group whose rewards are all equal is not trained, and another prompt
     takes its place. If the reward is always the same, rollouts are made and dropped without end. Nothing fails, and no
     row of metrics is written that could show it.
-
-    Args:
-        batch_size: number of groups of a step.
     """
 
     def __init__(self, batch_size: int) -> None:
@@ -118,8 +111,6 @@ class FilteredOut:
         """Process the state of the run; return a warning, at most once for each step.
 
         Args:
-            version: the policy's version.
-            kept: number of groups that wait to be trained.
             dropped: number of groups dropped in the run, by reason, from all processes.
         """
         by_filter = {reason: count for reason, count in dropped.items() if is_filter_reason(reason)}
@@ -146,13 +137,9 @@ class StallWatch:
     which also ends a wait; what else shows one is looked for at most every `ASK_S`, in whatever wait.
 
     Args:
-        limit_s: `system.stall_timeout_s`.
-        stop: set when the run is asked to stop.
         announcer: knows whether an evaluation pins the served version.
         board: knows whether the processes that make a step's data are starting.
-        manager, buffer, collector: sources of the counters.
         ahead: see `RolloutSigns`.
-        run_dir: for the warning about filters.
     """
 
     def __init__(
@@ -215,11 +202,7 @@ class StallWatch:
             await cancel(task, stopping, *following)
 
     async def _follow_rollouts(self, version: int) -> NoReturn:
-        """Restart the limit whenever rollouts show a sign of life; warn if filters drop nearly all of them.
-
-        Raises:
-            PromptsUsedUp: none will come.
-        """
+        """Restart the limit whenever rollouts show a sign of life; warn if filters drop nearly all of them."""
         while True:
             await asyncio.sleep(max(0.0, self._looked_at + min(ASK_S, self.limit_s / 4) - time.monotonic()))
             self._looked_at = time.monotonic()  # before the answer: the end of the wait may leave it out
