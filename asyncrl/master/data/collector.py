@@ -169,8 +169,11 @@ class Collector:
     async def _follow(self, head: _Head) -> None:
         cursor = 0
         while True:
-            refreshing = head.take_refreshes()
-            reply = await head.poll(self._next_poll(cursor, refresh=bool(refreshing)))
+            poll = PollBuffer(cursor, 0.0)
+            if not (refreshing := head.take_refreshes()):  # for one rollout, or for the head's share if a step waits
+                share = self._missing // len(self._heads) if self._awaited.is_set() else 1
+                poll = PollBuffer(cursor, HOLD_S, share, GATHER_S)
+            reply = await head.poll(poll)
             if reply is None:
                 continue
             cursor = reply.cursor
@@ -180,13 +183,6 @@ class Collector:
                     answer.set_result(None)
             if reply.rollouts:
                 await head.pace(self._awaited)
-
-    def _next_poll(self, cursor: int, *, refresh: bool) -> PollBuffer:
-        """Return the next poll: for one rollout, or for a head's share if more are missing."""
-        if refresh:
-            return PollBuffer(cursor, 0.0)
-        share = self._missing // len(self._heads) if self._awaited.is_set() else 1
-        return PollBuffer(cursor, HOLD_S, share, GATHER_S)
 
     async def _take_in(self, records: Sequence[RolloutRecord]) -> None:
         refused = await self._manager.received(list(map(received, records))) if records else []
