@@ -146,7 +146,9 @@ class Ledger:
         lines when `written` returns.
         """
         for each in rollouts:
-            self.add(trained_line(each, self.lineage, step))
+            head = (each.rollout_id, each.prompt_id, each.order, self.lineage, step)
+            counted = (each.versions, each.episodes, each.samples, each.reward)
+            self.add(Trained(*head, *counted, each.opponents, each.policies))
         self._seal(Step(line=self.lines + 1, at=self._at(), lineage=self.lineage, step=step, books=books, seal=""))
         self._files.sync(sealed=True)
 
@@ -324,13 +326,6 @@ def cut_torn_line(folder: Path) -> None:
 def _lines(file: Path) -> Iterator[bytes]:
     with file.open("rb") as lines:
         yield from lines
-
-
-def trained_line(rollout: TrainedRollout, lineage: int, step: int) -> Trained:
-    """Return the line about a rollout that the step to version `step` trained."""
-    each = rollout
-    head = (each.rollout_id, each.prompt_id, each.order, lineage, step)
-    return Trained(*head, each.versions, each.episodes, each.samples, each.reward, each.opponents, each.policies)
 
 
 def _after(begin: bytes) -> int:

@@ -145,7 +145,12 @@ class SampleBuffer:
 
         chosen = sorted(self._live.values(), key=turn)[: self.batch_size]
         for record in chosen:
-            self._taken[record.rollout_id] = self._pop(record.rollout_id)
+            self._taken[record.rollout_id] = self._live.pop(record.rollout_id)
+            if record.generated_tokens:
+                same_age = self._by_age[self._decisive(record)]
+                del same_age[record.rollout_id]
+                if not same_age:
+                    del self._by_age[self._decisive(record)]
         return TrainBatch(version, max(0, version - self._eta), tuple(sorted(chosen, key=_data_order)))
 
     def mark_trained(self, batch: TrainBatch) -> None:
@@ -172,16 +177,6 @@ class SampleBuffer:
             f"{len(self._live)} of {self.batch_size} rollouts in the buffer "
             f"({self.received} received, {self.trained} trained, {len(self._taken)} in training, dropped: {reasons})"
         )
-
-    def _pop(self, rollout_id: str) -> RolloutRecord:
-        """Remove the live record of this rollout, and return it."""
-        record = self._live.pop(rollout_id)
-        if record.generated_tokens:
-            same_age = self._by_age[self._decisive(record)]
-            del same_age[rollout_id]
-            if not same_age:
-                del self._by_age[self._decisive(record)]
-        return record
 
     def _expires(self, record: RolloutRecord, version: int) -> bool:
         """True if the step at `version` may not train `record`."""
