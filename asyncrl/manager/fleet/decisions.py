@@ -265,22 +265,6 @@ class FleetDecisions:
         if (life := self._attempted(server, attempt)) is not None:
             life.released -= frozenset(tags)
 
-    @property
-    def not_resting(self) -> list[ServerLife]:
-        """The guests that have not released their memory."""
-        return [life for life in self.servers if life.index in self.guests and life.state is not ServerState.RESTING]
-
-    @property
-    def others_in_service(self) -> int:
-        """Number of servers that are not guests and serve, or will once they are updated."""
-        updating = (life for life in self.servers if life.state is ServerState.UPDATING and not life.failures)
-        return sum(life.index not in self.guests for life in (*self._serving(), *updating))
-
-    def not_known_to_rest(self, registered: Mapping[int, str]) -> list[int]:
-        """Return the guests among the servers `registered` (URL by index) that are not known to rest at that URL."""
-        resting = {life.index: life.url for life in self.servers if life.state is ServerState.RESTING}
-        return [index for index, url in registered.items() if index in self.guests and resting.get(index) != url]
-
     def failed(self, server: int, attempt: int, reason: str, now: float, *, disagrees: bool = False) -> bool:
         """Record that the update, check or release failed.
 
