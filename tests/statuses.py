@@ -32,6 +32,7 @@ def status_reply(
         for index, version in enumerate((None, *versions))
     ]
     counts = RolloutCounts(running=running, dropped=dict(dropped or {}))
-    of_gate = {"limit": 8, "closed": False, "idle_s": idle_s, "used_up": used_up}
-    gate = GateState(counts=counts, version=served, trained_version=served, **of_gate)  # type: ignore[arg-type]
+    gate = GateState(
+        counts=counts, version=served, trained_version=served, limit=8, closed=False, idle_s=idle_s, used_up=used_up
+    )
     return StatusReply(gate, servers, None, [], rebuilt)

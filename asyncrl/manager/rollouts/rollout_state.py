@@ -182,8 +182,9 @@ class RolloutState:
             self.gate.over(finished.rollout_id)
             self._measure_once(finished)
             return
-        filtered, again = finished.as_next_attempt, None
+        again: NextTry | None = None
         if finished.return_prompt:
+            filtered = finished.as_next_attempt
             again = NextTry(live.order, live.attempt + filtered, live.failures + (not filtered))
         self.suspects.ended(live.owner, live.prompt_id)
         self._drop(live, finished.reason or "rejected", again)
