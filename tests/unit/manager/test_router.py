@@ -133,7 +133,7 @@ def test_affinities_are_bounded() -> None:
     for view in policy._servers.values():
         policy.changed(view)
     for index in range(100):
-        assert policy.choose(request_of(str(index), affinity=str(index)), CALLER, lambda view: True) is not None
+        assert policy.choose(request_of(str(index), affinity=str(index)), lambda view: True) is not None
     assert len(policy._home) == 4
 
 

@@ -319,5 +319,5 @@ async def test_a_manager_that_waits_for_workers_is_called_for_longer_than_one_th
             raise HttpRefused(url, statuses.pop(), b"")
         return reply(idle_s=7.0)
 
-    cast(Any, client)._connection.http.call = call
+    cast(Any, client)._http.call = call
     assert (await client.consumed(1)).idle_s == 7.0
