@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.settings import backends_that
 from asyncrl.weights.transports.base import weight_transport
-
-_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:

@@ -37,13 +37,12 @@ from asyncrl.manager.fleet.fleet_runner import LogprobCheck
 from asyncrl.manager.fleet.policy_fleets import PolicyFleets
 from asyncrl.manager.fleet.servers import Target
 from asyncrl.manager.messages import RequestSize, ServerState, StatusReply, StatusRequest, WaitRestingRequest
-from asyncrl.manager.rollouts.admission import DeadlinePacing
 from asyncrl.manager.rollouts.ledger import Ledger
 from asyncrl.manager.service import ManagerHttp, ManagerService
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.observe import observer
 from asyncrl.rollout.settings import Pacing
-from asyncrl.runtime.plan import COLOCATED_SERVERS, MANAGER_PART, PROCESS_KINDS
+from asyncrl.runtime.plan import COLOCATED_SERVERS, DEADLINE_PACING, MANAGER_PART, PROCESS_KINDS
 from asyncrl.runtime.process.open_files import allow_connections
 from asyncrl.runtime.process.worker import AsyncWorker, WorkerSpec
 from asyncrl.runtime.run_log import remark
@@ -83,7 +82,7 @@ class GserverManager(AsyncWorker):
             order=self._order(),
             number=spec.incarnation,
             first=_first_request(config) if config.manager.update_mode != UpdateMode.finish else None,
-            pacing=DeadlinePacing(*bound) if config.rollout.pacing == Pacing.deadline else None,
+            pacing=pkgutil.resolve_name(DEADLINE_PACING)(*bound) if config.rollout.pacing == Pacing.deadline else None,
             clock=self._clock,
             versions_in_use=lambda: self._fleets.versions_in_use(),
             policies=[policy.name for policy in config.policies],

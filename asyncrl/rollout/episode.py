@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Self, TypeAlias
 
@@ -237,6 +237,15 @@ def _first_cause(group: ExceptionGroup[Exception]) -> Exception:
     return _first_cause(first) if isinstance(first, ExceptionGroup) else first
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The samples of one episode (none if the agent rejects the prompt), its verdict, and its metrics."""
+
+    samples: Sequence[Sample]
+    right: bool | None
+    metrics: Mapping[str, float]
+
+
 def metrics_of(samples: Sequence[Sample]) -> dict[str, float]:
     """Return the metrics of samples.
 
@@ -289,13 +298,7 @@ class GroupRules:
 
     @classmethod
     def of(cls, config: RolloutConfig, registered_in: Sequence[str] = (), right_at: float | None = None) -> Self:
-        """Build the rules of these settings.
-
-        Args:
-            config: names filters and shapings.
-            registered_in: the user's modules in which they may be registered.
-            right_at: see the class.
-        """
+        """Build the rules of these settings."""
         filters, shapings = (
             [resolve(kind, choice.name, choice.params, registered_in) for choice in choices]
             for kind, choices in (("filter", config.filters), ("shaping", config.shaping))
