@@ -56,9 +56,9 @@ PATIENCE_S, PATIENCE = 20.0, 5.0
 """A mutant's test has so many seconds, and so many times what it took without a change; then it does not end."""
 ROOMS: dict[str, tuple[str, ...]] = {
     "gate": ("manager/rollouts/staleness_gate.py", "manager/rollouts/rollout_state.py"),
-    "admission": ("manager/rollouts/admission.py",),
+    "pacing": ("manager/rollouts/pacing.py",),
     "queue": ("data/prompt_queue.py", "data/curriculum.py"),
-    "buffer": ("master/data/sample_buffer.py", "master/data/collector.py"),
+    "buffer": ("master/data/sample_buffer.py", "master/data/order.py", "master/data/collector.py"),
     "batch order": ("master/data/batches.py",),
     "step plan": ("master/step.py",),
     "router": ("manager/router.py",),

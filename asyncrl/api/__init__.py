@@ -4,10 +4,11 @@ exchange.
 Nothing here imports the rest of asyncrl, and nothing here imports torch.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from asyncrl.api.agent import (
     Agent,
-    BatchAgent,
-    BatchGroup,
     Environment,
     EpisodeError,
     EpisodeTimeout,
@@ -28,8 +29,27 @@ from asyncrl.api.generation import (
 from asyncrl.api.reward import Episode, EpisodeReward, GroupReward, RewardFunction, RunIn, run_in, scored, verdict
 from asyncrl.api.selection import BufferOrder, Curriculum, ReadyRollout
 from asyncrl.api.text import Tokenizer, answer_text, without_thoughts
-from asyncrl.api.tool import Tool, ToolResult, as_tool
 from asyncrl.api.trajectory import Sample, SampleColumns, Trajectory, with_turn_rewards
+
+if TYPE_CHECKING:
+    from asyncrl.api.batch_agent import BatchAgent, BatchGroup
+    from asyncrl.api.tool import Tool, ToolResult, as_tool
+
+_ON_DEMAND = {
+    "BatchAgent": "asyncrl.api.batch_agent",
+    "BatchGroup": "asyncrl.api.batch_agent",
+    "Tool": "asyncrl.api.tool",
+    "ToolResult": "asyncrl.api.tool",
+    "as_tool": "asyncrl.api.tool",
+}
+"""Names of what few runs use, with their modules, which are imported for whoever asks for the name."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ON_DEMAND:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_ON_DEMAND[name]), name)
+
 
 __all__ = [
     "Agent",

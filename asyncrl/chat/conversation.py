@@ -1,4 +1,4 @@
-"""The answers of one episode: a tree of turns, each branch a conversation; the life of a request; and the recorder.
+"""The answers of one episode: a tree of turns, each branch a conversation; their limits; and the recorder.
 
 A `Turn` is one answer of the policy, with the token ids between the previous answer and this one. A turn refers to the
 turn before it. Several turns may follow the same one, so turns form trees, and every leaf ends a branch.
@@ -6,20 +6,12 @@ turn before it. Several turns may follow the same one, so turns form trees, and 
 A sampled token carries loss in one sample only: in the first branch that contains it, in the order in which answers
 were recorded. In later branches it is context.
 
-The life of a request
----------------------
-    pending --begin--> running --answered--> calling_tools --begin--> running ...
-                          |                       |
-                          +--> completed <--------+
-                                  |
-                                  +--begin--> running      for another message, unless a limit was reached
-
-A `ChatRequest` is immutable, and every step returns the next one, so a conversation that forks needs no copy. A step
-that the phase does not allow raises `IllegalStep`: an error of the program, not of the model.
-
-A limit ends a conversation when its next answer would begin: `begin` then returns a completed request whose finish is
-`length` and whose `over` names the limit and its setting. Everything sampled before is kept. An answer that is cut off
-at `max_new_tokens` finishes with `length` too, but another answer may follow it.
+Limits
+------
+A `ChatRequest` counts what a conversation has used. It is immutable, and every step returns the next one, so a
+conversation that forks needs no copy. A limit ends a conversation when its next answer would begin: `begin` then
+returns a request whose `over` names the limit and its setting. Everything sampled before is kept. An answer that is
+cut off at `max_new_tokens` finishes with `length` too, but another answer may follow it.
 
 What a call continues
 ---------------------
@@ -37,7 +29,6 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum, auto
 from functools import partial
 from typing import Any
 
@@ -47,23 +38,6 @@ from numpy.typing import NDArray
 from asyncrl.api import ChatFinish, ChatReply, Completion, FinishReason, Message, Sample, ToolSchema
 from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.api.trajectory import NOT_GENERATED, routing_of_turns
-
-
-class Phase(StrEnum):
-    """State of a conversation."""
-
-    pending = auto()
-    """Nothing was sampled yet."""
-    running = auto()
-    """The policy answers."""
-    calling_tools = auto()
-    """Its answer called tools; their results are awaited."""
-    completed = auto()
-    """It ended; `finish` has the reason."""
-
-
-class IllegalStep(RuntimeError):
-    """A step that the phase does not allow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,29 +56,22 @@ class ChatLimits:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A conversation's state; see the module's docstring.
+    """What a conversation has used of its limits.
 
     `turns` is the number of answers, `tokens` the conversation's tokens after the last one, `tool_s` its tools'
-    seconds.
+    seconds. `calls_tools`: the last answer called tools. `over`: the limit that was reached; empty if none was.
     """
 
     limits: ChatLimits = ChatLimits()
-    phase: Phase = Phase.pending
     turns: int = 0
     tokens: int = 0
     tool_s: float = 0.0
-    finish: ChatFinish | None = None
-    """End of the latest answer, or of the conversation."""
+    calls_tools: bool = False
     over: str = ""
 
     def forked(self) -> ChatRequest:
-        """Return the state of another branch from here: turns, tokens and tool time already used still count."""
-        return ChatRequest(self.limits, turns=self.turns, tool_s=self.tool_s)
-
-    @property
-    def ended(self) -> bool:
-        """True if no further answer can follow, because a limit was reached."""
-        return bool(self.over)
+        """Return the state of another branch from here: turns and tool time already used still count."""
+        return ChatRequest(self.limits, self.turns, tool_s=self.tool_s)
 
     @property
     def room(self) -> int | None:
@@ -112,40 +79,17 @@ class ChatRequest:
         return self.limits.max_context - self.tokens if self.limits.max_context else None
 
     def begin(self, context_tokens: int) -> ChatRequest:
-        """Start an answer to a conversation of `context_tokens`. Return the running state, or a completed one at a
-        limit.
-
-        Raises:
-            IllegalStep: it is running or has ended.
-        """
-        if self.ended or self.phase is Phase.running:
-            raise IllegalStep(f"an answer cannot begin: the conversation is {self._where()}")
-        over = self._met(context_tokens)
-        if over:
-            return replace(self, phase=Phase.completed, tokens=context_tokens, finish=ChatFinish.length, over=over)
-        return replace(self, phase=Phase.running, tokens=context_tokens, finish=None)
+        """Start an answer to a conversation of `context_tokens`, unless a limit leaves no room for it (`over`)."""
+        return replace(self, tokens=context_tokens, calls_tools=False, over=self._met(context_tokens))
 
     def answered(self, finish: ChatFinish, tokens: int) -> ChatRequest:
-        """Record that the policy's answer ended with `finish`, and the conversation then has `tokens` tokens.
-
-        Raises:
-            IllegalStep: it was not running.
-        """
-        if self.phase is not Phase.running:
-            raise IllegalStep(f"an answer cannot end: the conversation is {self._where()}")
+        """Record that the policy's answer of `tokens` tokens ended with `finish`."""
         full = finish is ChatFinish.length and self.room is not None and tokens >= self.room
-        over = self._context_message() if full else ""
-        phase = Phase.calling_tools if finish is ChatFinish.tool_calls else Phase.completed
-        return replace(self, phase=phase, turns=self.turns + 1, tokens=self.tokens + tokens, finish=finish, over=over)
+        over, calls = self._context_message() if full else "", finish is ChatFinish.tool_calls
+        return replace(self, turns=self.turns + 1, tokens=self.tokens + tokens, calls_tools=calls, over=over)
 
     def tools_returned(self, seconds: float) -> ChatRequest:
-        """Record the seconds of the turn's tools. The phase stays, because the policy has not begun its next answer.
-
-        Raises:
-            IllegalStep: no tools were called.
-        """
-        if self.phase is not Phase.calling_tools:
-            raise IllegalStep(f"no tools can return: the conversation is {self._where()}")
+        """Record the seconds of the turn's tools."""
         return replace(self, tool_s=self.tool_s + seconds)
 
     def _met(self, context_tokens: int) -> str:
@@ -161,10 +105,6 @@ class ChatRequest:
 
     def _context_message(self) -> str:
         return f"{self.limits.context_setting}={self.limits.max_context}"
-
-    def _where(self) -> str:
-        ended = f" ({self.finish})" if self.finish else ""
-        return f"{self.phase}{ended}{f', over {self.over}' if self.over else ''}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

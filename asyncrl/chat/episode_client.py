@@ -40,12 +40,13 @@ from asyncrl.api import (
 from asyncrl.api.generation import seed_from
 from asyncrl.api.picture import PictureError, PlacedPicture
 from asyncrl.api.trajectory import check_group, role_of
-from asyncrl.chat.conversation import ChatLimits, ChatRequest, Phase, Turn, TurnRecorder, bytes_of_ids
+from asyncrl.chat.conversation import ChatLimits, ChatRequest, Turn, TurnRecorder, bytes_of_ids
 from asyncrl.chat.settings import DriftCheck, Reasoning
-from asyncrl.chat.stop_strings import check_stop_strings
 from asyncrl.chat.template import ChatFormat, empty_reply, no_completion, reply_of
-from asyncrl.data.chat_template import ChatError, common_length, wrong_turns
-from asyncrl.data.picture_parts import Rendered, with_content
+from asyncrl.data.chat_template import ChatError
+from asyncrl.data.picture_parts import check_prompt_pictures, with_content, wrong_turns
+from asyncrl.data.stop_strings import check_stop_strings
+from asyncrl.data.tokenizers import Rendered, common_length
 
 _log = logging.getLogger(__name__)
 TOOL_CHOICES = ("auto", "none")
@@ -215,7 +216,7 @@ class EpisodeClient:
         given = request.input_ids[length:]
         shown = tuple(placed.shifted(-length) for placed in request.pictures if placed.position >= length)
         state = self._begun(parent, parent, len(request.input_ids))
-        if state.ended:
+        if state.over:
             return GenerationResult(request.request_id, tuple(no_completion() for _ in range(request.n)))
         result = await self._policy.generate(replace(request, sampling=_within(request.sampling, state)))
         for completion in result.completions:
@@ -262,7 +263,7 @@ class EpisodeClient:
         ids = context.ids
         self._check_drift(context, ids, messages, tools)
         state = self._begun(context.parent, context.before, len(ids))
-        if state.ended:
+        if state.over:
             return empty_reply(ids)
         seed = self._seed(ids, context.pictures, wanted.seed)
         stops = tuple(dict.fromkeys((*wanted.stop_token_ids, *chat.stop_token_ids)))
@@ -444,15 +445,15 @@ class EpisodeClient:
             ConversationEnded: it had reached a limit, and an earlier answer has reported that.
         """
         state = before.request if before else ChatRequest(self._rules.limits)
-        if before is not None and state.phase is Phase.calling_tools:
+        if before is not None and state.calls_tools:
             seconds = time.monotonic() - before.answered_at
             self._counts["tool_s"] += seconds
             state = state.tools_returned(seconds)
         if parent is None and before is not None:
             state = state.forked()
-        if not state.ended:
+        if not state.over:
             state = state.begin(tokens)
-        if state.ended:
+        if state.over:
             if not self._recorder.cut_off(before, tokens):
                 raise ConversationEnded(f"the conversation is over: {state.over}; end it at finish_reason 'length'")
             self._counts[f"limit_{state.over.partition('=')[0].rpartition('.')[2]}"] += 1
@@ -494,21 +495,6 @@ def _read(message: Message) -> Message:
         return with_content(message)
     except PictureError as error:
         raise ChatError(str(error)) from None
-
-
-def check_prompt_pictures(prompt: Prompt, ids: Sequence[int], pictures: Sequence[PlacedPicture]) -> None:
-    """Check that a request or a sample that begins with the prompt's tokens also has the prompt's pictures.
-
-    Raises:
-        ValueError: it lacks pictures, so the model would read their placeholders as words.
-    """
-    if not prompt.pictures or tuple(ids[: len(prompt.input_ids)]) != prompt.input_ids:
-        return
-    if tuple(pictures[: len(prompt.pictures)]) != prompt.pictures:
-        raise ValueError(
-            f"prompt {prompt.prompt_id} has {len(prompt.pictures)} pictures, and what begins with its input_ids has "
-            "others: give GenerationRequest.pictures and Sample.pictures what Prompt.pictures has"
-        )
 
 
 def _within(sampling: SamplingParams, state: ChatRequest) -> SamplingParams:

@@ -25,7 +25,8 @@ from asyncrl.chat.call_formats import (
     RawCall,
     after_blanks,
 )
-from asyncrl.data.chat_template import ChatError, ChatTemplate, common_length
+from asyncrl.data.chat_template import ChatError, ChatTemplate
+from asyncrl.data.tokenizers import common_length
 
 FORMATS: dict[str, CallFormat | None] = {
     # Hermes, Qwen2.5, Qwen3

@@ -28,10 +28,10 @@ from asyncrl.api import ChatFinish, ChatReply, Completion, FinishReason, Message
 from asyncrl.api.generation import seed_from
 from asyncrl.api.text import opened_thoughts
 from asyncrl.chat.parsers import Parsed, Parser, parser, why_thoughts_unread
-from asyncrl.chat.stop_strings import before_stop, first_stop
-from asyncrl.data.chat_template import ChatError, StandIns, common_length, wrong_turns
-from asyncrl.data.picture_parts import Rendered, pictures_of, without_pictures
+from asyncrl.data.chat_template import ChatError, StandIns
+from asyncrl.data.picture_parts import pictures_of, without_pictures, wrong_turns
 from asyncrl.data.prompt_format import PromptFormat
+from asyncrl.data.tokenizers import Rendered, common_length
 
 _TOOL: ToolSchema = {
     "type": "function",
@@ -200,7 +200,7 @@ class ChatFormat:
         if text is None:
             return None
         try:
-            return self._prompts.encoded(places, text, [*pictures_of(new)])
+            return places.encoded(text, [*pictures_of(new)], self._prompts.pictures)
         except ValueError as error:
             raise ChatError(str(error)) from None
 
@@ -237,12 +237,15 @@ class ChatFormat:
     def _rendered(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, to_answer: bool = True, until: str = ""
     ) -> Rendered:
-        """See `PromptFormat.conversation`; every error is a `ChatError`."""
+        """See `ChatTemplate.conversation`; every error is a `ChatError`."""
         if (wrong := wrong_turns(messages)) is not None:
             raise ChatError(f"these messages are not a valid conversation: {wrong}")
         try:
             turns = self._template.messages(messages)
-            return self._prompts.conversation(turns, tools, to_answer=to_answer, until=until)
+            pictures = self._prompts.pictures
+            return self._template.conversation(
+                self.tokenizer, turns, tools, pictures=pictures, to_answer=to_answer, until=until
+            )
         except ValueError as error:  # also an unknown character, or pictures that do not show
             raise ChatError(str(error)) from None
 
@@ -413,6 +416,18 @@ def reply_of(
         stop=first_stop(text, stop) if ended else None,
         text=answer_text(chat.tokenizer, prompt_ids, completion.token_ids),
     )
+
+
+def first_stop(text: str, strings: Sequence[str]) -> str | None:
+    """Return the stop string that is complete first in `text`; None if there is none."""
+    ends = [(at + len(string), string) for string in strings if (at := text.find(string)) >= 0]
+    return min(ends)[1] if ends else None
+
+
+def before_stop(text: str, strings: Sequence[str]) -> str:
+    """Return `text` up to the first stop string in it; all of it if there is none."""
+    found = [at for string in strings if (at := text.find(string)) >= 0]
+    return text[: min(found)] if found else text
 
 
 def _as_message(call: ToolCall) -> dict[str, Any]:

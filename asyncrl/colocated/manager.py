@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameEntryNotFound, NameResolver, NameResolveTimeout
@@ -14,6 +14,7 @@ from asyncrl.comm.waits import HOLD_S, LOOK_S
 from asyncrl.manager import messages as m
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.fleet_runner import FleetRunner
+from asyncrl.manager.fleet.servers import ServerLife
 
 
 class ColocatedServers:
@@ -60,7 +61,7 @@ class ColocatedServers:
             waits_for = await self._blockers(request.turn)
             left_s = deadline - self._clock()
             if not waits_for or left_s <= 0:
-                return m.WaitRestingReply(waits_for, self._decisions.others_in_service, self._runner.wake_s)
+                return m.WaitRestingReply(waits_for, others_in_service(self._decisions), self._runner.wake_s)
             await self._runner.changed.wait(min(left_s, LOOK_S))
 
     async def _blockers(self, number: int) -> list[str]:
@@ -68,8 +69,8 @@ class ColocatedServers:
         turn = self._decisions.guests.turn
         if turn.number < number or not turn.training:
             return ["the GserverManager, which has not seen the turn yet"]
-        if not_resting := self._not_resting():
-            return not_resting
+        if waits_for := self._waits_for():
+            return waits_for
         # A server announces that it loads, reads the turn, loads, registers, and then withdraws the announcement. So
         # one that is not found loading has registered by now, or reads the turn after it was announced.
         loading = await asyncio.to_thread(self._resolver.get_subtree, names.LOADING_GUESTS)
@@ -77,8 +78,26 @@ class ColocatedServers:
             return [f"generation server {names.index_of(key)} (loads its model)" for key in loading]
         registered = await asyncio.to_thread(self._resolver.get_subtree, names.GENERATION_SERVERS)
         entries = {names.index_of(key): names.GenerationServerEntry.decode(value) for key, value in registered.items()}
-        unknown = self._decisions.not_known_to_rest({index: entry.url for index, entry in entries.items()})
-        return [f"generation server {index} (new)" for index in unknown] or self._not_resting()
+        unknown = not_known_to_rest(self._decisions, {index: entry.url for index, entry in entries.items()})
+        return [f"generation server {index} (new)" for index in unknown] or self._waits_for()
 
-    def _not_resting(self) -> list[str]:
-        return [f"generation server {life.index} ({life.state})" for life in self._decisions.not_resting]
+    def _waits_for(self) -> list[str]:
+        return [f"generation server {life.index} ({life.state})" for life in not_resting(self._decisions)]
+
+
+def not_resting(fleet: FleetDecisions) -> list[ServerLife]:
+    """Return the guests that have not released their memory."""
+    return [life for life in fleet.servers if life.index in fleet.guests and life.state is not m.ServerState.RESTING]
+
+
+def others_in_service(fleet: FleetDecisions) -> int:
+    """Return the number of servers that are not guests and serve, or will once they are updated."""
+    updating, serving = m.ServerState.UPDATING, m.ServerState.SERVING
+    others = (life for life in fleet.servers if life.index not in fleet.guests)
+    return sum(life.state is serving or (life.state is updating and not life.failures) for life in others)
+
+
+def not_known_to_rest(fleet: FleetDecisions, registered: Mapping[int, str]) -> list[int]:
+    """Return the guests among the servers `registered` (URL by index) that are not known to rest at that URL."""
+    resting = {life.index: life.url for life in fleet.servers if life.state is m.ServerState.RESTING}
+    return [index for index, url in registered.items() if index in fleet.guests and resting.get(index) != url]

@@ -11,10 +11,12 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from asyncrl.comm.typed import decode_yaml
+from asyncrl.config.values import fit, read_typed, text_of
 
 
 class Alias(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,6 +65,24 @@ def elsewhere(name: str) -> list[Alias]:
     fitting = [alias for alias in table().aliases if name == alias.theirs or name.endswith(f".{alias.theirs}")]
     most = max((alias.theirs.count(".") for alias in fitting), default=0)
     return [alias for alias in fitting if alias.theirs.count(".") == most]
+
+
+def unknown_setting(name: str, known: Mapping[str, Any], where: str, value: Any) -> str:
+    """Return the error message about `name`, which is none of the settings `known`."""
+    if (now := table().renamed.get(name)) is not None:
+        return f"unknown setting {name!r}{where}; it was renamed to {now!r}"
+    if aliases := elsewhere(name):
+
+        def fits(setting: str, text: str) -> bool:
+            wrong: list[str] = []
+            fit(setting, read_typed(text, known[setting]), known[setting], wrong)
+            return not wrong
+
+        told = "; or ".join(answer(alias, text_of(value), fits) for alias in aliases)
+        return f"unknown setting {name!r}{where}; {told} (docs/coming_from.md)"
+    nearest = nearest_setting(name, known)
+    hint = f"did you mean {nearest!r}? " if nearest else ""
+    return f"unknown setting {name!r}{where}; {hint}--help lists all of them"
 
 
 _OFF = ("false", "off", "no", "none", "null", "disabled", "0", "0.0", "")

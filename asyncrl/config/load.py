@@ -28,7 +28,6 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from asyncrl.comm.typed import convert
-from asyncrl.config.aliases import answer, elsewhere, nearest_setting, table
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.import_paths import PluginError, load_plugin
 from asyncrl.config.secrets import hide, shown
@@ -239,7 +238,9 @@ def _settings_in(content: Mapping[Any, Any], schema: type[Config], where: str, w
             for key, each in value.items():
                 look(f"{path}.{text_of(key)}", each)
         else:
-            wrong.append(_takes_no_value(path, inside) if inside else _unknown_setting(path, known, where, value))
+            from asyncrl.config.aliases import unknown_setting
+
+            wrong.append(_takes_no_value(path, inside) if inside else unknown_setting(path, known, where, value))
 
     for key, each in content.items():
         look(text_of(key), each)
@@ -267,7 +268,9 @@ def _typed(text: str, schema: type[Config]) -> _Given:
             raise ConfigError(_takes_no_value(name, inside))
         if whole is not None:
             raise ConfigError(f"override {hide(text)!r}: {whole} is set as a whole; write {whole}=VALUE")
-        raise ConfigError(_unknown_setting(name, known, f" in {hide(text)!r}", read_typed(value, Any)))
+        from asyncrl.config.aliases import unknown_setting
+
+        raise ConfigError(unknown_setting(name, known, f" in {hide(text)!r}", read_typed(value, Any)))
     if removed:
         if name in known and get_origin(known[name]) is not dict:
             raise ConfigError(f"override {text!r}: a setting cannot be removed; give it a value as {name}=VALUE")
@@ -449,20 +452,3 @@ def _kind_at(name: str, kinds: Mapping[str, Any]) -> Any:
     if isinstance(inner, type) and is_dataclass(inner):
         return get_type_hints(inner).get(last)
     return Any if inner is Any else None
-
-
-def _unknown_setting(name: str, known: Mapping[str, Any], where: str, value: Any) -> str:
-    if (now := table().renamed.get(name)) is not None:
-        return f"unknown setting {name!r}{where}; it was renamed to {now!r}"
-    if aliases := elsewhere(name):
-
-        def fits(setting: str, text: str) -> bool:
-            wrong: list[str] = []
-            fit(setting, read_typed(text, known[setting]), known[setting], wrong)
-            return not wrong
-
-        told = "; or ".join(answer(alias, text_of(value), fits) for alias in aliases)
-        return f"unknown setting {name!r}{where}; {told} (docs/coming_from.md)"
-    nearest = nearest_setting(name, known)
-    hint = f"did you mean {nearest!r}? " if nearest else ""
-    return f"unknown setting {name!r}{where}; {hint}--help lists all of them"

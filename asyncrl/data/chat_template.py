@@ -19,16 +19,16 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from asyncrl.api.chat import Message
-from asyncrl.data.picture_parts import without_pictures, wrong_parts
+from asyncrl.api.picture import Picture
+from asyncrl.data.picture_parts import PictureRules, expanded, pictures_of, placed, without_pictures
 from asyncrl.data.template_sandbox import TemplateLimit, TemplateRefusal, render
-from asyncrl.data.tokenizers import CONFIG_FILE, TEMPLATE_FILE, TEMPLATES_DIR, ChatTokenizer
+from asyncrl.data.tokenizers import DEFAULT, ChatTokenizer, Rendered
 
-DEFAULT, TOOL_USE = "default", "tool_use"
-"""Names of the templates for conversations without and with tools, if a tokenizer has several templates."""
+TOOL_USE = "tool_use"
+"""Name of the template for conversations with tools, if a tokenizer has several templates."""
 
 
 class ChatError(ValueError):
@@ -122,6 +122,39 @@ class ChatTemplate:
             return self._filled(TOOL_USE, self.source_with_tools, filled)
         return self._filled(DEFAULT, self._source, filled)
 
+    def conversation(
+        self,
+        tokenizer: ChatTokenizer,
+        turns: Sequence[Message],
+        tools: Sequence[Message] = (),
+        *,
+        pictures: PictureRules | None = None,
+        to_answer: bool = True,
+        until: str = "",
+    ) -> Rendered:
+        """Return token ids of messages; names of control tokens within them stay text.
+
+        Args:
+            turns: the messages, with their pictures loaded.
+            tools: tools that the template describes.
+            pictures: rules for pictures; None if the model takes none.
+            to_answer: True adds the generation prompt.
+            until: text of the messages from which on nothing is returned; empty: return all.
+
+        Raises:
+            ChatError: the template refuses them, or leaves `until` out.
+            ValueError: the tokenizer does not know a character, or the template or the tokenizer does not show the
+                pictures.
+        """
+        plain = without_pictures(turns)
+        places = StandIns(tokenizer, plain, tools)
+        text = self.render_turns(places.put(plain), places.put(tools), to_answer=to_answer)
+        if until:
+            text, found, _ = text.rpartition(until)
+            if not found:
+                raise ChatError("the chat template leaves out the message that is to be continued")
+        return places.encoded(text, [*pictures_of(turns)], pictures)
+
     def _filled(self, name: str, source: str, variables: Mapping[str, Any] | None) -> str:
         try:
             return render(source, variables, datetime.now())
@@ -158,54 +191,6 @@ def _with_arguments_read(call: Any) -> Any:
     except ValueError:  # the model's text need not be JSON; some templates can show it unchanged
         return call
     return {**call, "function": {**function, "arguments": arguments}}
-
-
-def wrong_messages(messages: Any) -> str | None:
-    """Return why `messages` is not a prompt, whose answer follows a user or a tool; None if it is."""
-    if (wrong := wrong_turns(messages)) is None and messages[-1]["role"] in ("system", "assistant"):
-        return f"it ends with the role {messages[-1]['role']!r}: the model answers a user or a tool"
-    return wrong
-
-
-def wrong_turns(messages: Any) -> str | None:
-    """Return why `messages` is not a conversation; None if it is."""
-    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
-        return "it is no list of messages"
-    for number, turn in enumerate(messages):
-        if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
-            return f"message {number} is not an object with a role"
-        if isinstance(turn.get("content"), list):
-            if (wrong := wrong_parts(turn["content"])) is not None:
-                return f"message {number} has under 'content' {wrong}"
-        elif not isinstance(turn.get("content"), str) and not turn.get("tool_calls"):
-            return f"message {number} has no text under 'content'"
-    return None
-
-
-def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return the number of characters, tokens or messages that both begin with."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-def template_source(folder: Path) -> str | dict[str, str] | None:
-    """Return the chat template of the tokenizer in `folder`; several by name; None if there is none.
-
-    As in transformers, the files `chat_template.jinja` (the default) and `additional_chat_templates/<name>.jinja` come
-    before what `tokenizer_config.json` holds.
-    """
-    files = {file.name.removesuffix(".jinja"): file for file in sorted((folder / TEMPLATES_DIR).glob("*.jinja"))}
-    if (own := folder / TEMPLATE_FILE).is_file():
-        files = {DEFAULT: own, **files}
-    found: Any = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
-    config = folder / CONFIG_FILE
-    if not found and config.is_file():
-        found = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
-    if isinstance(found, list):
-        found = {each["name"]: each["template"] for each in found}
-    if isinstance(found, dict) and found.keys() == {DEFAULT}:
-        found = found[DEFAULT]
-    return found or None
 
 
 class StandIns:
@@ -265,6 +250,15 @@ class StandIns:
             else:
                 pending += stretch + control
         return ids + self._tokenizer.encode(pending)
+
+    def encoded(self, rendered: str, pictures: Sequence[Picture], rules: PictureRules | None) -> Rendered:
+        """Encode the text that the template made from messages with `pictures`.
+
+        Raises:
+            ValueError: as for `encode`, or the template or the tokenizer does not show the pictures.
+        """
+        ids = self.encode(expanded(rendered, pictures, rules))
+        return Rendered(ids, placed(ids, pictures, rules))
 
 
 def _texts(value: Any) -> list[str]:

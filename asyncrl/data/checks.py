@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from asyncrl.config.plugin_code.import_paths import path_problems
-from asyncrl.data.files import JSONL, PARQUET, is_data_path
-from asyncrl.data.settings import AUTO, OFF, DatasetConfig
+from asyncrl.data.settings import AUTO, JSONL, OFF, PARQUET, DatasetConfig, is_data_path
 from asyncrl.rollout.settings import EvalConfig
 
 

@@ -30,9 +30,8 @@ from typing import Any, Protocol, cast
 from asyncrl.api.chat import Message
 from asyncrl.api.picture import Picture, PictureError, PlacedPicture
 from asyncrl.config.plugin_code.import_paths import PluginError
-from asyncrl.data.chat_template import ChatError, StandIns, wrong_turns
+from asyncrl.data.chat_template import ChatError, StandIns
 from asyncrl.data.datasets import DemonstrationDataset, Placed, load_dataset
-from asyncrl.data.files import is_data_path
 from asyncrl.data.picture_parts import (
     PictureRules,
     expanded,
@@ -41,10 +40,11 @@ from asyncrl.data.picture_parts import (
     prompt_with_pictures,
     with_content,
     without_pictures,
+    wrong_turns,
 )
 from asyncrl.data.prompt_format import PromptFormat
 from asyncrl.data.prompt_queue import epoch_order
-from asyncrl.data.settings import TrainOn
+from asyncrl.data.settings import TrainOn, is_data_path
 from asyncrl.data.tokenizers import ChatTokenizer
 
 

@@ -29,17 +29,9 @@ from numpy.typing import NDArray
 
 from asyncrl.api.chat import Message
 from asyncrl.api.picture import PictureError
-from asyncrl.data.chat_template import common_length, wrong_messages
-from asyncrl.data.picture_parts import IMAGE_FIELDS, prompt_with_pictures
-
-JSONL, PARQUET = ".jsonl", ".parquet"
-"""Suffixes of supported files."""
-
-
-def is_data_path(path: str) -> bool:
-    """True if `path` is a folder or, by its name, a supported file."""
-    return path.endswith((JSONL, PARQUET)) or Path(path).expanduser().is_dir()
-
+from asyncrl.data.picture_parts import prompt_with_pictures, wrong_messages
+from asyncrl.data.settings import IMAGE_FIELDS, JSONL, PARQUET
+from asyncrl.data.tokenizers import common_length
 
 PROMPT_FIELDS = ("prompt", "question", "problem", "messages")
 COMPLETION_FIELDS = ("completion", "response", "answer")

@@ -18,17 +18,17 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from asyncrl.api.chat import Message
+from asyncrl.api.generation import Prompt
 from asyncrl.api.picture import Picture, PictureError, PlacedPicture, check_count, picture_from
+from asyncrl.data.settings import IMAGE_FIELDS
 
 Content = str | list[dict[str, Any]]
 
-IMAGE_FIELDS = ("images", "image")
-"""Columns of a row that hold pictures."""
 PLACE = "<image>"
 """Stands for a picture in the text of a row that has such a column."""
 PICTURE_TYPES = ("image", "image_url", "input_image")
@@ -56,13 +56,6 @@ class PictureRules(Protocol):
     def rows(self, picture: Picture) -> int:
         """Return the number of placeholders of a picture."""
         ...
-
-
-class Rendered(NamedTuple):
-    """Token ids, and the pictures that stand at spans of them."""
-
-    ids: list[int]
-    pictures: tuple[PlacedPicture, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +221,28 @@ def wrong_parts(content: Sequence[Any]) -> str | None:
     return None if content else "an empty list of parts"
 
 
+def wrong_messages(messages: Any) -> str | None:
+    """Return why `messages` is not a prompt, whose answer follows a user or a tool; None if it is."""
+    if (wrong := wrong_turns(messages)) is None and messages[-1]["role"] in ("system", "assistant"):
+        return f"it ends with the role {messages[-1]['role']!r}: the model answers a user or a tool"
+    return wrong
+
+
+def wrong_turns(messages: Any) -> str | None:
+    """Return why `messages` is not a conversation; None if it is."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
+        return "it is no list of messages"
+    for number, turn in enumerate(messages):
+        if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
+            return f"message {number} is not an object with a role"
+        if isinstance(turn.get("content"), list):
+            if (wrong := wrong_parts(turn["content"])) is not None:
+                return f"message {number} has under 'content' {wrong}"
+        elif not isinstance(turn.get("content"), str) and not turn.get("tool_calls"):
+            return f"message {number} has no text under 'content'"
+    return None
+
+
 def expanded(text: str, pictures: Sequence[Picture], rules: PictureRules | None) -> str:
     """Replace each picture's marker in a rendered text by its placeholders.
 
@@ -270,6 +285,21 @@ def placed(ids: Sequence[int], pictures: Sequence[Picture], rules: PictureRules 
         own, places = places[:count], places[count:]
         found.append(PlacedPicture(own[0], own[-1] - own[0] + 1, picture))
     return tuple(found)
+
+
+def check_prompt_pictures(prompt: Prompt, ids: Sequence[int], pictures: Sequence[PlacedPicture]) -> None:
+    """Check that a request or a sample that begins with the prompt's tokens also has the prompt's pictures.
+
+    Raises:
+        ValueError: it lacks pictures, so the model would read their placeholders as words.
+    """
+    if not prompt.pictures or tuple(ids[: len(prompt.input_ids)]) != prompt.input_ids:
+        return
+    if tuple(pictures[: len(prompt.pictures)]) != prompt.pictures:
+        raise ValueError(
+            f"prompt {prompt.prompt_id} has {len(prompt.pictures)} pictures, and what begins with its input_ids has "
+            "others: give GenerationRequest.pictures and Sample.pictures what Prompt.pictures has"
+        )
 
 
 def prompt_with_pictures(row: Mapping[str, Any], folder: Path | None = None) -> str | list[dict[str, Any]]:

@@ -27,9 +27,9 @@ from asyncrl.data.demonstrations import (
     wrong_conversation,
 )
 from asyncrl.data.files import CHOSEN, COMPLETION_FIELDS, REJECTED, without_none
-from asyncrl.data.picture_parts import IMAGE_FIELDS, pictures_of
+from asyncrl.data.picture_parts import pictures_of
 from asyncrl.data.prompt_format import PromptFormat
-from asyncrl.data.settings import TrainOn
+from asyncrl.data.settings import IMAGE_FIELDS, TrainOn
 
 LABEL, MARGIN = "label", "margin"
 

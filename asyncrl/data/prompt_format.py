@@ -9,34 +9,19 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from asyncrl.api import Message, Prompt, SamplingParams
-from asyncrl.api.picture import Picture, PictureError
+from asyncrl.api.picture import PictureError
 from asyncrl.config.setting import ConfigError
-from asyncrl.data.chat_template import (
-    ChatError,
-    ChatTemplate,
-    StandIns,
-    template_source,
-    wrong_messages,
-)
 from asyncrl.data.datasets import Dataset
-from asyncrl.data.picture_parts import (
-    IMAGE_FIELDS,
-    PictureRules,
-    Rendered,
-    expanded,
-    pictures_of,
-    placed,
-    prompt_with_pictures,
-    with_content,
-    without_pictures,
-)
 from asyncrl.data.prompt_queue import PromptRef, prompt_seed
-from asyncrl.data.settings import AUTO, OFF, Overlong
-from asyncrl.data.template_sandbox import TemplateLimit
-from asyncrl.data.tokenizers import ChatTokenizer, special_tokens
+from asyncrl.data.settings import AUTO, IMAGE_FIELDS, OFF, Overlong
+from asyncrl.data.tokenizers import ChatTokenizer, Rendered, special_tokens, template_source
+
+if TYPE_CHECKING:
+    from asyncrl.data.chat_template import ChatTemplate
+    from asyncrl.data.picture_parts import PictureRules
 
 
 class InvalidPrompt(ValueError):
@@ -85,12 +70,14 @@ class PromptFormat:
             return str(prompt)
         try:
             return self.chat.render_turns(self.chat.messages(prompt), self.tools)
-        except ChatError as error:
+        except ValueError as error:  # a ChatError
             raise InvalidPrompt(str(error)) from None
 
     def _check(self, prompt: str | Sequence[Message]) -> None:
         if isinstance(prompt, str):
             return
+        from asyncrl.data.picture_parts import wrong_messages  # only for prompts that are messages
+
         if (wrong := wrong_messages(prompt)) is not None:
             raise InvalidPrompt(f"the prompt is neither text nor messages: {wrong}")
         if self.chat is None:
@@ -148,15 +135,20 @@ class PromptFormat:
         if self.chat is None or not self.tools:
             return 0
         turns = self.chat.messages("x")
-        return len(self.conversation(turns, self.tools).ids) - len(self.conversation(turns).ids)
+        with_tools = self.chat.conversation(self.tokenizer, turns, self.tools)
+        return len(with_tools.ids) - len(self.chat.conversation(self.tokenizer, turns).ids)
 
     def _read(self, row: Mapping[str, Any]) -> str | Sequence[Message]:
         """Return the prompt of `row`, with its pictures loaded."""
         given: str | Sequence[Message] = row["prompt"]
+        if isinstance(given, str) and not any(name in row for name in IMAGE_FIELDS):
+            return given
         if not isinstance(given, str) and not (
             isinstance(given, list | tuple) and all(isinstance(turn, Mapping) for turn in given)
         ):
             return given  # refused by `_check`
+        from asyncrl.data.picture_parts import pictures_of, prompt_with_pictures, with_content
+
         try:
             prompt = prompt_with_pictures(row)
             if isinstance(prompt, str) or not any(isinstance(turn.get("content"), list) for turn in prompt):
@@ -175,44 +167,10 @@ class PromptFormat:
         try:
             if self.chat is None:
                 return Rendered(self.tokenizer.encode(str(prompt)))
-            return self.conversation(self.chat.messages(prompt), self.tools)
+            turns = self.chat.messages(prompt)
+            return self.chat.conversation(self.tokenizer, turns, self.tools, pictures=self.pictures)
         except ValueError as error:  # a ChatError, or a character that the tokenizer does not know
             raise InvalidPrompt(str(error)) from None
-
-    def conversation(
-        self, turns: Sequence[Message], tools: Sequence[Message] = (), *, to_answer: bool = True, until: str = ""
-    ) -> Rendered:
-        """Return token ids of messages through the chat template; names of control tokens within them stay text.
-
-        Args:
-            turns: the messages, with their pictures loaded.
-            tools: tools that the template describes.
-            to_answer: True adds the generation prompt.
-            until: text of the messages from which on nothing is returned; empty: return all.
-
-        Raises:
-            ChatError: the template refuses them, or leaves `until` out.
-            ValueError: the tokenizer does not know a character, or the template or the tokenizer does not show the
-                pictures.
-        """
-        assert self.chat is not None, "plain prompts have no template"
-        plain = without_pictures(turns)
-        places = StandIns(self.tokenizer, plain, tools)
-        text = self.chat.render_turns(places.put(plain), places.put(tools), to_answer=to_answer)
-        if until:
-            text, found, _ = text.rpartition(until)
-            if not found:
-                raise ChatError("the chat template leaves out the message that is to be continued")
-        return self.encoded(places, text, [*pictures_of(turns)])
-
-    def encoded(self, places: StandIns, text: str, pictures: Sequence[Picture]) -> Rendered:
-        """Return the token ids of the text that the template made from messages with `pictures`.
-
-        Raises:
-            ValueError: as for `conversation`.
-        """
-        ids = places.encode(expanded(text, pictures, self.pictures))
-        return Rendered(ids, placed(ids, pictures, self.pictures))
 
 
 class ChatSettings(Protocol):
@@ -246,6 +204,9 @@ def load_chat_template(folder: Path, data: ChatSettings) -> ChatTemplate | None:
                     "dataset.chat_template to a Jinja file, or leave it out"
                 )
         return None
+    from asyncrl.data.chat_template import ChatError, ChatTemplate
+    from asyncrl.data.template_sandbox import TemplateLimit
+
     try:
         template = ChatTemplate(source, special_tokens(folder), data.chat_template_args, data.system_prompt)
         with contextlib.suppress(ChatError):  # the template may be made for other conversations than this one

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
+from pathlib import Path
 from typing import Any
 
 from asyncrl.config.setting import setting
 
 AUTO, OFF = "auto", "off"
 """Values of `dataset.chat_template` that name no file."""
+IMAGE_FIELDS = ("images", "image")
+"""Columns of a row that hold pictures."""
+JSONL, PARQUET = ".jsonl", ".parquet"
+"""Suffixes of supported files."""
+
+
+def is_data_path(path: str) -> bool:
+    """True if `path` is a folder or, by its name, a supported file."""
+    return path.endswith((JSONL, PARQUET)) or Path(path).expanduser().is_dir()
 
 
 class Overlong(StrEnum):

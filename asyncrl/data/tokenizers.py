@@ -12,9 +12,10 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from asyncrl.api import Tokenizer
+from asyncrl.api.picture import PlacedPicture
 
 CONFIG_FILE = "tokenizer_config.json"
 SYMBOLS_KEY = "asyncrl_symbols"
@@ -22,6 +23,8 @@ SYMBOLS_KEY = "asyncrl_symbols"
 TOKENIZER_FILE = "tokenizer.json"
 TEMPLATE_FILE, TEMPLATES_DIR = "chat_template.jinja", "additional_chat_templates"
 """The chat template, and the folder of further ones by name, as transformers saves them."""
+DEFAULT = "default"
+"""Name of the template in `TEMPLATE_FILE`, if a tokenizer has several."""
 _FILES = (
     TOKENIZER_FILE,
     CONFIG_FILE,
@@ -54,6 +57,13 @@ class ChatTokenizer(Tokenizer, Protocol):
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """Return the text of `token_ids`, special tokens included."""
         ...
+
+
+class Rendered(NamedTuple):
+    """Token ids, and the pictures that stand at spans of them."""
+
+    ids: list[int]
+    pictures: tuple[PlacedPicture, ...] = ()
 
 
 class CharTokenizer:
@@ -331,3 +341,29 @@ def vocabulary(folder: str) -> dict[str, int] | None:
         return ids | {token["content"]: token["id"] for token in told.get("added_tokens", ())}
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def template_source(folder: Path) -> str | dict[str, str] | None:
+    """Return the chat template of the tokenizer in `folder`; several by name; None if there is none.
+
+    As in transformers, the files `chat_template.jinja` (the default) and `additional_chat_templates/<name>.jinja` come
+    before what `tokenizer_config.json` holds.
+    """
+    files = {file.name.removesuffix(".jinja"): file for file in sorted((folder / TEMPLATES_DIR).glob("*.jinja"))}
+    if (own := folder / TEMPLATE_FILE).is_file():
+        files = {DEFAULT: own, **files}
+    found: Any = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+    config = folder / CONFIG_FILE
+    if not found and config.is_file():
+        found = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
+    if isinstance(found, list):
+        found = {each["name"]: each["template"] for each in found}
+    if isinstance(found, dict) and found.keys() == {DEFAULT}:
+        found = found[DEFAULT]
+    return found or None
+
+
+def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the number of characters, tokens or messages that both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))

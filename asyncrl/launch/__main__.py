@@ -22,7 +22,7 @@ import msgspec
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError
-from asyncrl.launch.commands import COMMANDS, experiment_help, fitted, help_page, program, refuse, resolved_yaml
+from asyncrl.launch.commands import COMMANDS, program, refuse
 from asyncrl.runtime.exit_codes import EXIT_CONFIG
 
 
@@ -73,6 +73,8 @@ def _main(argv: list[str]) -> int:
     folder = Path(args.config_dir) if args.config_dir else None
     try:
         if args.experiment is None:
+            from asyncrl.launch.help import fitted, help_page
+
             _print(fitted(help_page(folder)))
             return 0 if args.help else EXIT_CONFIG
         from asyncrl.launch.before_start.data import check_data
@@ -84,10 +86,14 @@ def _main(argv: list[str]) -> int:
             args.overrides = [*given, *args.overrides]
         config = load_experiment(args.experiment, args.overrides, folder, values=values, commands=COMMANDS)
         if args.help:
+            from asyncrl.launch.help import experiment_help, fitted
+
             _print(fitted(experiment_help(args.experiment, config)))
             return 0
         complete(config)
         if args.cfg:
+            from asyncrl.launch.help import resolved_yaml
+
             _print(resolved_yaml(config).rstrip("\n"))
             return 0
         if args.show_graph is not None:

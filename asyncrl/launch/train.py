@@ -10,7 +10,9 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from rich.console import Console
@@ -31,20 +33,12 @@ from asyncrl.config.run_dir import (
     run_dir_of,
 )
 from asyncrl.config.setting import ConfigError
-from asyncrl.launch.before_start.data import (
-    check_same_data,
-    check_same_roles,
-    keep_data_record,
-    keep_inputs,
-    missing_history,
-    show_prompts,
-)
+from asyncrl.launch.before_start.data import keep_data_record, keep_inputs, show_prompts
 from asyncrl.launch.before_start.machine import device_lines, space_line
 from asyncrl.launch.before_start.models import base_model_config, check_models, with_model
 from asyncrl.launch.before_start.pipeline import StartChecks
 from asyncrl.launch.before_start.rehearsal import rehearsed
 from asyncrl.launch.commands import program, refuse
-from asyncrl.launch.commands.attach import attach_again, detach
 from asyncrl.observe.display import make_display, wrapped
 from asyncrl.observe.doctor import examine
 from asyncrl.observe.history import History
@@ -55,8 +49,8 @@ from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_HELD, EXIT
 from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.run_log import restarts_in, seconds_in
 from asyncrl.runtime.settings import Resume
-from asyncrl.runtime.trials.claim import TrialError, TrialHeld
-from asyncrl.runtime.trials.trial import check_finished, check_run_files, read_summary
+from asyncrl.runtime.trials.claim import TrialError, TrialHeld, detached_holder
+from asyncrl.runtime.trials.trial import check_finished, check_run_files, newest_progress, read_summary
 from asyncrl.trainer.supervised.base_model import BaseModelError, ensure_base_model, existing_base_model
 from asyncrl.trainer.supervised.settings import SFTConfig
 from asyncrl.weights.manifest import verify
@@ -99,8 +93,8 @@ def train(config: Config, folder: Path | None, *, again: Sequence[str] | None = 
 
 def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | None, detached: bool) -> int:
     run_dir = run_dir_of(config)
-    if (code := attach_again(config)) is not None:
-        return code
+    if detached_holder(run_dir) is not None and (code := _attaching().attach_again(config)) is not None:
+        return int(code)
     if config.resume == Resume.auto:
         check_run_files(run_dir)
     if config.resume == Resume.auto and check_finished(run_dir, config):
@@ -113,15 +107,15 @@ def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | N
     with StartChecks(config) as checks:
         notes = checks.notes()
     if again is not None:
-        return detach(again, run_dir)
+        return int(_attaching().detach(again, run_dir))
     title = f"asyncrl {config.experiment_name}/{config.trial_name}"
     display = make_display(config.logging.display, title, config.total_train_steps, config.max_head_offpolicyness)
     launcher = Launcher(config, display, detached=detached, check_checkpoint=verify)
     try:
-        if config.resume == Resume.auto:
-            notes += [f"WARNING: {note}" for note in check_same_data(config)]
-            check_same_roles(config)
-            notes += [f"WARNING: {note}" for note in missing_history(config)]
+        if config.resume == Resume.auto and newest_progress(run_dir) is not None:
+            from asyncrl.launch.before_start.continued import check_continued
+
+            notes += [f"WARNING: {note}" for note in check_continued(config)]
         launcher.prepare()
         keep_data_record(config)
         keep_inputs(config)
@@ -136,6 +130,11 @@ def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | N
         (run_dir / EXIT_FILE).write_text(str(code))  # before `show_end`, whose failure must not hide how the run ended
     show_end(run_dir, code, console)
     return code
+
+
+def _attaching() -> ModuleType:
+    """Return the command `attach`, which is imported for detached runs alone."""
+    return import_module("asyncrl.launch.commands.attach")
 
 
 def show_end(run_dir: Path, code: int, console: Console) -> None:

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from msgspec import structs
@@ -44,46 +43,15 @@ class ManagerGone(RuntimeError):
     """The GserverManager did not answer within the time for which a call is repeated."""
 
 
-@dataclass(frozen=True, slots=True)
-class GateStatus:
-    """State of the manager.
-
-    Attributes:
-        idle_s: seconds so far in which the gate let no rollout run.
-        versions_in_use: versions that servers serve or load.
-        dropped: number of rollouts dropped so far, by reason.
-        rebuilt: False while the numbers are not known (`StatusReply`).
-        running: number of rollouts under way on living workers.
-        served: oldest version that servers serve, as the gate counts it; None if unknown.
-        loading: True if a server loads weights, in its first attempt.
-        able: True if a server is not in quarantine.
-        used_up: see `GateState`.
-    """
-
-    idle_s: float = 0.0
-    versions_in_use: frozenset[int] = frozenset()
-    dropped: Mapping[str, int] = field(default_factory=dict)
-    rebuilt: bool = True
-    running: int = 0
-    served: int | None = None
-    loading: bool = False
-    able: bool = True
-    used_up: bool = False
-
-
 class ManagerClient:
     """Calls the GserverManager. Use it from one event loop.
 
     Args:
-        url: URL of the manager.
-        worker: `<kind>/<index>` of the caller.
         security: token and certificate; None if the run has no secret.
         incarnation: number of the caller's process, see `WorkerRequest`.
         retry_s: seconds for which a call is repeated while the manager does not answer.
         find: returns the manager's current URL. Called after a failed call, since a new process may have replaced the
             manager.
-        launch: launch that the caller belongs to.
-        host: address of the caller's host.
     """
 
     def __init__(
@@ -96,10 +64,9 @@ class ManagerClient:
         retry_s: float = PAUSE_S,
         find: Callable[[], str] | None = None,
         launch: str = "",
-        host: str = "",
     ) -> None:
-        self._connection = ManagerConnection(JsonHttp(security), url, retry_s=retry_s, find=find)
-        self._worker, self._incarnation, self._launch, self._host = worker, incarnation, launch, host
+        self._http, self._url, self._retry_s, self._find = JsonHttp(security), url.rstrip("/"), retry_s, find
+        self._worker, self._incarnation, self._launch = worker, incarnation, launch
         self._manager: int | None = None  # number of the manager that the session is with
         self._opening = asyncio.Lock()
         self._held = HeldRollouts()
@@ -115,9 +82,6 @@ class ManagerClient:
         """Request a prompt for each id in `rollouts`. The manager may hold the call for `timeout_s`.
 
         The caller asks again for ids that are not granted, unless they are `gone`.
-
-        Raises:
-            ManagerGone: the manager did not answer.
         """
         request = m.AllocateRequest(worker=self._worker, rollouts=list(rollouts), timeout_s=timeout_s)
         reply = await self._call(request, hold_s=timeout_s)
@@ -151,12 +115,8 @@ class ManagerClient:
         self._flush_within(GATHER_S)
 
     async def flush(self) -> None:
-        """Report all unreported ends now.
-
-        Raises:
-            ManagerGone: the manager did not answer.
-        """
-        if self._has_unreported:
+        """Report all unreported ends now."""
+        if self._released or self._finished:
             await self._call(m.FinishRequest(worker=self._worker))
 
     async def lost_servers(self, after: int, timeout_s: float) -> m.LostServersReply:
@@ -173,7 +133,7 @@ class ManagerClient:
 
     async def begin_run(self, begin: m.RunBegin) -> None:
         """Bring the checkpoint from which the run continues, before the calls that follow here."""
-        self._manager = (await self._connection.call(begin)).manager
+        self._manager = (await self._send(begin)).manager
 
     async def received(self, rollouts: Sequence[m.ReceivedRollout]) -> list[str]:
         """Report what the trainer has received; return the ids of those that do not count, and must not be trained."""
@@ -182,32 +142,18 @@ class ManagerClient:
     async def consumed(
         self, version: int, trained: Sequence[m.TrainedRollout] = (), dropped: Sequence[m.DroppedRollout] = ()
     ) -> m.ConsumedReply:
-        """Report what the trainer consumed.
-
-        Args:
-            version: version of the policy after it.
-            trained: rollouts that the step to this version consumed.
-            dropped: rollouts that were received and will not be trained.
-        """
+        """Report what the step to `version` consumed, and received rollouts that will not be trained."""
         return await self._report(m.ConsumedReport(version, list(trained), list(dropped)))
 
     async def wait_expiring(self, version: int, timeout_s: float) -> list[str]:
-        """Wait until the step at policy version `version` can be taken without making a running rollout expire.
-
-        Returns:
-            The rollouts that are still awaited after `timeout_s`; empty if the step can be taken.
-        """
+        """Wait until the step at policy version `version` makes no running rollout expire; return those awaited."""
         request = m.WaitExpiringRequest(version, timeout_s)
-        return (await self._connection.call(request, hold_s=timeout_s)).running
+        return (await self._send(request, hold_s=timeout_s)).running
 
     async def wait_resting(self, turn: int, timeout_s: float) -> m.WaitRestingReply:
-        """Wait until all guests have released their memory, in the trainer's turn of this number.
-
-        Returns:
-            The servers that are still awaited after `timeout_s`; empty if the trainer has the devices.
-        """
+        """Wait until all guests have released their memory, in the trainer's turn of this number."""
         request = m.WaitRestingRequest(turn, timeout_s)
-        return await self._connection.call(request, hold_s=timeout_s)
+        return await self._send(request, hold_s=timeout_s)
 
     async def close_gate(self) -> None:
         """Close the gate: no rollout starts from now on."""
@@ -217,30 +163,9 @@ class ManagerClient:
         """Abandon all rollouts that run or wait to be trained; return the final counters."""
         return await self._report(m.EndReport(version))
 
-    async def status(self) -> GateStatus:
+    async def status(self) -> m.StatusReply:
         """Return the manager's state."""
-        reply = await self._connection.call(m.StatusRequest())
-        in_use = {version for server in reply.servers for version in (server.version, server.goal)}
-        gate, known = reply.gate, frozenset(version for version in in_use if version is not None)
-        loading = any(server.state == m.ServerState.UPDATING and not server.failures for server in reply.servers)
-        able = any(server.state != m.ServerState.QUARANTINED for server in reply.servers if not server.policy)
-        moves = (gate.counts.running, gate.version, loading, able, gate.used_up)
-        return GateStatus(gate.idle_s, known, gate.counts.dropped, reply.rebuilt, *moves)
-
-    async def describe(self) -> str:
-        """Return the manager's state as one readable line."""
-        reply = await self._connection.call(m.StatusRequest())
-        gate, counts = reply.gate, reply.gate.counts
-        shown = ", ".join(
-            f"{each.policy}{each.index} {each.state} v{each.version} ({each.sequences} running)"
-            for each in reply.servers
-        )
-        if not reply.rebuilt:
-            return f"the gate is shut until the MasterWorker and all RolloutWorkers report; servers: {shown or 'none'}"
-        return (
-            f"gate: trained {counts.trained} + finished {counts.finished_untrained} + running {counts.running} of "
-            f"{gate.limit} allowed at served version {gate.version}; servers: {shown or 'none'}"
-        )
+        return await self._send(m.StatusRequest())
 
     async def close(self) -> None:
         """Report ends that are not reported yet, then close the connections."""
@@ -255,12 +180,49 @@ class ManagerClient:
         for flush in self._flushes:
             flush.cancel()
         await asyncio.gather(*self._flushes, return_exceptions=True)
-        await self._connection.close()
+        await self._http.close()
 
-    @property
-    def _has_unreported(self) -> bool:
-        """True if the next call has ends to report."""
-        return bool(self._released or self._finished)
+    async def _send(self, request: m.Request[m.R], *, hold_s: float = 0.0) -> m.R:
+        """Make the call, and repeat it while the manager does not answer.
+
+        Raises:
+            HttpRefused: the manager refused the call.
+            ManagerGone: the manager did not answer.
+        """
+        deadline = asyncio.get_running_loop().time() + self._retry_s + hold_s
+        failures = 0
+        while True:
+            try:
+                url, limit_s = self._url + request.path, hold_s + CALL_S
+                answer: m.R = await self._http.call("POST", url, request, timeout_s=limit_s, reply=request.reply)
+                return answer
+            except HttpError as error:
+                if isinstance(error, HttpRefused) and error.status < 500:
+                    raise
+                last = error
+            if isinstance(last, HttpRefused) and last.status == NOT_REBUILT:  # lasts for one lease at most
+                deadline = asyncio.get_running_loop().time() + self._retry_s + hold_s
+            failures += 1
+            delay_s = _BACKOFF.delay(failures)
+            if asyncio.get_running_loop().time() + delay_s > deadline:
+                raise ManagerGone(
+                    f"GserverManager {request.path}: {last}; given up after {self._retry_s:g} s"
+                ) from last
+            await asyncio.sleep(delay_s)
+            await self._look_up()
+
+    async def _look_up(self) -> None:
+        """Look up the manager's address, which a restart changes."""
+        if self._find is None:
+            return
+        try:
+            url = (await asyncio.to_thread(self._find)).rstrip("/")
+        except NameResolveError as error:  # its lease has expired, or name resolution does not answer
+            _log.info("the GserverManager is not registered now: %s", error)
+            return
+        if url != self._url:
+            _log.warning("the GserverManager moved from %s to %s", self._url, url)
+            self._url = url
 
     async def _call(self, request: m.WorkerRequest[m.R], *, hold_s: float = 0.0) -> m.R:
         """Make the worker's call, and report its unreported ends with it.
@@ -277,7 +239,7 @@ class ManagerClient:
                 request, incarnation=self._incarnation, manager=manager, released=released, finished=finished
             )
             try:
-                answer = await self._connection.call(request, hold_s=hold_s)
+                answer = await self._send(request, hold_s=hold_s)
             except BaseException as error:  # the ends may have arrived; reporting them again is harmless
                 self._report_again(released, finished)
                 if not isinstance(error, HttpRefused) or error.status != NOT_INTRODUCED:
@@ -297,13 +259,13 @@ class ManagerClient:
         """Return the number of the manager that the session is with; open a session first if there is none."""
         async with self._opening:
             if self._manager is None:
-                report = m.HeldReport(self._worker, self._incarnation, self._held.all(), self._launch, self._host)
-                self._manager = (await self._connection.call(report)).manager
+                report = m.HeldReport(self._worker, self._incarnation, self._held.all(), self._launch)
+                self._manager = (await self._send(report)).manager
             return self._manager
 
     async def _report(self, request: m.TrainerRequest[m.R]) -> m.R:
         """Make the trainer's call to the manager whose run it has begun."""
-        return await self._connection.call(structs.replace(request, manager=self._manager or 0))
+        return await self._send(structs.replace(request, manager=self._manager or 0))
 
     def _spawn(self, call: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
         """Start `call` in the event loop's next turn, so that it includes all that the current turn adds."""
@@ -349,7 +311,7 @@ class ManagerClient:
     def _flush_now(self) -> None:
         """Report all unreported ends in a separate call, since no other call was made."""
         self._flush_timer = None
-        if self._has_unreported:
+        if self._released or self._finished:
             self._spawn(self._flush_in_background(), self._flushes)
 
     async def _flush_in_background(self) -> None:
@@ -391,69 +353,3 @@ class HeldRollouts:
     def all(self) -> list[m.HeldRollout]:
         """Return all rollouts, with their ends."""
         return list(self._held.values())
-
-
-class ManagerConnection:
-    """Repeats each call at the manager's current address until the manager answers it.
-
-    Args:
-        url: URL of the manager.
-        retry_s: seconds for which a call is repeated while the manager does not answer.
-        find: returns the manager's current URL. Called after a failed call, since a new process may have replaced the
-            manager.
-
-    Attributes:
-        http: the HTTP connections.
-    """
-
-    def __init__(self, http: JsonHttp, url: str, *, retry_s: float, find: Callable[[], str] | None) -> None:
-        self.http, self._url, self._retry_s, self._find = http, url.rstrip("/"), retry_s, find
-
-    async def call(self, request: m.Request[m.R], *, hold_s: float = 0.0) -> m.R:
-        """Make the call, and repeat it while the manager does not answer.
-
-        Args:
-            hold_s: time for which the manager may hold the call.
-
-        Raises:
-            HttpRefused: the manager refused the call.
-            ManagerGone: the manager did not answer.
-        """
-        deadline = asyncio.get_running_loop().time() + self._retry_s + hold_s
-        failures = 0
-        while True:
-            try:
-                url, limit_s = self._url + request.path, hold_s + CALL_S
-                answer: m.R = await self.http.call("POST", url, request, timeout_s=limit_s, reply=request.reply)
-                return answer
-            except HttpError as error:
-                if isinstance(error, HttpRefused) and error.status < 500:
-                    raise
-                last = error
-            if isinstance(last, HttpRefused) and last.status == NOT_REBUILT:  # lasts for one lease at most
-                deadline = asyncio.get_running_loop().time() + self._retry_s + hold_s
-            failures += 1
-            delay_s = _BACKOFF.delay(failures)
-            if asyncio.get_running_loop().time() + delay_s > deadline:
-                raise ManagerGone(
-                    f"GserverManager {request.path}: {last}; given up after {self._retry_s:g} s"
-                ) from last
-            await asyncio.sleep(delay_s)
-            await self._look_up()
-
-    async def close(self) -> None:
-        """Close the connections."""
-        await self.http.close()
-
-    async def _look_up(self) -> None:
-        """Look up the manager's address, which a restart changes."""
-        if self._find is None:
-            return
-        try:
-            url = (await asyncio.to_thread(self._find)).rstrip("/")
-        except NameResolveError as error:  # its lease has expired, or name resolution does not answer
-            _log.info("the GserverManager is not registered now: %s", error)
-            return
-        if url != self._url:
-            _log.warning("the GserverManager moved from %s to %s", self._url, url)
-            self._url = url

@@ -226,7 +226,6 @@ class HeldReport(Request[Session], frozen=True):
 
     Attributes:
         launch: the launch that the process belongs to, as in name resolution; "" if it was started by hand.
-        host: address of its host; "" if that is not known.
     """
 
     path = "/open_session"
@@ -235,7 +234,6 @@ class HeldReport(Request[Session], frozen=True):
     incarnation: Count = 0
     held: list[HeldRollout] = []
     launch: str = ""
-    host: str = ""
 
 
 class ScheduleReply(Message, frozen=True):
@@ -495,6 +493,36 @@ class StatusReply(Message, frozen=True):
     workers: list[str]
     rebuilt: bool = True
     """False while the manager waits for the master and the workers to report; the counters are zeros until then."""
+
+    @property
+    def versions_in_use(self) -> set[int]:
+        """Versions that servers serve or load."""
+        in_use = {version for server in self.servers for version in (server.version, server.goal)}
+        return {version for version in in_use if version is not None}
+
+    @property
+    def loading(self) -> bool:
+        """True if a server loads weights, in its first attempt."""
+        return any(server.state == ServerState.UPDATING and not server.failures for server in self.servers)
+
+    @property
+    def able(self) -> bool:
+        """True if a server of the run's own policy is not in quarantine."""
+        return any(server.state != ServerState.QUARANTINED for server in self.servers if not server.policy)
+
+    def describe(self) -> str:
+        """Return the state as one readable line."""
+        gate, counts = self.gate, self.gate.counts
+        shown = ", ".join(
+            f"{each.policy}{each.index} {each.state} v{each.version} ({each.sequences} running)"
+            for each in self.servers
+        )
+        if not self.rebuilt:
+            return f"the gate is shut until the MasterWorker and all RolloutWorkers report; servers: {shown or 'none'}"
+        return (
+            f"gate: trained {counts.trained} + finished {counts.finished_untrained} + running {counts.running} of "
+            f"{gate.limit} allowed at served version {gate.version}; servers: {shown or 'none'}"
+        )
 
 
 class StatusRequest(Request[StatusReply], frozen=True):

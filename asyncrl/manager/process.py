@@ -17,7 +17,7 @@ from collections import Counter as Tally
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client.core import CollectorRegistry, Metric
 from prometheus_client.core import CounterMetricFamily as Counter
@@ -30,7 +30,6 @@ from asyncrl.comm.name_resolve import NameResolver, NameResolveTimeout, Subtree
 from asyncrl.comm.waits import LOOK_S, RunningClock
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import DATA_RECORD_FILE
-from asyncrl.data.curriculum import make_curriculum
 from asyncrl.data.datasets import DataRecord
 from asyncrl.data.prompt_queue import DataOrder
 from asyncrl.manager.fleet.decisions import FleetDecisions
@@ -38,13 +37,12 @@ from asyncrl.manager.fleet.fleet_runner import LogprobCheck
 from asyncrl.manager.fleet.policy_fleets import PolicyFleets
 from asyncrl.manager.fleet.servers import Target
 from asyncrl.manager.messages import RequestSize, ServerState, StatusReply, StatusRequest, WaitRestingRequest
-from asyncrl.manager.rollouts.admission import DeadlinePacing
 from asyncrl.manager.rollouts.ledger import Ledger
 from asyncrl.manager.service import ManagerHttp, ManagerService
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.observe import observer
 from asyncrl.rollout.settings import Pacing
-from asyncrl.runtime.plan import COLOCATED_SERVERS, MANAGER_PART, PROCESS_KINDS
+from asyncrl.runtime.plan import COLOCATED_SERVERS, DEADLINE_PACING, MANAGER_PART, PROCESS_KINDS
 from asyncrl.runtime.process.open_files import allow_connections
 from asyncrl.runtime.process.worker import AsyncWorker, WorkerSpec
 from asyncrl.runtime.run_log import remark
@@ -52,6 +50,9 @@ from asyncrl.trainer.client import PublisherClient
 from asyncrl.trainer.parallel.placement import worker_grid
 from asyncrl.weights.manifest import Manifest, ManifestError, verify
 from asyncrl.weights.transports.base import weight_transport
+
+if TYPE_CHECKING:
+    from asyncrl.data.curriculum import Curriculum
 
 Values = float | Mapping[str, float]
 """A metric's value, or its values by label."""
@@ -65,7 +66,11 @@ class GserverManager(AsyncWorker):
         super().__init__(spec)
         config = self.config
         self._clock = RunningClock()
-        curriculum = config.dataset.curriculum
+        make_curriculum: Callable[[object], Curriculum] | None = None
+        if config.dataset.curriculum.is_on:
+            from asyncrl.data import curriculum
+
+            make_curriculum = partial(curriculum.make_curriculum, config.dataset.curriculum)
         self._ledger = None if config.samples.only else Ledger.of_run(self.run_dir, config)
         """How every rollout ended; a run that only keeps samples trains none."""
         bound = (config.train_batch_size, config.max_head_offpolicyness)
@@ -77,13 +82,13 @@ class GserverManager(AsyncWorker):
             order=self._order(),
             number=spec.incarnation,
             first=_first_request(config) if config.manager.update_mode != UpdateMode.finish else None,
-            pacing=DeadlinePacing(*bound) if config.rollout.pacing == Pacing.deadline else None,
+            pacing=pkgutil.resolve_name(DEADLINE_PACING)(*bound) if config.rollout.pacing == Pacing.deadline else None,
             clock=self._clock,
             versions_in_use=lambda: self._fleets.versions_in_use(),
             policies=[policy.name for policy in config.policies],
             trained=config.trained_policies,
             launch=self.launch,
-            curriculum=partial(make_curriculum, curriculum) if curriculum.is_on else None,
+            curriculum=make_curriculum,
             ledger=self._ledger,
         )
         self._first_manifest: Manifest | None = None

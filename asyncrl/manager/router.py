@@ -30,10 +30,9 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
-from typing import NamedTuple, TypeAlias, TypeVar
-from urllib.parse import urlsplit
+from typing import TypeAlias, TypeVar
 
 from asyncrl.comm.ended_rollouts import RecentIds
 from asyncrl.comm.waits import Notifier
@@ -51,19 +50,11 @@ _SPARE_ENTRIES = 64
 _Key = TypeVar("_Key", int, str)
 
 
-class Caller(NamedTuple):
-    """The worker that sends a request, and the address of its host; "" if that is not known."""
-
-    worker: str
-    host: str = ""
-
-
 @dataclass(slots=True)
 class ServerView:
     """A server as the router sees it.
 
     Attributes:
-        host: address of its host.
         version: policy version that it serves.
         routable: it takes requests.
         sequences: number of placed sequences.
@@ -76,10 +67,6 @@ class ServerView:
     routable: bool
     sequences: int = 0
     tokens: int = 0
-    host: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.host = urlsplit(self.url).hostname or ""
 
 
 _MayHave: TypeAlias = Callable[[ServerView], bool]
@@ -111,8 +98,8 @@ class Policy(ABC):
         return
 
     @abstractmethod
-    def choose(self, request: RouteRequest, caller: Caller, may_have: _MayHave) -> ServerView | None:
-        """Return a server that may have the caller's `request`; None if there is none."""
+    def choose(self, request: RouteRequest, may_have: _MayHave) -> ServerView | None:
+        """Return a server that may have `request`; None if there is none."""
 
 
 class RoundRobin(Policy):
@@ -127,7 +114,7 @@ class RoundRobin(Policy):
         if len(self._indices) != len(self._servers):
             self._indices = sorted(self._servers)
 
-    def choose(self, request: RouteRequest, caller: Caller, may_have: _MayHave) -> ServerView | None:
+    def choose(self, request: RouteRequest, may_have: _MayHave) -> ServerView | None:
         begin, count = bisect_right(self._indices, self._last), len(self._indices)
         for turn in range(count):
             view = self._servers[self._indices[(begin + turn) % count]]
@@ -158,7 +145,7 @@ class _LeastLoaded(Policy):
             self._heap = [(self._load(view), view.index) for view in self._servers.values() if view.routable]
             heapq.heapify(self._heap)
 
-    def choose(self, request: RouteRequest, caller: Caller, may_have: _MayHave) -> ServerView | None:
+    def choose(self, request: RouteRequest, may_have: _MayHave) -> ServerView | None:
         set_aside, chosen = [], None
         while self._heap and chosen is None:
             load, index = self._heap[0]
@@ -205,10 +192,10 @@ class PrefixAffine(Policy):
     def changed(self, view: ServerView) -> None:
         self._new.changed(view)
 
-    def choose(self, request: RouteRequest, caller: Caller, may_have: _MayHave) -> ServerView | None:
+    def choose(self, request: RouteRequest, may_have: _MayHave) -> ServerView | None:
         known = self._home.get(request.affinity)
         home = None if known is None else self._servers.get(known)
-        chosen = home if home is not None and may_have(home) else self._new.choose(request, caller, may_have)
+        chosen = home if home is not None and may_have(home) else self._new.choose(request, may_have)
         if chosen is not None and request.affinity:
             self._home.put(request.affinity, (home if home is not None and home.routable else chosen).index)
         return chosen
@@ -225,10 +212,6 @@ POLICIES: dict[str, type[Policy]] = {
 class Router:
     """Places requests on servers and counts them, as the module's docstring describes. Pure state: no clock, no
     sockets.
-
-    Args:
-        policy: its name in `POLICIES`.
-        conversations: number of conversations that the policy may remember, if it remembers any.
     """
 
     def __init__(self, policy: str, conversations: int) -> None:
@@ -288,8 +271,8 @@ class Router:
             self._routable -= view.routable
             self._policy.changed(view)
 
-    def schedule(self, request: RouteRequest, caller: Caller, min_version: int = 0) -> ServerView | None:
-        """Place the caller's `request` on a server with `min_version` or newer, and move it if it is placed already.
+    def schedule(self, request: RouteRequest, worker: str, min_version: int = 0) -> ServerView | None:
+        """Place the worker's `request` on a server with `min_version` or newer, and move it if it is placed already.
         Return None if no server may have it now.
         """
         self.release(request.request_id)
@@ -302,7 +285,7 @@ class Router:
         def may_have(view: ServerView) -> bool:
             return view.routable and view.version >= min_version and view.sequences <= share
 
-        view = self._policy.choose(request, caller, may_have)
+        view = self._policy.choose(request, may_have)
         if view is None:
             if self.returning:
                 self._least = min((each.sequences for each in self._servers.values() if each.routable), default=0)
@@ -311,8 +294,8 @@ class Router:
         self._sequences += request.n
         view.tokens += request.tokens
         self._policy.changed(view)
-        self._placements[request.request_id] = _Placement(request, caller.worker, view.index)
-        self._of_worker.setdefault(caller.worker, set()).add(request.request_id)
+        self._placements[request.request_id] = _Placement(request, worker, view.index)
+        self._of_worker.setdefault(worker, set()).add(request.request_id)
         self._of_server.setdefault(view.index, set()).add(request.request_id)
         if request.rollout_id is not None:
             self._of_rollout.setdefault(request.rollout_id, set()).add(request.request_id)
@@ -358,8 +341,6 @@ class Routes:
     """Routers by the name of their policy; "" is the run's own, which is trained.
 
     Args:
-        routing: routing policy of each.
-        conversations: number of conversations that a router may remember.
         policies: names of the policies besides the run's own that agents may ask.
         trained: those of them that are trained.
         manager: number of this manager among those of the launch.
@@ -384,25 +365,17 @@ class Routes:
         self.losses = LostServers(manager)
 
     def router_of(self, policy: str) -> Router:
-        """Return the router of the servers of `policy`.
-
-        Raises:
-            BadRequest: the run has no such policy.
-        """
+        """Return the router of the servers of `policy`."""
         if policy not in self._routers:
             named = ", ".join(name for name in self._routers if name) or "none"
             raise BadRequest(f"$.policy: {policy!r} is not one of `policies`, which has {named}")
         return self._routers[policy]
 
-    def place(self, request: RouteRequest, caller: Caller, admitted_at: int) -> ServerView | None:
-        """Place the request of a rollout that was admitted at this version; None if no server may have it now.
-
-        Raises:
-            BadRequest: the run has no such policy.
-        """
+    def place(self, request: RouteRequest, worker: str, admitted_at: int) -> ServerView | None:
+        """Place the request of a rollout that was admitted at this version; None if no server may have it now."""
         # servers of a policy that is not trained may have any version
         min_version = 0 if request.policy in self._untrained else max(request.min_version or 0, admitted_at)
-        return self.router_of(request.policy).schedule(request, caller, min_version)
+        return self.router_of(request.policy).schedule(request, worker, min_version)
 
     def release(self, request_id: str) -> None:
         """Remove a request that no longer runs."""
@@ -431,7 +404,6 @@ class LostServers:
         manager: number of this manager among those of the launch.
 
     Attributes:
-        seq: number of the last loss.
         changed: notified at each loss.
     """
 

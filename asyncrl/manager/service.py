@@ -1,9 +1,8 @@
 """The GserverManager's verbs over rollout state, admission, router and leases, and HTTP around them.
 
-From the gate to the ledger: `allocate_rollout` has `rollouts/admission.py` start a rollout if
+From the gate to the ledger: `allocate_rollout` starts a rollout (`rollouts/rollout_state.py`) if
 `rollouts/staleness_gate.py` has room. `received`, `consumed` and the ends that workers report with every call change
-its state in `rollouts/rollout_state.py`. That records each change as a line (`asyncrl.comm.ended_rollouts`) in
-`rollouts/ledger.py`.
+its state. Each change is a line (`asyncrl.comm.ended_rollouts`) in `rollouts/ledger.py`.
 
 The state that must not be lost is in `rollouts/`, with the ledger that says how it came about. A service begins with a
 roll call (`rollouts/workers.py`): its gate is shut until the master and the workers have reported. Its router begins
@@ -14,7 +13,7 @@ whenever something that they depend on has changed:
 
     begin_run          the master brings the checkpoint from which the run continues, before its other calls
     open_session       a worker reports what it holds, before any other call
-    allocate_rollout   waits for room at the gate, and answers with prompts to play (`rollouts/admission.py`)
+    allocate_rollout   waits for room at the gate, and answers with prompts to play (`rollouts/rollout_state.py`)
     schedule_request   waits for a server that takes requests at the wanted version
     wait_expiring      waits until a step can be taken without making a running rollout expire
     lost_servers       waits for a server to leave service unexpectedly
@@ -25,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
@@ -37,15 +36,19 @@ from asyncrl.comm.http_server import Handler, HttpRoute, HttpServer, Refused, js
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.comm.typed import json_decoder
 from asyncrl.comm.waits import HOLD_S, Notifier
-from asyncrl.data.curriculum import Curriculum
 from asyncrl.data.prompt_queue import DataOrder
 from asyncrl.manager import messages as m
-from asyncrl.manager.rollouts.admission import Admission, DeadlinePacing
 from asyncrl.manager.rollouts.ledger import Ledger
-from asyncrl.manager.rollouts.rollout_state import RolloutState
+from asyncrl.manager.rollouts.rollout_state import Admission, RolloutState
 from asyncrl.manager.rollouts.staleness_gate import StalenessGate
 from asyncrl.manager.rollouts.workers import EndedProcess, RollCall, Workers, still_there
-from asyncrl.manager.router import Caller, Router, Routes, ServerView
+from asyncrl.manager.router import Router, Routes, ServerView
+
+if TYPE_CHECKING:  # optional, see `asyncrl.runtime.plan`
+    from asyncrl.manager.rollouts.pacing import DeadlinePacing
+
+if TYPE_CHECKING:
+    from asyncrl.data.curriculum import Curriculum
 
 MAX_BODY_BYTES = 16 * 2**20
 """Limit of all calls but the following. A call for ten thousand requests takes less than two megabytes."""
@@ -59,14 +62,11 @@ class ManagerService:
     Args:
         batch_size: B, rollouts per train step.
         max_staleness: η, versions.
-        routing: routing policy.
         lease_s: seconds of silence after which a worker's rollouts are dropped.
-        order: data order of the prompts.
         number: grows from manager to manager of the launch.
         first: assumed size of a rollout's first request, so that admissions bring a server for it. None if servers are
             drained for updates: they would wait for requests that were not sent yet.
         pacing: limits how much of the gate's room is used now; None: no limit.
-        clock: monotonic time in seconds.
         versions_in_use: returns the versions that servers serve or load, whose weights must not be deleted.
         launch: launch that this process belongs to; "" accepts workers of any launch.
         curriculum: builds the curriculum from its state; None if there is no curriculum.
@@ -212,21 +212,12 @@ class ManagerService:
         self._changed()
 
     async def _check_trainer(self, request: m.TrainerRequest[Any]) -> None:
-        """Return once the state is rebuilt.
-
-        Raises:
-            NotIntroduced: the call is meant for another manager.
-            NotRebuilt: see `_until_begun`.
-        """
+        """Return once the state is rebuilt, if the call is meant for this manager."""
         self._check_meant(request.manager)
         await self._until_begun()
 
     async def _until_begun(self) -> None:
-        """Return once the state is rebuilt.
-
-        Raises:
-            NotRebuilt: it is not rebuilt within `HOLD_S`.
-        """
+        """Return once the state is rebuilt; refuse the call if that takes longer than `HOLD_S`."""
         deadline = self._clock() + HOLD_S
         while not self.begun:
             if not await self.progress.wait(deadline - self._clock()):
@@ -425,7 +416,7 @@ class ManagerService:
             if known.has_ended(request.rollout_id):
                 return None
             admitted_at = known.admitted_at(request.rollout_id)
-        return self.routes.place(request, Caller(worker, self.workers.host(worker)), admitted_at or 0)
+        return self.routes.place(request, worker, admitted_at or 0)
 
     def _note_call(self, request: m.WorkerRequest[Any]) -> None:
         """Renew the caller's lease, and record the ends that its call reports.
@@ -450,20 +441,12 @@ class ManagerService:
         self._check_current(request.worker, request.incarnation)
 
     def _check_meant(self, manager: int) -> None:
-        """Check that a call is meant for this manager.
-
-        Raises:
-            NotIntroduced: the call is meant for another one.
-        """
+        """Refuse a call that is meant for another manager."""
         if manager != self.number:
             raise m.NotIntroduced(f"$.manager: {manager} was the manager before, {self.number} is there")
 
     def _check_current(self, worker: str, incarnation: int) -> None:
-        """Check that no later process has replaced the worker.
-
-        Raises:
-            BadRequest: a later process has.
-        """
+        """Refuse a call of a process that a later one has replaced."""
         if incarnation < (newest := self.workers.incarnation(worker)):
             raise m.BadRequest(f"$.incarnation: {incarnation} of {worker} is over, {newest} is there")
 
@@ -486,13 +469,7 @@ class ManagerService:
 
 
 class ManagerHttp(HttpServer):
-    """The server.
-
-    Args:
-        verbs: by path, the type of the request and its handler.
-        security: the token of every verb, and TLS; None if the run has no secret.
-        registry: metrics that `/metrics` returns without a token.
-    """
+    """The server."""
 
     def __init__(
         self, verbs: Mapping[str, m.Verb], *, security: HttpSecurity | None, registry: CollectorRegistry

@@ -26,8 +26,7 @@ from asyncrl.comm.ended_rollouts import DROPPED, LOST_EPISODES, DropReason, is_f
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import METRICS_FILE, RESTARTS_FILE, SAMPLES_DIR
 from asyncrl.data.prompt_queue import epoch_of
-from asyncrl.manager.client import GateStatus
-from asyncrl.master.data.collector import Collector
+from asyncrl.master.data.collector import Collector, Reports
 from asyncrl.master.data.sample_buffer import SampleBuffer, TrainBatch
 from asyncrl.master.evaluations import Evaluations, Outcomes, Row, evaluation_statistics
 from asyncrl.observe.metrics.sinks import MetricsWriter, SampleTables
@@ -171,10 +170,6 @@ class _Totals:
 class MetricsLog:
     """Rows of metrics of one run.
 
-    Args:
-        run_dir: folder of the run, for the files of metrics once they are opened.
-        collector, buffer: the sources of counters in the rows.
-
     Attributes:
         evaluations: those that ended, failed or are due.
     """
@@ -226,16 +221,16 @@ class MetricsLog:
             self._rows.add(step, row, awaits_evaluation=cut_off and step >= served and bool(self.evaluations.due(step)))
         self._write_ready()
 
-    def step(self, version: int, batch: TrainBatch, measured: Row, gate: GateStatus, now: float) -> None:
+    def step(self, version: int, batch: TrainBatch, measured: Row, reports: Reports, now: float) -> None:
         """Add the row of the step that made `version` from `batch`; `measured` are its statistics and times."""
-        row = self.row(version, batch, measured, gate, now)
-        self._totals = self._totals_at(gate, now)
+        row = self.row(version, batch, measured, reports, now)
+        self._totals = self._totals_at(reports, now)
         self._rows.add(version, row, awaits_evaluation=bool(self.evaluations.due(version)))
         self._write_ready()
 
-    def row(self, version: int, batch: TrainBatch, measured: Row, gate: GateStatus, now: float) -> Row:
+    def row(self, version: int, batch: TrainBatch, measured: Row, reports: Reports, now: float) -> Row:
         """Return the row of the step that made `version`, as far as it is known by now."""
-        before, after = self._totals, self._totals_at(gate, now)
+        before, after = self._totals, self._totals_at(reports, now)
         step_s = max(now - before.at, 1e-9)
         of_batch, restarts = batch_statistics(batch), read_rows(self._run_dir / RESTARTS_FILE)
         row = {"policy_version": version, **of_batch, **measured}
@@ -261,20 +256,16 @@ class MetricsLog:
             row["filter" + DROPPED_GROUPS] = after.filtered - before.filtered + sum(filtered_in_graph)
         return row
 
-    def _totals_at(self, gate: GateStatus, now: float) -> _Totals:
+    def _totals_at(self, reports: Reports, now: float) -> _Totals:
         tokens, samples = self._collector.generated_tokens, self._collector.generated_samples
-        return _Totals(now, tokens, samples, gate.dropped, gate.idle_s)
+        return _Totals(now, tokens, samples, reports.counts.dropped, reports.idle_s)
 
     def awaits_evaluation(self) -> int | None:
         """Return the oldest version whose row waits for its evaluation."""
         return self._rows.awaited()
 
     def evaluated(self, version: int, outcomes: Outcomes, seconds: Mapping[str, float]) -> None:
-        """Record the evaluation of `version`, with each set's result or the reason why it has none.
-
-        Args:
-            seconds: the time that each set took.
-        """
+        """Record the evaluation of `version`, with each set's result or the reason why it has none."""
         measured: Row = {}
         failed: Row = {}
         for name, outcome in outcomes.items():

@@ -42,10 +42,8 @@ class ReplaceableWorker:
     So only calls that may be made twice are allowed. If a connection breaks while the process lives, it is made again.
 
     Args:
-        resolver: name resolution, where the new process registers.
         key: the key of the worker's `WorkerAddress`.
         registered: the first entry.
-        router: see `RequestClient`.
     """
 
     def __init__(self, resolver: NameResolver, key: str, registered: str, router: PeerRouter) -> None:
@@ -54,20 +52,12 @@ class ReplaceableWorker:
 
     @classmethod
     async def connect(cls, worker: AsyncWorker, kind: str, index: int, router: PeerRouter) -> Self:
-        """Return the worker `index` of `kind`, once it has registered.
-
-        Raises:
-            NotStarted, StopRequested: see `connect`.
-        """
+        """Return the worker `index` of `kind`, once it has registered."""
         key = names.worker_key(kind, index)
         return cls(worker.resolver, key, await worker.registered(key, kind), router)
 
     async def call(self, request: Request[R], *, timeout_s: float) -> R:
-        """Call the worker's current process, and return its reply.
-
-        Raises:
-            RemoteError, RequestTimeout, PeerGone, MessageError: see `RequestClient.call`.
-        """
+        """Call the worker's current process, and return its reply."""
         now = asyncio.get_running_loop().time
         deadline = now() + timeout_s
         while True:
@@ -108,23 +98,14 @@ class ReplaceableWorker:
 
 
 async def connect(worker: AsyncWorker, kind: str, count: int, router: PeerRouter) -> list[RequestClient]:
-    """Return clients of the `count` workers of `kind`, by index, once all have registered. They share `router`.
-
-    Raises:
-        NotStarted: one has not registered, and none made progress for `system.start_timeout_s`.
-        StopRequested: `worker` was asked to stop.
-    """
+    """Return clients of the `count` workers of `kind`, by index, once all have registered. They share `router`."""
     keys = [names.worker_key(kind, index) for index in range(count)]
     found = [names.WorkerAddress.decode(await worker.registered(key, kind)) for key in keys]
     return [RequestClient(at.endpoint, name=key, router=router) for at, key in zip(found, keys, strict=True)]
 
 
 def router_of_peers(worker: AsyncWorker, peers: int) -> PeerRouter:
-    """Return a router for the clients of `peers` processes; this process's limit of open files is raised for it.
-
-    Raises:
-        OSError: the limit cannot be raised far enough.
-    """
+    """Return a router for the clients of `peers` processes; this process's limit of open files is raised for it."""
     allow_connections(DESCRIPTORS_PER_CONNECTION * peers, f"{peers} other processes")
     return PeerRouter(worker.security)
 
@@ -137,12 +118,12 @@ class NameBoard:
 
     def producers_start(self) -> bool:
         """True while all generation servers, or all RolloutWorkers, are starting, so that no rollout can be made."""
-        return any(self._all_start(kind) for kind in (names.GENERATION_SERVER, names.ROLLOUT_WORKER))
-
-    def _all_start(self, kind: str) -> bool:
-        entries = self._resolver.follow(f"{names.STATUSES}/{kind}").entries()
-        states = {names.WorkerStatus.decode(value).state for value in entries.values()}
-        return "starting" in states and "ready" not in states
+        for kind in (names.GENERATION_SERVER, names.ROLLOUT_WORKER):
+            entries = self._resolver.follow(f"{names.STATUSES}/{kind}").entries()
+            states = {names.WorkerStatus.decode(value).state for value in entries.values()}
+            if "starting" in states and "ready" not in states:
+                return True
+        return False
 
     def announce_version(self, version: int, path: str, win_rates: names.WinRatesOfPools | None = None) -> None:
         """Announce that the actor's newest weights, `version`, are in `path`; `win_rates` are those of pools then."""
@@ -181,7 +162,6 @@ async def while_ranks_work(
     """Await `working`, in which ranks compute or write, however long it takes while the ranks show signs of life.
 
     Args:
-        workers: all ModelWorkers by index.
         limit_s: longest silence, in seconds in which this process ran.
         what: describes the work, for the message.
 
@@ -203,12 +183,7 @@ class RanksUnresponsive(CannotContinue):
 async def await_while_responsive(
     running: Coroutine[Any, Any, None], workers: Sequence[RequestClient], stop: asyncio.Event, limit_s: float
 ) -> None:
-    """Await `running`, after `stop` is set only as long as all `workers`, the ranks by index, answer.
-
-    Raises:
-        RanksUnresponsive: one has not answered for `limit_s` seconds in which this process ran; `running` is cancelled.
-        Exception: raised by `running`.
-    """
+    """Await `running`, after `stop` is set only as long as all `workers`, the ranks by index, answer."""
 
     async def watch() -> NoReturn:
         await stop.wait()
@@ -294,9 +269,7 @@ class RankClients:
     """The ModelWorkers. Each call raises `Stalled` if they show no signs of life (`while_ranks_work`).
 
     Args:
-        workers: the ModelWorkers by index.
         publisher: index of the rank that publishes the actor, and commits checkpoints.
-        limit_s: longest silence.
     """
 
     def __init__(self, workers: Sequence[RequestClient], publisher: int, limit_s: float) -> None:

@@ -17,19 +17,21 @@ import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from asyncrl.comm.ended_rollouts import CUT_SHORT
 from asyncrl.comm.request_reply import RequestClient, RequestTimeout
 from asyncrl.comm.waits import ASK_S, LOOK_S, RunningClock, running_wait
 from asyncrl.manager.settings import VersionPoolConfig
-from asyncrl.master.evaluations import Outcomes, WinRates
 from asyncrl.master.metrics_log import MetricsLog
 from asyncrl.master.peers import NameBoard, RankClients, ReplaceableWorker
 from asyncrl.observe import observer
 from asyncrl.rollout.messages import Evaluate, EvaluationResult, StillThere
 from asyncrl.runtime.process.waiting import cancel
 from asyncrl.trainer.messages import CollectWeights, Publish
+
+if TYPE_CHECKING:  # optional, see `asyncrl.runtime.plan`
+    from asyncrl.master.win_rates import WinRates
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +52,6 @@ async def evaluate(workers: Sequence[_Worker], name: str, version: int, limit_s:
     Raises:
         NothingEvaluated: the agent answered not a single prompt of the set.
         TimeoutError: a worker is silent.
-        Exception: a worker failed.
     """
     request = Evaluate(name, version)
     replies = await asyncio.gather(*(_share(worker, at, request, limit_s) for at, worker in enumerate(workers)))
@@ -87,11 +88,7 @@ class VersionAnnouncer:
     """Announces versions to the servers and evaluates those that are due.
 
     Args:
-        board: where versions are announced.
-        rollouts: the RolloutWorkers, which evaluate.
-        metrics_log: knows which evaluations are due, and records them.
-        win_rates: announced with each version.
-        clock: tells when the last evaluation ended.
+        win_rates: of prioritised pools, announced with each version; None without such pools.
         limit_s: longest silence of a worker that evaluates.
 
     Attributes:
@@ -103,7 +100,7 @@ class VersionAnnouncer:
         board: NameBoard,
         rollouts: Sequence[_Worker],
         metrics_log: MetricsLog,
-        win_rates: WinRates,
+        win_rates: WinRates | None,
         clock: RunningClock,
         limit_s: float,
     ) -> None:
@@ -135,9 +132,6 @@ class VersionAnnouncer:
     async def published(self, version: int, path: str) -> None:
         """Announce `version`, whose weights are in `path`, now or after the running evaluation, and evaluate it if
         due.
-
-        Raises:
-            Exception: an earlier evaluation could not be recorded, or the version put off not be announced.
         """
         self._check()
         if self._metrics_log.evaluations.due(version):
@@ -151,7 +145,7 @@ class VersionAnnouncer:
 
     def announce(self, version: int, path: str) -> None:
         """Announce `version`, which servers have to load from now on."""
-        self._board.announce_version(version, path, self._win_rates.at(version))
+        self._board.announce_version(version, path, None if self._win_rates is None else self._win_rates.at(version))
         self.announced = version
 
     def evaluate_if_due(self) -> None:
@@ -161,11 +155,7 @@ class VersionAnnouncer:
             self._running.add_done_callback(self._keep_failure)
 
     async def evaluation_ended(self) -> None:
-        """Wait until a running evaluation ends.
-
-        Raises:
-            Exception: see `published`.
-        """
+        """Wait until a running evaluation ends; raise the error of one that could not be recorded."""
         if self._running is not None:
             await asyncio.shield(self._running)
         self._check()
@@ -201,7 +191,10 @@ class VersionAnnouncer:
         finally:
             self._running, self._ended_at = None, self._clock()
             if not self._abandoned:
-                self._tell_end(version, outcomes, seconds)
+                self._metrics_log.evaluated(version, outcomes, seconds)
+                if self._put_off is not None:
+                    self.announce(*self._put_off)
+                    self._put_off = None
 
     def _check(self) -> None:
         if self._failure is not None:
@@ -211,19 +204,12 @@ class VersionAnnouncer:
         if not ended.cancelled():
             self._failure = ended.exception()
 
-    def _tell_end(self, version: int, outcomes: Outcomes, seconds: Mapping[str, float]) -> None:
-        self._metrics_log.evaluated(version, outcomes, seconds)
-        if self._put_off is not None:
-            self.announce(*self._put_off)
-            self._put_off = None
-
 
 class Publishing:
     """Has the ranks publish each version of every trained policy, and remove versions that no process reads.
 
     Args:
         actors: by role, the ranks that hold the actor of each trained policy; the run's own comes first.
-        announcer: knows the announced version and the one put off.
         pools: pools whose members agents play with; the members' weights are kept.
     """
 
@@ -249,29 +235,20 @@ class Publishing:
         if to_disk:
             self.on_disk = version
         kept = {version, version - 1, self.on_disk, self._announcer.announced, *self._announcer.put_off, *in_use}
-        kept |= self._members(version)
-        (own, *_), _ = await asyncio.gather(
-            self._published(version, to_disk=to_disk),
-            self._collect(kept),
-        )
-        return own
+        # All trained policies, those on ranks of their own at the same time. They are handed over in this order, which
+        # is then that of every rank's collectives.
+        publishing = [self._ranks.some(ranks, Publish(role, version, to_disk)) for role, ranks in self._actors.items()]
+        ((own, *_), *_), _ = await asyncio.gather(asyncio.gather(*publishing), self._collect(version, kept))
+        return own.path
 
-    async def _published(self, version: int, *, to_disk: bool) -> list[str]:
-        """Publish all trained policies, those on ranks of their own at the same time; return their folders."""
-        replies = await asyncio.gather(  # handed over in this order, which is then that of every rank's collectives
-            *(self._ranks.some(ranks, Publish(role, version, to_disk)) for role, ranks in self._actors.items())
-        )
-        return [first.path for first, *_ in replies]
-
-    async def _collect(self, kept: Collection[int]) -> None:
+    async def _collect(self, version: int, kept: Collection[int]) -> None:
+        """Remove all versions but those `kept` and the members of pools at `version`."""
+        members = {member for pool in self._pools for member in pool.needed(version)}
         for role in self._actors:
-            await self._ranks.all(CollectWeights(role, tuple(sorted(kept))))
+            await self._ranks.all(CollectWeights(role, tuple(sorted(members.union(kept)))))
 
     async def forget_others(self, version: int) -> None:
         """Remove the weights of all versions except this one and earlier members of pools: after a restart the steps of
         later versions are repeated, with other results.
         """
-        await self._collect({version} | self._members(version))
-
-    def _members(self, version: int) -> set[int]:
-        return {member for pool in self._pools for member in pool.needed(version)}
+        await self._collect(version, {version})

@@ -34,7 +34,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -54,8 +54,8 @@ from asyncrl.config.run_dir import (
 )
 from asyncrl.manager.messages import GateCheckpoint
 from asyncrl.master.data.collector import Collector, Reports
-from asyncrl.master.data.sample_buffer import ConfiguredOrder, SampleBuffer, TrainBatch
-from asyncrl.master.evaluations import Evaluations, Row, WinRates
+from asyncrl.master.data.sample_buffer import SampleBuffer, TrainBatch
+from asyncrl.master.evaluations import Evaluations, Row
 from asyncrl.master.metrics_log import MetricsLog
 from asyncrl.master.peers import RankClients
 from asyncrl.observe import observer
@@ -73,6 +73,10 @@ from asyncrl.trainer.messages import (
 from asyncrl.trainer.settings import BestDirection, CheckpointConfig
 from asyncrl.weights.manifest import FileEntry
 
+if TYPE_CHECKING:  # optional, see `asyncrl.runtime.plan`
+    from asyncrl.master.data.order import ConfiguredOrder
+    from asyncrl.master.win_rates import WinRates
+
 _log = logging.getLogger(__name__)
 
 
@@ -80,13 +84,14 @@ class RunState:
     """The state that a checkpoint holds. All of it is of one version: `trained` moves it by one step.
 
     Args:
+        order: the user's order (`buffer.order.path`), if there is one.
+        win_rates: of prioritised pools, if there are any.
         data_record: checksum of the record of the training data; None if the trial has none.
         metrics_log: its part is read when it is opened.
 
     Attributes:
         version: version of the policy: number of complete steps.
         recorded: newest version whose step is in the metrics and the ledger.
-        buffer: the received rollouts.
         used_up: fewer prompts of the run's epochs are left than make a step.
     """
 
@@ -94,10 +99,10 @@ class RunState:
         self,
         config: ExperimentConfig,
         buffer: SampleBuffer,
-        order: ConfiguredOrder,
+        order: ConfiguredOrder | None,
         reports: Reports,
         metrics_log: MetricsLog,
-        win_rates: WinRates,
+        win_rates: WinRates | None,
         data_record: str | None = None,
     ) -> None:
         self.version = self.recorded = 0
@@ -110,7 +115,8 @@ class RunState:
         """Count the complete step of `batch`."""
         self.buffer.mark_trained(batch)
         self.version += 1
-        self._win_rates.trained(self.version, batch.records)
+        if self._win_rates is not None:
+            self._win_rates.trained(self.version, batch.records)
 
     def state(self, row: Row | None = None) -> dict[str, Any]:
         """Return the state as JSON values; `row`: metrics of the newest step, if they are not in the log yet."""
@@ -118,8 +124,8 @@ class RunState:
             "version": self.version,
             "gate": msgspec.to_builtins(self._reports.checkpoint),
             "metrics_log": self._metrics_log.state(self.version, row),
-            "buffer_order": self._order.state(),
-            "win_rates": self._win_rates.state(),
+            "buffer_order": None if self._order is None else self._order.state(),
+            "win_rates": None if self._win_rates is None else self._win_rates.state(),
             "data_record": self._data_record,
         }
 
@@ -127,8 +133,10 @@ class RunState:
         """Continue from `state`."""
         self.version = self.recorded = state["version"]
         self.buffer.expire(self.version)
-        await self._order.restore(state.get("buffer_order"))
-        self._win_rates.restore(state.get("win_rates"))
+        if self._order is not None:
+            await self._order.restore(state.get("buffer_order"))
+        if self._win_rates is not None:
+            self._win_rates.restore(state.get("win_rates"))
         self._reports.restore(self.version * self._config.train_batch_size, convert(state["gate"], GateCheckpoint))
 
     @property
@@ -138,11 +146,7 @@ class RunState:
 
 
 class MemoryCheckpointer:
-    """Keeps the state of each step, and decides which steps other processes may see.
-
-    Args:
-        memory_checkpoint: None if no state is kept.
-    """
+    """Keeps the state of each step, and decides which steps other processes may see."""
 
     def __init__(self, memory_checkpoint: MemoryCheckpoint | None, ranks: RankClients) -> None:
         self._memory_checkpoint, self._ranks = memory_checkpoint, ranks
@@ -189,9 +193,6 @@ class MemoryCheckpointer:
     async def load(self, announced: int) -> dict[str, Any] | None:
         """Have the ranks restore the kept state; return the master's part; None without a kept state.
 
-        Args:
-            announced: the version that others know.
-
         Raises:
             StateLost: the state of a step that others have seen is lost, so only a checkpoint is left.
         """
@@ -224,10 +225,7 @@ class Checkpoints:
     one began.
 
     Args:
-        config: when to write a checkpoint, and which to keep.
-        run: the state to write.
         collector: knows if a rank that would be waited for is gone.
-        clock: monotonic time in s.
 
     Attributes:
         saved: version of the newest checkpoint that is complete on disk; 0: none.
@@ -282,11 +280,7 @@ class Checkpoints:
         self._under_way = asyncio.create_task(self._complete(path, version))
 
     async def finish(self) -> None:
-        """Wait until a checkpoint in progress is complete on disk.
-
-        Raises:
-            Exception: a rank is gone, or the checkpoint could not be written.
-        """
+        """Wait until a checkpoint in progress is complete on disk; raise its error."""
         if (under_way := self._under_way) is not None:
             if not under_way.done():
                 self._collector.check()

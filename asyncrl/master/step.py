@@ -272,10 +272,6 @@ class Executor:
     """Executes `graph`, step after step.
 
     Args:
-        graph: a validated graph.
-        placement: for every role, the workers that host it.
-        workers: the ModelWorkers by index.
-        limit_s: longest silence of the ranks (`while_ranks_work`).
         moves: the result of `column_moves`; empty if all roles have one layout.
     """
 

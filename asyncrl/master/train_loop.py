@@ -38,9 +38,9 @@ from asyncrl.inference.settings import guests_of
 from asyncrl.manager.client import ManagerClient
 from asyncrl.master.data.batches import AheadScorer, Batches, DeviceTurns, frozen_calls
 from asyncrl.master.data.collector import Collector, Reports, check_books
-from asyncrl.master.data.sample_buffer import ConfiguredOrder, SampleBuffer, TrainBatch
+from asyncrl.master.data.sample_buffer import SampleBuffer, TrainBatch
 from asyncrl.master.data.stall import PromptsUsedUp, StallWatch
-from asyncrl.master.evaluations import Row, WinRates
+from asyncrl.master.evaluations import Row
 from asyncrl.master.graph import Graph
 from asyncrl.master.metrics_log import MetricsLog, buffered_s, of_ranks
 from asyncrl.master.peers import NameBoard, RankClients, ReplaceableWorker
@@ -56,7 +56,7 @@ from asyncrl.master.run_state import (
 from asyncrl.master.step import Dealing, Executor, column_moves, plan_batch
 from asyncrl.observe import observer
 from asyncrl.observe.observer import Activity
-from asyncrl.runtime.plan import SHARED_DEVICES
+from asyncrl.runtime.plan import BUFFER_ORDER, SHARED_DEVICES, WIN_RATES
 from asyncrl.runtime.process.stacks import profiled
 from asyncrl.runtime.process.waiting import StopRequested, cancel, or_stop
 from asyncrl.runtime.process.worker import StateLost
@@ -71,13 +71,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The other processes.
-
-    Attributes:
-        workers: ModelWorkers by index.
-        placement: roles of the ModelWorkers, and those that receive trajectories.
-        rollouts: RolloutWorkers by index.
-    """
+    """The other processes; `workers` are ModelWorkers and `rollouts` RolloutWorkers, by index."""
 
     workers: Sequence[RequestClient]
     placement: Placement
@@ -90,7 +84,6 @@ class TrainLoop:
     """Trains a run to its end. `run` is the whole life cycle; set `stop` to end it early with a checkpoint.
 
     Args:
-        stop: set when the run is asked to stop.
         ready: called once it is clear from which state the run continues, before its next step.
         memory_checkpoint: place where the state of each step is kept, and searched for at the start; None: nowhere.
     """
@@ -122,7 +115,8 @@ class TrainLoop:
 
         # it waits until there is a batch
         self.metrics_log = MetricsLog(config, run_dir, self.collector, buffer)
-        win_rates = WinRates.of_run(config)
+        has_prioritised = any(policy.is_prioritised for policy in config.policies)
+        win_rates = pkgutil.resolve_name(WIN_RATES).of_run(config) if has_prioritised else None
         self.announcer = VersionAnnouncer(board, peers.rollouts, self.metrics_log, win_rates, clock, limit_s)
         ahead = (config.max_head_offpolicyness + 1) * config.train_batch_size
         self.stall = StallWatch(
@@ -132,7 +126,8 @@ class TrainLoop:
         if colocated := guests_of(config.generation):
             shared = pkgutil.resolve_name(SHARED_DEVICES)
             self.turns = shared(board, manager, self.stall, self.announcer, stop, len(colocated), colocated.start)
-        order = ConfiguredOrder(config.buffer.order)
+        own_order = config.buffer.order
+        order = pkgutil.resolve_name(BUFFER_ORDER)(own_order) if own_order.path else None
         scorer = AheadScorer(
             frozen_calls(config, graph, placement), buffer, self.ranks, actors[ACTOR], heads=len(heads)
         )
@@ -202,9 +197,6 @@ class TrainLoop:
 
         A death may cut off any of these; the next MasterWorker does all of them again. A stop request or a failure may
         end any of the waits. The end of the run then saves the state that was found.
-
-        Raises:
-            StateLost: the last step is lost.
         """
         reports = self.reports
         state, from_memory = await self._load_state()  # 1
@@ -212,12 +204,12 @@ class TrainLoop:
         try:
             await reports.look()  # 2
         finally:
-            dropped, idle_s = reports.counts.dropped, reports.status.idle_s
+            dropped, idle_s = reports.counts.dropped, reports.idle_s
             self.metrics_log.open(version, perf_counter(), dropped, state["metrics_log"], announced, idle_s)
             write_books(self.run_dir, version, reports.counts)
         if not from_memory:
             await self.publishing.forget_others(version)  # 3
-        in_use = {*reports.status.versions_in_use, announced}
+        in_use = {*reports.versions_in_use, announced}
         path = await self.publishing.publish(version, in_use, to_disk=True) if version else ""
         awaited = self.metrics_log.awaits_evaluation()
         is_cut_off = awaited is not None and awaited < version
@@ -263,12 +255,7 @@ class TrainLoop:
         await self._end_step(batch, measured | switched | {"time/wait_for_batch_s": waited_s})
 
     async def _wait_for_batch(self) -> tuple[TrainBatch, float]:
-        """Return the next batch, and how long the loop waited for it.
-
-        Raises:
-            StopRequested: the run was asked to stop.
-            Exception: a checkpoint could not be written; no further step is trained.
-        """
+        """Return the next batch, and how long the loop waited for it."""
         if self.stop.is_set():
             raise StopRequested
         began, step = perf_counter(), self.run_state.version + 1
@@ -323,10 +310,10 @@ class TrainLoop:
         await reports.trained(batch)  # 1
         try:
             if memory.on:
-                row = self.metrics_log.row(version, batch, measured, reports.status, perf_counter())
+                row = self.metrics_log.row(version, batch, measured, reports, perf_counter())
                 await memory.begin(version, self.run_state.state(row))  # 2
             with observer.doing(f"publishes version {version}", "publish", step=version):
-                path = await self.publishing.publish(version, reports.status.versions_in_use, to_disk=to_disk)  # 3
+                path = await self.publishing.publish(version, reports.versions_in_use, to_disk=to_disk)  # 3
             since = lap(measured, "publish", since)
             with observer.doing(f"keeps step {version}", "memory_checkpoint", step=version):
                 await memory.finish()  # 4
@@ -344,9 +331,7 @@ class TrainLoop:
     def _record(self, batch: TrainBatch, measured: Row) -> None:
         """Write the step's row of metrics, and the books."""
         state, reports = self.run_state, self.reports
-        self.metrics_log.step(
-            state.version, batch, measured | self.checkpoints.figures(), reports.status, perf_counter()
-        )
+        self.metrics_log.step(state.version, batch, measured | self.checkpoints.figures(), reports, perf_counter())
         write_books(self.run_dir, state.version, reports.counts)
         state.recorded = state.version
         self.stall.progressed()
@@ -369,12 +354,7 @@ class TrainLoop:
             self.announcer.evaluate_if_due()
 
     async def finish(self) -> None:
-        """Publish, save, check the books and write the summary, after the last step or a stop request.
-
-        Raises:
-            BooksError: a rollout is unaccounted for.
-            Exception: another process failed.
-        """
+        """Publish, save, check the books and write the summary, after the last step or a stop request."""
         state = self.run_state
         if state.complete:
             with suppress(StopRequested):  # all steps are trained: the end is the same, and the books close the gate
@@ -383,7 +363,7 @@ class TrainLoop:
             await self.announcer.close()
             await self.turns.take_to_end(self.config.system.stop_timeout_s / 2)
         if self.publishing.on_disk != state.version:
-            in_use = self.reports.status.versions_in_use
+            in_use = self.reports.versions_in_use
             await self.publishing.publish(state.version, in_use, to_disk=True)  # the run leaves this policy behind
         await self.checkpoints.finish()
         await self.checkpoints.save_if_unsaved()

@@ -140,7 +140,7 @@ class Recorder(AsyncWorker):
                 elif clock() - progress_at > limit_s:
                     raise Stalled(
                         f"no sign of life of a rollout for {limit_s:g} s (system.stall_timeout_s): {self._kept} of "
-                        f"{wanted} are kept; {await manager.describe()}{signs.describe()}"
+                        f"{wanted} are kept; {(await manager.status()).describe()}{signs.describe()}"
                     )
         finally:
             ticking.cancel()

@@ -13,8 +13,7 @@ from typing import Any
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.import_paths import PluginError, definition, split_path
 from asyncrl.config.variants import evaluation_sets, given_code
-from asyncrl.data.files import is_data_path
-from asyncrl.data.settings import AUTO, OFF
+from asyncrl.data.settings import AUTO, OFF, is_data_path
 from asyncrl.plugins.settings import GYMNASIUM
 
 REGISTERED_IN = "algorithm.plugins"

@@ -14,22 +14,17 @@ from pathlib import Path
 
 from asyncrl.api.columns import check_name
 from asyncrl.api.reward import RunIn
-from asyncrl.chat.stop_strings import check_stop_strings
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.optional_checks import optional_problems
 from asyncrl.config.plugin_code import interfaces
 from asyncrl.config.plugin_code.import_paths import PluginError, load_plugin, path_problems
 from asyncrl.config.setting import group_problems, token_ids
 from asyncrl.config.variants import CODE, evaluation_sets, with_code_of
 from asyncrl.data import checks as datasets
 from asyncrl.data.checks import field_problems, held_out_problems, source_problems
-from asyncrl.data.files import is_data_path
-from asyncrl.plugins.checks import (
-    check_env,
-    check_rewards,
-    env_code_problems,
-    reward_code_problems,
-    tool_code_problems,
-)
+from asyncrl.data.settings import is_data_path
+from asyncrl.data.stop_strings import check_stop_strings
+from asyncrl.plugins.checks import check_env, check_rewards, env_code_problems, reward_code_problems
 from asyncrl.rollout.settings import EncoderConfig, EvalConfig
 from asyncrl.runtime.process.hardware import bind_error
 
@@ -182,7 +177,7 @@ def code_problems(config: ExperimentConfig) -> Iterator[str]:
     """Yield an error message for each problem of the code that RolloutWorkers call; a replay calls none to train."""
     if not config.samples.replay:
         yield from _code_problems(config, CODE)
-        yield from tool_code_problems(config)
+        yield from optional_problems(config, "code_problems")
     for each in evaluation_sets(config):
         if each.interval:
             yield from (f"{each.group}.{problem}" for problem in _code_problems(with_code_of(config, each), each.code))

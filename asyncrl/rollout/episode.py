@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self, TypeAlias
+from typing import TYPE_CHECKING, Self, TypeAlias
 
 import numpy as np
 
@@ -28,12 +28,14 @@ from asyncrl.api.agent import cancelled_within
 from asyncrl.api.columns import numbers_of
 from asyncrl.api.generation import seed_from
 from asyncrl.api.trajectory import compared_episodes, named_columns, role_of
-from asyncrl.chat.episode_client import EpisodeClient, check_prompt_pictures
 from asyncrl.comm.ended_rollouts import LOST_EPISODES
 from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.rollout.settings import RolloutConfig
 from asyncrl.rollout.user_code_pool.call_records import Meter, current_meter, named_failure
 from asyncrl.trainer.settings import SOURCE_NUMBER
+
+if TYPE_CHECKING:
+    from asyncrl.chat.episode_client import EpisodeClient
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +43,7 @@ Filter = Callable[[GroupView], FilterDecision]
 Shaping = Callable[[GroupView], "np.ndarray[tuple[int], np.dtype[np.float64]]"]
 Score = Callable[[Prompt, Sequence[Sample], GroupClient], Awaitable[Sequence[Sample]]]
 """Return the samples of a prompt's group with the rewards that see whole samples or groups."""
-MakeClient = Callable[[GenerationClient, Prompt], EpisodeClient]
+MakeClient: TypeAlias = "Callable[[GenerationClient, Prompt], EpisodeClient]"
 """Make the client of an episode from the policy and the member's prompt."""
 Played: TypeAlias = tuple[Sequence[Sample], dict[str, float]]
 """The samples of a prompt's group, and the counts of its episodes."""
@@ -201,8 +203,11 @@ async def run_group(
             samples = await agent.roll_out(prompt, make, group)
             if score is not None:
                 samples = await score(prompt, samples, group)
-            for sample in samples if prompt.pictures else ():
-                check_prompt_pictures(prompt, sample.tokens.tolist(), sample.pictures)
+            if prompt.pictures:
+                from asyncrl.data.picture_parts import check_prompt_pictures
+
+                for sample in samples:
+                    check_prompt_pictures(prompt, sample.tokens.tolist(), sample.pictures)
             if group.last_failure is not None and len({sample.episode for sample in samples}) < tries.least:
                 raise group.last_failure
             return samples, group.metrics()
@@ -230,6 +235,15 @@ async def _close(environments: Sequence[Environment]) -> None:
 def _first_cause(group: ExceptionGroup[Exception]) -> Exception:
     first = group.exceptions[0]
     return _first_cause(first) if isinstance(first, ExceptionGroup) else first
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The samples of one episode (none if the agent rejects the prompt), its verdict, and its metrics."""
+
+    samples: Sequence[Sample]
+    right: bool | None
+    metrics: Mapping[str, float]
 
 
 def metrics_of(samples: Sequence[Sample]) -> dict[str, float]:
@@ -284,13 +298,7 @@ class GroupRules:
 
     @classmethod
     def of(cls, config: RolloutConfig, registered_in: Sequence[str] = (), right_at: float | None = None) -> Self:
-        """Build the rules of these settings.
-
-        Args:
-            config: names filters and shapings.
-            registered_in: the user's modules in which they may be registered.
-            right_at: see the class.
-        """
+        """Build the rules of these settings."""
         filters, shapings = (
             [resolve(kind, choice.name, choice.params, registered_in) for choice in choices]
             for kind, choices in (("filter", config.filters), ("shaping", config.shaping))

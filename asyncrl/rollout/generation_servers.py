@@ -21,11 +21,11 @@ from weakref import WeakValueDictionary
 
 from asyncrl.api.generation import Completion, GenerationRequest
 from asyncrl.api.picture import PictureError, check_spans
-from asyncrl.chat.stop_strings import Decode, check_stop_strings
 from asyncrl.comm.http_client import HttpError, HttpTimeout, JsonHttp
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.comm.waits import ANSWER_S, CLOSE_S, HOLD_S, Backoff
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.data.stop_strings import Decode, check_stop_strings
 from asyncrl.inference.client import (
     GenerateItem,
     GenerationServerClient,
@@ -123,13 +123,7 @@ class ServerCapabilities:
 
 
 def capabilities_of(config: ExperimentConfig, vocab_size: int | None, decode: Decode) -> ServerCapabilities:
-    """Return what the servers of a run with these settings can do.
-
-    Args:
-        config: the settings.
-        vocab_size: see `ServerCapabilities`.
-        decode: likewise.
-    """
+    """Return what the servers of a run with these settings can do."""
     engine = config.generation.engine
     return ServerCapabilities(
         vocab_size,
@@ -147,8 +141,6 @@ class GenerationServers:
     """Calls of one round to the server that the manager chose. Use it in one event loop, between `start` and `close`.
 
     Args:
-        can: what the servers can do.
-        security: token and certificate of the servers; None if the run has no secret.
         manager: reports servers that left service.
         timeout_s: longest silence of a server in seconds.
     """
@@ -191,15 +183,8 @@ class GenerationServers:
         """Return the answers of one round to `items`.
 
         Args:
-            url: address of the server.
-            request: the request that the items are of.
-            items: its incomplete answers.
             routing: see `GenerationServerClient.generate`.
             prefix_rid: id of the request for the common prefix, if one is sent first.
-
-        Raises:
-            ServerLost: the manager reports that the server left service.
-            HttpError: the call failed.
         """
         server = self._server(url, request)
         sampling = request.sampling if self.can.find_stops_of(request) else replace(request.sampling, stop=())
@@ -221,7 +206,6 @@ class GenerationServers:
 
         Raises:
             ServerLost: the server ended the request without them, for example for a weight update.
-            HttpError: the call failed.
         """
         assert request.score_from is not None
         server, before = self._server(url, request), request.score_from - 1

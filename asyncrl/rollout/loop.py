@@ -31,8 +31,8 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import NoReturn
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, NoReturn
 
 from asyncrl.algorithms.filters import FilterDecision
 from asyncrl.api import EpisodeTimeout, Prompt, Sample, Trajectory
@@ -49,6 +49,9 @@ from asyncrl.rollout.settings import RolloutConfig
 from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code_pool.call_records import group_failed_in, metered
 
+if TYPE_CHECKING:  # optional, see `asyncrl.runtime.plan`
+    from asyncrl.rollout.policy_answers import PolicyAnswers
+
 _log = logging.getLogger(__name__)
 
 MAX_ASKED = 64
@@ -61,12 +64,7 @@ MAX_FAILURES_IN_A_ROW = 16
 
 
 class RolloutSlots:
-    """Slots for concurrent rollouts. Each rollout that the gate grants takes one until it ends.
-
-    Args:
-        gate: client of the GserverManager, which admits rollouts.
-        number: number of slots.
-    """
+    """Slots for concurrent rollouts. Each rollout that the gate grants takes one until it ends."""
 
     def __init__(self, gate: ManagerClient, number: int) -> None:
         self._gate, self._number, self._free = gate, number, number
@@ -107,11 +105,7 @@ class RolloutSlots:
 
 
 class TrajectorySender:
-    """Sends trajectories, each with the counts of the episodes that were lost since the last one was acknowledged.
-
-    Args:
-        push: sends a trajectory to a training rank; returns once it is acknowledged.
-    """
+    """Sends trajectories, each with the counts of the episodes that were lost since the last one was acknowledged."""
 
     def __init__(self, push: Callable[[Trajectory], Awaitable[None]]) -> None:
         self._push = push
@@ -147,8 +141,6 @@ class Failures:
         """Return the end of a rollout that failed with `error`.
 
         Args:
-            granted: the rollout.
-            error: its error.
             code: name of the user's code that failed, if known.
             running: number of running rollouts, this one included.
 
@@ -177,15 +169,12 @@ class RolloutLoop:
     """Runs rollouts. `run` continues until it is cancelled or everything fails.
 
     Args:
-        components: the user's agent, environment, dataset and reward.
         gate: client of the GserverManager, which admits rollouts, chooses their prompts and receives their ends.
-        client: generates answers for a rollout.
         push: sends a trajectory to a training rank; returns once it is acknowledged.
-        config: concurrency, filters, limits.
         registered_in: the user's modules in which filters and shapings may be registered.
         least_episodes: a group that lost episodes and has fewer left fails.
-        trained: policies that are trained beside the run's own.
         right_at: reward from which on an answer counts as right, for a curriculum; None without one.
+        make_answers: makes the record of a rollout's answers by policy; None if the run has one policy.
     """
 
     def __init__(
@@ -198,12 +187,12 @@ class RolloutLoop:
         registered_in: Sequence[str] = (),
         right_at: float | None = None,
         least_episodes: int = 1,
-        trained: Collection[str] = (),
+        make_answers: Callable[[], PolicyAnswers] | None = None,
     ) -> None:
         self._components, self._gate, self._client, self._config = components, gate, client, config
         self._tries = RetryLimits(MAX_ATTEMPTS, least_episodes, config.rollout_timeout_s)
         self._rules = GroupRules.of(config, registered_in, right_at)
-        self._trained = trained
+        self._make_answers = make_answers
         self._sender = TrajectorySender(push)
         self._failures = Failures()
         self.slots = RolloutSlots(gate, config.max_concurrent)
@@ -216,7 +205,8 @@ class RolloutLoop:
                     tasks.create_task(self._roll_out(granted))
 
     async def _roll_out(self, granted: GrantedRollout) -> None:
-        policy = RolloutPolicy(self._client, granted.rollout_id, granted.route, self._trained)
+        answers = None if self._make_answers is None else self._make_answers()
+        policy = RolloutPolicy(self._client, granted.rollout_id, granted.route, answers)
         code: str | None = None
         try:
             if granted.rests:
@@ -242,9 +232,11 @@ class RolloutLoop:
         """Play the group's episodes, each with its reward; return their samples and metrics."""
         with metered() as meter:
             samples, counted = await self._components.play_to_train(prompt, policy, self._tries)
-        policy.generated.check(samples)
+        if policy.answers is not None:
+            policy.answers.check(samples)
+            counted |= policy.answers.metrics()
         self._sender.take_lost(counted)
-        return samples, metrics_of(samples) | counted | policy.metrics() | meter.metrics()
+        return samples, metrics_of(samples) | counted | meter.metrics()
 
     async def _judge_and_send(
         self, granted: GrantedRollout, samples: Sequence[Sample], metrics: dict[str, float]

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import pkgutil
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Coroutine
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from asyncrl.api.picture import Picture, evenly
 from asyncrl.comm import names
-from asyncrl.comm.http_client import JsonHttp
 from asyncrl.comm.push_pull import TrajectoryPusher, group
 from asyncrl.comm.request_reply import Done, RequestServer
 from asyncrl.comm.waits import CLOSE_S, LOOK_S
@@ -20,18 +18,20 @@ from asyncrl.config.run_dir import ANSWERS_DIR, DATA_RECORD_FILE
 from asyncrl.manager.client import ManagerClient
 from asyncrl.observe import observer
 from asyncrl.observe.observer import Activity
-from asyncrl.rollout.evaluation import Evaluator, KeptAnswers
+from asyncrl.rollout.evaluation import Evaluator
 from asyncrl.rollout.generation_servers import capabilities_of
 from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.messages import Evaluate, EvaluationResult, StillThere
 from asyncrl.rollout.rollout_client import RolloutClient
 from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code.prompts import check_same_data
-from asyncrl.rollout.user_code.rewards import Embedder
-from asyncrl.rollout.user_code_pool.call_records import UserCodeError, failed_user_code
-from asyncrl.runtime.plan import REPLAY, WORKER_INPUTS, brings_inputs
+from asyncrl.rollout.user_code_pool.call_records import failed_user_code
+from asyncrl.runtime.plan import EMBEDDER, KEPT_ANSWERS, POLICY_ANSWERS, REPLAY, WORKER_INPUTS, brings_inputs
 from asyncrl.runtime.process.waiting import StopRequested, cancel
 from asyncrl.runtime.process.worker import AsyncWorker, CannotContinue
+
+if TYPE_CHECKING:  # optional, see `asyncrl.runtime.plan`
+    from asyncrl.rollout.kept_answers import KeptAnswers
 
 
 class RolloutWorker(AsyncWorker):
@@ -62,17 +62,16 @@ class RolloutWorker(AsyncWorker):
         if brought is not None:
             await brought.check(self._components.prompts)
         self._loop_of_main = asyncio.get_running_loop()
-        if self._components.conversations.format is not None:
-            for line in self._components.conversations.format.findings.lines():
-                self.log.info("chat template: %s", line)
+        for line in self._components.chat_notes():
+            self.log.info("chat template: %s", line)
         rollout = config.rollout
         can = capabilities_of(config, self._components.vocab_size, self._components.tokenizer.decode_all)
         manager = await self.find_manager()
+        embedding = pkgutil.resolve_name(EMBEDDER)(self) if rollout.encoder.servers else nullcontext()
         try:
             async with (
-                self._components.runner,
-                self._components.tools,
-                self._embedder() as embedder,
+                self._components.entered(),
+                embedding as embed,
                 RolloutClient(
                     manager,
                     can,
@@ -82,7 +81,7 @@ class RolloutWorker(AsyncWorker):
                     new_tokens_per_chunk=rollout.new_tokens_per_chunk,
                 ) as client,
             ):
-                self._components.rewards.embedder = embedder
+                self._components.rewards.embedder = embed
                 self._evaluator = Evaluator(
                     self._components,
                     client,
@@ -103,33 +102,7 @@ class RolloutWorker(AsyncWorker):
                     self._evaluator.cancel()
                     server.close()
         finally:
-            await self._components.conversations.close()
             await manager.close()
-
-    @asynccontextmanager
-    async def _embedder(self) -> AsyncIterator[Embedder | None]:
-        """Yield an embedder that asks the registered EncoderServers; None if the run has none."""
-        config = self.config.rollout.encoder
-        if not config.servers:
-            yield None
-            return
-        from asyncrl.inference.encoder.client import EncoderClient, EncoderUnavailable  # only with such servers
-
-        servers = await asyncio.to_thread(self.resolver.follow, names.ENCODER_SERVERS)
-        http = JsonHttp(self.http_security)
-        client = EncoderClient(http, servers.entries, config.timeout_s)
-
-        async def embed(episodes: Sequence[Sequence[Picture]]) -> list[tuple[float, ...]]:
-            clips = [[each[-1]] * config.frames if config.end else evenly(each, config.frames) for each in episodes]
-            try:
-                return [tuple(vector) for vector in await client.embed(clips)]
-            except EncoderUnavailable as error:
-                raise UserCodeError(f"encoder {config.path}", f"gave no embeddings: {error}") from error
-
-        try:
-            yield embed
-        finally:
-            await http.close()
 
     async def find_manager(self) -> ManagerClient:
         """Return a client of the GserverManager once that is registered."""
@@ -142,7 +115,6 @@ class RolloutWorker(AsyncWorker):
             incarnation=incarnation,
             find=find,
             launch=self.launch,
-            host=self.config.system.host,
         )
 
     def _kept_answers(self) -> KeptAnswers | None:
@@ -153,20 +125,26 @@ class RolloutWorker(AsyncWorker):
         sets = len(self._components.prompts.eval_sets) or 1
         max_bytes, decode = int(samples.max_gb * 1e9 / workers / sets), self._components.tokenizer.decode
         folder = self.run_dir / ANSWERS_DIR
-        return KeptAnswers(folder, samples.eval_every, max_bytes, decode, index=self.index, workers=workers)
+        kept: KeptAnswers = pkgutil.resolve_name(KEPT_ANSWERS)(
+            folder, samples.eval_every, max_bytes, decode, index=self.index, workers=workers
+        )
+        return kept
 
     async def _run(self, manager: ManagerClient, client: RolloutClient) -> None:
         """Play rollouts until a stop is requested."""
         components, config = self._components, self.config
         curriculum = config.dataset.curriculum
         right_at = curriculum.right_at if curriculum.is_on else None
+        make_answers = None
+        if config.policies:
+            make_answers = partial(pkgutil.resolve_name(POLICY_ANSWERS), config.trained_policies)
         pusher = TrajectoryPusher((), self.security, identity=self.name)
         try:
             loop = RolloutLoop(
                 *(components, manager, client, pusher.push, config.rollout, config.algorithm.plugins),
                 right_at=right_at,
                 least_episodes=config.algorithm.least_episodes,
-                trained=config.trained_policies,
+                make_answers=make_answers,
             )
             self.ready()
             observer.stage("plays", Activity.serves)

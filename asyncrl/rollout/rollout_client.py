@@ -17,7 +17,7 @@ the round is aborted (`GenerationServers`), and the next one continues from the 
 may be lost, and a proxy may end a call that takes long. So after a long round that failed the next one asks for half as
 many tokens, and later rounds ask for more again.
 
-Stop strings are searched here, in an answer's token ids after each round (`asyncrl.chat.stop_strings`). So they
+Stop strings are searched here, in an answer's token ids after each round (`asyncrl.data.stop_strings`). So they
 may span rounds, and both engines end at the same token. A server with a tokenizer receives them too, so that it
 generates no more than needed. A server without one generates in rounds of `STOP_CHUNK` tokens, and the excess is cut
 off.
@@ -38,14 +38,6 @@ Failures
 - The caller is cancelled: the server is asked to abort, and the manager is informed that the request is over.
 
 At most `max_concurrent` requests are in flight; further ones wait (back-pressure).
-
-Tokens of several policies
---------------------------
-A sample trains the policy whose client made it (`client.policy(name)`). If an agent gave samples of one policy the
-comparison group of another, that policy would be trained on tokens that it never sampled. So a rollout's samples are
-checked against the answers of the servers: each generated token of a policy's samples, with its version and
-log-probability, was sampled by this policy in this rollout. The ledger has the numbers of tokens, and the audit
-compares them again.
 """
 
 from __future__ import annotations
@@ -54,35 +46,31 @@ import asyncio
 import itertools
 import logging
 import uuid
-from collections import Counter
-from collections.abc import AsyncIterator, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from asyncrl.api import EpisodeError, Sample
 from asyncrl.api.generation import Completion, FinishReason, GenerationRequest, GenerationResult
-from asyncrl.api.trajectory import GENERATED, policy_of
-from asyncrl.chat.stop_strings import Decode, kept_tokens
 from asyncrl.comm.http_client import HttpError, HttpRefused, HttpTimeout, HttpUnreachable
-from asyncrl.comm.names import ACTOR
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.comm.waits import HOLD_S, Backoff
+from asyncrl.data.stop_strings import Decode, kept_tokens
 from asyncrl.inference.client import GenerateItem, RoutingWanted, derive_seed, wire_rid
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import Route, RouteRequest
 from asyncrl.rollout.generation_servers import GenerationServers, ServerCapabilities, ServerLost
 from asyncrl.rollout.user_code_pool.call_records import Activity, current_meter, timed
 
+if TYPE_CHECKING:  # optional, see `asyncrl.runtime.plan`
+    from asyncrl.rollout.policy_answers import PolicyAnswers
+
 _log = logging.getLogger(__name__)
 
-_VERSION_FACTOR = np.uint64(0x9E3779B97F4A7C15)
-"""An odd number with well mixed bits: keys of two versions of one token differ."""
-_Keys = NDArray[np.uint64]
 STOP_CHUNK = 64
 """Tokens of a round in which only the client searches for stop strings: the most tokens that are generated in vain."""
 _BACKOFF = Backoff(0.1, 5.0)
@@ -196,10 +184,8 @@ class RolloutClient:
     """Generates the answers of groups. An asynchronous context manager; use it in one event loop.
 
     Args:
-        manager: chooses the servers.
         can: what the servers can do; None: answer plain requests.
         security: token and certificate of the servers; None if the run has no secret.
-        max_concurrent: limit on requests in flight.
         request_timeout_s: longest silence of a server; an answer may take longer.
         new_tokens_per_chunk: tokens to request per round; 0 for all.
         max_failures: failed rounds in a row, without a token in between, after which a request fails.
@@ -245,7 +231,6 @@ class RolloutClient:
         """Return `request.n` complete continuations, in the order of their seeds.
 
         Args:
-            request: the request.
             rollout_id: the rollout it belongs to; None for evaluation, which the staleness count does not include.
             min_version: oldest policy version of a token; a rollout's admission version is a bound in any case. Answers
                 of a policy that is not trained (`request.policy`) may have any version.
@@ -387,28 +372,18 @@ def _may_pass(error: HttpError) -> bool:
 
 @dataclass(slots=True)
 class RolloutPolicy:
-    """The run's own policy and the others of `policies`, for one rollout. It records which answers the rollout got.
+    """The run's own policy and the others of `policies`, for one rollout.
 
     Attributes:
-        client: generates the answers.
-        rollout_id: the rollout.
         route: server chosen at admission; the first request goes there.
-        trained: the further trained policies; all others are opponents.
-        failures: errors of requests.
-        generated: tokens of the answers.
+        answers: records the answers of each policy; None if the run has one policy.
     """
 
     client: RolloutClient
     rollout_id: str
     route: Route | None
-    trained: Collection[str] = ()
+    answers: PolicyAnswers | None = None
     failures: list[Exception] = field(default_factory=list)
-    _met: dict[str, Counter[int]] = field(default_factory=dict)
-    """Tokens of the opponents' answers, by policy and version."""
-    generated: GeneratedTokens = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.generated = GeneratedTokens(self.trained)
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """Generate answers of the policy that `request` names."""
@@ -421,92 +396,6 @@ class RolloutPolicy:
         except Exception as error:
             self.failures.append(error)
             raise
-        if request.policy and request.policy not in self.trained:
-            versions = self._met.setdefault(request.policy, Counter())
-            versions.update(version for completion in result.completions for version in completion.versions)
-        self.generated.answered(request.policy, result.completions)
+        if self.answers is not None:
+            self.answers.add(request.policy, result.completions)
         return result
-
-    def metrics(self) -> dict[str, float]:
-        """Return the number of tokens that each trained policy generated, and the versions of the opponents.
-
-        Versions are the oldest, the newest and the mean by tokens.
-        """
-        found: dict[str, float] = {}
-        for policy, versions in self._met.items():
-            if tokens := versions.total():
-                mean = sum(version * count for version, count in versions.items()) / tokens
-                found[f"opponent/{policy}/version"] = mean
-                found[f"opponent/{policy}/oldest_version"] = float(min(versions))
-                found[f"opponent/{policy}/newest_version"] = float(max(versions))
-        return found | self.generated.metrics()
-
-
-class GeneratedTokens:
-    """Records the answers of one rollout. Without further trained policies it does nothing.
-
-    Args:
-        trained: names of the policies that are trained beside the run's own.
-    """
-
-    def __init__(self, trained: Collection[str]) -> None:
-        self._trained = trained
-        self._keys: dict[str, list[_Keys]] = {"": [], **{name: [] for name in trained}}
-
-    def answered(self, policy: str, completions: Iterable[Completion]) -> None:
-        """Record answers of `policy`; an empty name means the run's own."""
-        if not self._trained or policy not in self._keys:
-            return
-        self._keys[policy] += [_keys(each.token_ids, each.versions, each.logprobs) for each in completions]
-
-    def metrics(self) -> dict[str, float]:
-        """Return the number of tokens that each trained policy generated; nothing if only one is trained."""
-        if not self._trained:
-            return {}
-        return {f"{GENERATED}{name or ACTOR}": float(sum(map(len, keys))) for name, keys in self._keys.items()}
-
-    def check(self, samples: Sequence[Sample]) -> None:
-        """Check that the generated tokens of each policy's samples are its own.
-
-        Raises:
-            EpisodeError: some are not; the message names the policy and the comparison group.
-        """
-        if not self._trained:
-            return
-        for policy, generated in self._keys.items():
-            own = [sample for sample in samples if policy_of(sample.group, self._trained) == policy]
-            if strange := _beyond(_joined(map(_keys_of, own)), _joined(generated)):
-                groups = ", ".join(sorted({repr(sample.group) for sample in own}))
-                whose = f"policy {policy!r}" if policy else "the run's own policy"
-                raise EpisodeError(
-                    f"the agent returned samples of {whose} (comparison group {groups}) with {strange} tokens that "
-                    "this policy did not generate in the rollout: return the samples of each policy as "
-                    "client.policy(name).samples(reward) made them"
-                )
-
-
-def _keys(tokens: ArrayLike, versions: ArrayLike, logprobs: ArrayLike) -> _Keys:
-    """Return one number for each token, its version and its log-probability in float32."""
-    ids, bits = np.asarray(tokens, np.uint64), np.asarray(logprobs, np.float32).view(np.uint32)
-    return (ids << np.uint64(32) | bits) ^ (np.asarray(versions, np.int64).astype(np.uint64) * _VERSION_FACTOR)
-
-
-def _keys_of(sample: Sample) -> _Keys:
-    drawn = sample.loss_mask.astype(bool)
-    return _keys(sample.tokens[drawn], sample.versions[drawn], sample.behave_logprobs[drawn])
-
-
-def _joined(keys: Iterable[_Keys]) -> _Keys:
-    return np.concatenate([np.zeros(0, np.uint64), *keys])
-
-
-def _beyond(given: _Keys, known: _Keys) -> int:
-    """Return how many of `given` are not among `known`, each of which counts once."""
-    keys, wanted = np.unique(given, return_counts=True)
-    of_known, there = np.unique(known, return_counts=True)
-    places = np.searchsorted(of_known, keys)
-    found = np.zeros_like(wanted)
-    inside = places < len(of_known)
-    same = np.flatnonzero(inside)[of_known[places[inside]] == keys[inside]]
-    found[same] = there[places[same]]
-    return int(np.maximum(wanted - found, 0).sum())

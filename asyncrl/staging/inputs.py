@@ -26,6 +26,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import importlib
+import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -33,6 +34,8 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+import numpy as np
+import xxhash
 
 from asyncrl.comm import names
 from asyncrl.comm.http_client import HttpError, JsonHttp
@@ -44,7 +47,7 @@ from asyncrl.config.plugin_code.same_code import how_found, loaded_sources
 from asyncrl.config.run_dir import DATA_RECORD_FILE, INPUTS_DIR
 from asyncrl.config.setting import ConfigError
 from asyncrl.config.variants import evaluation_sets
-from asyncrl.data.datasets import Dataset, Placed, content_sum
+from asyncrl.data.datasets import Dataset, Placed
 from asyncrl.data.files import files_of
 from asyncrl.data.picture_parts import PictureSource, pictures_of
 from asyncrl.data.tokenizers import model_files
@@ -59,6 +62,35 @@ _INDEX, _MODEL = "inputs.json", "model"
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".npz"}
 _SHOWN_MODULES: Final = 5
 _BACKOFF = Backoff(0.2, 5.0)
+
+
+_SAMPLED_ROWS = 256
+"""Number of rows that are compared, because computing the rows of a dataset class may take time."""
+
+
+def content_sum(dataset: Dataset, folder: Path) -> str:
+    """Return the XXH3 of the number of rows, of rows spread evenly over the set and, for files, of every row's
+    checksum.
+
+    Rows may contain `folder`, the place of data and code on this host; it is left out of the checksum, because other
+    hosts have another folder.
+    """
+    names = sorted({json.dumps(str(path))[1:-1] for path in (folder, folder.resolve())}, key=len, reverse=True)
+    rows = np.unique(np.linspace(0, len(dataset) - 1, _SAMPLED_ROWS).astype(int)).tolist()
+    digest = xxhash.xxh3_64(str(len(dataset)).encode())
+    for row in rows:
+        text = json.dumps(dataset.row(row), skipkeys=True, default=_kind)
+        for name in names:
+            text = text.replace(name, "")
+        digest.update(text.encode())
+    if isinstance(dataset, Placed):
+        digest.update(dataset.sums().tobytes())
+    return digest.hexdigest()
+
+
+def _kind(value: object) -> str:
+    """Return a stable name for a value of a user's class, whose text may contain its address."""
+    return str(value) if isinstance(value, PictureSource) else type(value).__qualname__
 
 
 def not_on_other_hosts(config: ExperimentConfig) -> Iterator[str]:

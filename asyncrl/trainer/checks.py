@@ -10,9 +10,8 @@ from asyncrl.algorithms.registry import ProximalMode
 from asyncrl.comm.names import ACTOR, MODEL_WORKER
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError, Device, Dtype
-from asyncrl.config.variants import config_of_policy
 from asyncrl.inference.settings import backends_that
-from asyncrl.master.graph import TRAINED_ROLES, GraphError, load_graph
+from asyncrl.master.graph import GraphError, load_graph
 from asyncrl.models.folder_checks import hugging_face_folder
 from asyncrl.models.model_config import read_model_config, routing_shape
 from asyncrl.models.picture_rules import placeholder_in
@@ -25,7 +24,6 @@ from asyncrl.trainer.model import lora_checks
 from asyncrl.trainer.parallel import checks as layout_checks
 from asyncrl.trainer.parallel.placement import Placement, engine_of, placement, role_placement
 from asyncrl.trainer.settings import (
-    AlgorithmConfig,
     AttentionImplementation,
     KeptOn,
     OptimizerConfig,
@@ -39,11 +37,11 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     """Yield an error message for each invalid setting: `setting=value: what is wrong; what to do`."""
     yield from _model(config)
     yield from _profile(config)
-    yield from _of_policy(config)
-    yield from _policies(config)
+    yield from of_policy(config)
+    yield from _turns(config)
 
 
-def _of_policy(config: ExperimentConfig) -> Iterator[str]:
+def of_policy(config: ExperimentConfig) -> Iterator[str]:
     """Yield an error message for each invalid setting of a policy's training."""
     for name, path in (
         ("algorithm.critic.path", config.algorithm.critic.path),
@@ -292,110 +290,16 @@ def _publish_dtype(config: ExperimentConfig) -> Iterator[str]:
         )
 
 
-def _policies(config: ExperimentConfig) -> Iterator[str]:
-    """Yield an error message for each setting that `policies` trained beside the run's own cannot have."""
+def _turns(config: ExperimentConfig) -> Iterator[str]:
+    """Yield an error message if no step trains the run's own policy, or some train none."""
     trainer = config.trainer
     if trainer.train_offset >= trainer.train_every:
         yield (
             f"trainer.train_offset={trainer.train_offset}: it is never the remainder of a version divided by "
             f"trainer.train_every={trainer.train_every}; use 0 to {trainer.train_every - 1}"
         )
-    if not config.trained_policies:
-        if trainer.train_every > 1:
-            yield (
-                f"trainer.train_every={trainer.train_every}: other steps would train nothing; use 1, or train another "
-                "one of `policies` too"
-            )
-        return
-    yield from _refused_with_policies(config)
-    yield from _algorithm_with_policies("", config.algorithm)
-    taken, of_run = _roles_of_run(config), set(_of_policy(config))
-    for name in config.trained_policies:
-        if name in taken:
-            yield f"policies: {name!r}: it is a role of the run's own policy; give the trained policy another name"
-        yield from _vocabulary(config, name)
-        try:
-            own = config_of_policy(config, name)
-            own = replace(own, trainer=replace(own.trainer, engine=engine_of(config)))  # one engine for all
-        except GraphError:
-            continue  # the launcher reports the error
-        except ConfigError as error:
-            yield from {str(error)} - of_run
-            continue
-        yield from (f"policies: {name!r}: {message}" for message in _of_policy(own) if message not in of_run)
-        yield from _algorithm_with_policies(f"policies: {name!r}: ", own.algorithm)
-    for name in config.critic_sharers:
-        yield from _shared_critic(config, name)
-
-
-def _shared_critic(config: ExperimentConfig, name: str) -> Iterator[str]:
-    """Yield an error message for each reason why the policy `name` cannot share the run's own critic."""
-    setting = f"policies: {name!r}: shared_critic=true"
-    given = next(policy.algorithm for policy in config.policies if policy.name == name)
-    if "critic" in given:
-        yield f"{setting}: its critic has the settings of algorithm.critic; leave critic out of the policy's algorithm"
-    try:
-        calls = [call for call in load_graph(config).calls if call.role == "critic"]
-    except (GraphError, ConfigError):
-        return  # other checks report the error
-    for policy, whose in (("", "algorithm.graph"), (name, "the policy's algorithm.graph")):
-        functions = {call.function for call in calls if call.policy == policy}
-        if not functions:
-            yield f"{setting}: {whose} has no critic; use algorithm.graph=ppo with algorithm.advantage=gae"
-        elif unknown := sorted(functions - {"critic_inf", "critic_train"}):
-            yield (
-                f"{setting}: {whose} calls the critic with {unknown[0]!r}, and only of critic_inf and critic_train is "
-                "known which one changes it; use these, or a critic of its own"
-            )
-
-
-def _roles_of_run(config: ExperimentConfig) -> set[str]:
-    """The names of roles that the run's own policy may have."""
-    try:
-        return {*TRAINED_ROLES, *load_graph(replace(config, policies=[])).roles()}
-    except (GraphError, ConfigError):
-        return {*TRAINED_ROLES}  # other checks report the error
-
-
-def _refused_with_policies(config: ExperimentConfig) -> Iterator[str]:
-    """Yield each setting of the run that does not go with several trained policies."""
-    model, several = config.model, "with several trained `policies`"
-    if model.lora.rank:
-        yield f"model.lora.rank={model.lora.rank}: {several} all weights are trained; use 0"
-    if config.trainer.score_ahead:
-        yield f"trainer.score_ahead=true: {several} their samples are scored in the step; use false"
-    if config.moe.replay_routing:
-        yield f"moe.replay_routing=true: {several} choices of experts are not replayed; use false"
-    if model.path is not None and model.vision != VisionMode.none and placeholder_in(model.path) is not None:
-        yield f"model.path={model.path!r} takes pictures: {several} models read text; use model.vision=none"
-    for setting, value in (("samples.replay", config.samples.replay), ("samples.only", config.samples.only)):
-        if value:
-            yield f"{setting}={value!r}: {several} samples are not recorded to be trained later; leave it out"
-
-
-def _algorithm_with_policies(whose: str, algorithm: AlgorithmConfig) -> Iterator[str]:
-    """Yield an error message for each setting of one policy's training that several trained policies cannot have."""
-    if algorithm.advantage.name == "remax":
+    if not config.trained_policies and trainer.train_every > 1:
         yield (
-            f"{whose}algorithm.advantage='remax': with several trained `policies` a greedy answer has no reward of its "
-            "own for each; use another estimator"
+            f"trainer.train_every={trainer.train_every}: other steps would train nothing; use 1, or train another "
+            "one of `policies` too"
         )
-
-
-def _vocabulary(config: ExperimentConfig, name: str) -> Iterator[str]:
-    """Yield a message if the policy's model has another number of tokens than the run's own."""
-    path = next(policy.path for policy in config.policies if policy.name == name)
-    sizes = [_vocab_size(each) for each in (config.model.path, path) if each is not None]
-    if len(sizes) == 2 and None not in sizes and sizes[0] != sizes[1]:
-        yield (
-            f"policies: {name!r}: path={path!r}: its vocabulary has {sizes[1]} tokens, and that of model.path="
-            f"{config.model.path!r} {sizes[0]}; use a model with as many"
-        )
-
-
-def _vocab_size(path: str) -> int | None:
-    try:
-        size = read_model_config(path).get("vocab_size")
-    except (OSError, ValueError):
-        return None
-    return size if isinstance(size, int) else None

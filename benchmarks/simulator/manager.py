@@ -14,7 +14,7 @@ from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.fleet_runner import FleetRunner, ServerUpdater
 from asyncrl.manager.fleet.servers import GuestTurns, Target
 from asyncrl.manager.messages import RequestSize, StatusReply, StatusRequest
-from asyncrl.manager.rollouts.admission import DeadlinePacing
+from asyncrl.manager.rollouts.pacing import DeadlinePacing
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.rollout.loop import RolloutLoop
@@ -92,7 +92,7 @@ def _first_request(setup: Setup) -> RequestSize:
 def manager_client(worker: str, network: Network) -> ManagerClient:
     """Return the real client of the manager, with calls in the process."""
     client = ManagerClient("http://manager", worker, None)
-    client._connection.http = VirtualHttp(network)
+    client._http = VirtualHttp(network)
     return client
 
 

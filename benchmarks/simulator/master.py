@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.api import Trajectory
+from asyncrl.colocated.manager import not_resting, others_in_service
 from asyncrl.colocated.master import SharedDevices
 from asyncrl.comm.names import TrainerTurn
 from asyncrl.comm.request_reply import Done
@@ -93,10 +94,10 @@ class Turns:
         """See `ManagerClient`."""
         deadline = self._loop.time() + timeout_s
         while True:
-            waits_for = [f"generation server {life.index} ({life.state})" for life in self._decisions.not_resting]
+            waits_for = [f"generation server {life.index} ({life.state})" for life in not_resting(self._decisions)]
             left_s = deadline - self._loop.time()
             if not waits_for or left_s <= 0:
-                return WaitRestingReply(waits_for, self._decisions.others_in_service, self._runner.wake_s)
+                return WaitRestingReply(waits_for, others_in_service(self._decisions), self._runner.wake_s)
             await self._runner.changed.wait(left_s)
 
 

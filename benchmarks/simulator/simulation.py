@@ -124,7 +124,7 @@ class Simulation:
         return marks[0], self._mark()
 
     async def _diagnosis(self) -> str:
-        gate = await self.master.manager.describe()
+        gate = (await self.master.manager.status()).describe()
         states = Counter(
             f"{life.state} v{life.version} {life.reason}".strip() for life in self.manager.decisions.servers
         )

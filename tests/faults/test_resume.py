@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.data.datasets import Mixture
 from asyncrl.data.files import FileDataset
+from asyncrl.data.mixture import Mixture
 from asyncrl.data.prompt_queue import DataOrder, UsedPrompts, epoch_order
 from asyncrl.launch.commands.audit import audit
 from asyncrl.rollout.loop import MAX_ATTEMPTS

@@ -18,10 +18,10 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from asyncrl.api import GenerationRequest, Prompt, SamplingParams
 from asyncrl.chat.episode_client import EpisodeClient
 from asyncrl.chat.parsers import parser
-from asyncrl.chat.stop_strings import kept_tokens
 from asyncrl.chat.template import ChatFormat
 from asyncrl.data.chat_template import ChatTemplate
 from asyncrl.data.prompt_format import PromptFormat
+from asyncrl.data.stop_strings import kept_tokens
 from asyncrl.data.tokenizers import ChatTokenizer, load_tokenizer
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.server import serve

@@ -40,8 +40,8 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from asyncrl.api.generation import FinishReason
-from asyncrl.chat.stop_strings import Decode, completed_by_last
 from asyncrl.config.memory import is_out_of_memory
+from asyncrl.data.stop_strings import Decode, completed_by_last
 from asyncrl.inference.embedded.engine_io import (
     EngineStoppedError,
     Finish,

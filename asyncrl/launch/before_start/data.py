@@ -1,5 +1,5 @@
-"""The data of a start: each data set is loaded; prompts are made as the run would make them, with their statistics. A
-trial that continues does so with the data and roles that it began with, and all hosts read the same data.
+"""The data of a start: each data set is loaded; prompts are made as the run would make them, with their statistics; all
+hosts read the same data.
 """
 
 from __future__ import annotations
@@ -9,40 +9,30 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+from asyncrl.api import ToolSchema
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config
 from asyncrl.config.memory import context_length, turns
-from asyncrl.config.plugin_code.import_paths import PluginError
-from asyncrl.config.run_dir import DATA_RECORD_FILE, LEDGER_DIR, LOGS_DIR, METRICS_FILE, DamagedFile, run_dir_of
+from asyncrl.config.optional_checks import optional_problems
+from asyncrl.config.run_dir import DATA_RECORD_FILE, LOGS_DIR, run_dir_of
 from asyncrl.config.setting import ConfigError
-from asyncrl.config.variants import evaluation_sets, is_changing, with_code_of
-from asyncrl.data.curriculum import OwnCurriculum
+from asyncrl.config.variants import evaluation_sets, with_code_of
 from asyncrl.data.datasets import DataRecord, Placed
-from asyncrl.data.demonstrations import conversation_of, load_demonstrations, wrong_conversation
-from asyncrl.data.files import FileDataset
-from asyncrl.data.preferences import judged_answers
 from asyncrl.data.prompt_format import PicturesRefused, PromptStats, measure_prompts, shown
 from asyncrl.data.settings import Overlong
 from asyncrl.launch.before_start.models import base_model_config
+from asyncrl.launch.before_start.setting_checks import supervised_checks
 from asyncrl.master.evaluations import ALWAYS
 from asyncrl.master.graph import load_graph
 from asyncrl.models.model_config import ModelFacts, read_model_config
-from asyncrl.observe.tail import read_rows
-from asyncrl.plugins.checks import tool_code_problems
-from asyncrl.rollout.user_code.agents import load_chat_format, offered_tools, offers_tools
+from asyncrl.rollout.user_code.agents import offers_tools
 from asyncrl.rollout.user_code.prompts import load_eval_set, load_prompt_format, load_train_set
 from asyncrl.rollout.user_code.rewards import load_rewards
-from asyncrl.rollout.user_code.tools import check_format
 from asyncrl.runtime.plan import BRING_INPUTS, INPUT_ERRORS, brings_inputs
-from asyncrl.runtime.trials.claim import TrialError
-from asyncrl.runtime.trials.trial import ADVICE, newest_progress
+from asyncrl.runtime.trials.trial import newest_progress
 from asyncrl.trainer.parallel.checks import base_model_problems
 from asyncrl.trainer.supervised.base_model import described, existing_base_model
-from asyncrl.trainer.supervised.checks import LABEL_LOSS, loss_kind
-from asyncrl.trainer.supervised.settings import SFTConfig
-from asyncrl.verify.audit.ledger_files import read_ledger
 
 
 def check_data(config: Config, folder: Path | None) -> None:
@@ -57,7 +47,7 @@ def check_data(config: Config, folder: Path | None) -> None:
 
 def _wrong_data(config: Config, folder: Path | None) -> Iterator[str]:
     if not isinstance(config, ExperimentConfig):
-        yield from wrong_rows(config)
+        yield from supervised_checks().wrong_rows(config)
         return
     loads: list[Callable[[], object]] = [partial(load_train_set, config)]
     loads += [partial(load_eval_set, config, each) for each in evaluation_sets(config) if each.interval]
@@ -67,6 +57,8 @@ def _wrong_data(config: Config, folder: Path | None) -> Iterator[str]:
         except ConfigError as error:
             yield str(error)
     if config.dataset.curriculum.path:
+        from asyncrl.data.curriculum import OwnCurriculum
+
         try:
             OwnCurriculum(config.dataset.curriculum.path, config.dataset.curriculum.args).check()
         except ConfigError as error:
@@ -112,50 +104,8 @@ def base_model_faults(config: ExperimentConfig, folder: Path | None) -> Iterator
     base = base_model_config(config, folder)
     yield from base_model_problems(config, load_graph(config), ModelFacts.of(described(base)))
     if existing_base_model(base) is None:
-        for fault in wrong_rows(base):
+        for fault in supervised_checks().wrong_rows(base):
             yield f"model.base_experiment={config.model.base_experiment!r}: {fault}"
-
-
-def wrong_rows(config: SFTConfig) -> Iterator[str]:
-    """Yield an error message for each data set with a row that cannot be loaded or has nothing to train on."""
-    data = config.dataset
-    for phase in config.phases:
-        try:
-            _check_rows(config, data.path, {**data.args, **phase.args}, data.fields, "train")
-        except ValueError as error:
-            yield f"dataset.path={error}"
-    held_out = config.eval
-    if held_out.interval and held_out.path is not None:
-        fields = data.fields if held_out.fields is None else held_out.fields
-        try:
-            _check_rows(config, held_out.path, held_out.args, fields, "held_out")
-        except ValueError as error:
-            yield f"eval.path={error}"
-
-
-def _check_rows(config: SFTConfig, path: str, args: Mapping[str, Any], fields: Mapping[str, str], split: str) -> None:
-    """Load the rows of supervised training: all rows of a file, one row of a class.
-
-    Raises:
-        ValueError: they cannot be loaded, or have nothing to train on; the message names file and line.
-    """
-    try:
-        kind = loss_kind(config.loss)
-    except PluginError:  # reported by the check of settings
-        return
-    dataset = load_demonstrations(path, args, fields, split, config.seed, judged=kind is not None)
-    for index in range(len(dataset) if isinstance(dataset, FileDataset) else 1):
-        place, row = dataset.place(index) if isinstance(dataset, Placed) else f"{path}, row {index}", dataset.row(index)
-        wrong = None
-        try:
-            if kind is None:
-                wrong = wrong_conversation(conversation_of(dataset, row))
-            else:
-                judged_answers(row, labelled=kind == LABEL_LOSS)
-        except ValueError as error:
-            wrong = str(error)
-        if wrong is not None:
-            raise ValueError(f"{place}: {wrong}")
 
 
 ROWS_LOOKED_AT = 1000
@@ -180,10 +130,19 @@ def check_prompts(config: ExperimentConfig, *, of_evaluation_alone: bool = False
         ConfigError: tools cannot be called, or no agent takes them; a set has no row that makes a prompt, one has
             pictures where the run takes none, or `dataset.overlong=refuse` and a prompt is too long.
     """
-    if messages := [*not_found_elsewhere(config), *tool_code_problems(config)]:
+    if messages := [*not_found_elsewhere(config), *optional_problems(config, "code_problems")]:
         raise ConfigError("\n".join(messages))
     prompt_format = load_prompt_format(config)
-    check_format(config, prompt_format.chat)
+    if prompt_format.chat is not None:
+        from asyncrl.rollout.user_code.conversations import check_thoughts
+
+        check_thoughts(config, prompt_format.chat)
+    offered: tuple[ToolSchema, ...] = ()
+    if config.tools or config.mcp:
+        from asyncrl.rollout.user_code.tools import check_format, offered_tools
+
+        check_format(config, prompt_format.chat)
+        offered = offered_tools(config)
     due = [each for each in evaluation_sets(config) if each.interval]
     sets = {each.group: (with_code_of(config, each), load_eval_set(config, each)) for each in due}
     if not of_evaluation_alone:
@@ -192,7 +151,7 @@ def check_prompts(config: ExperimentConfig, *, of_evaluation_alone: bool = False
     for group, (played, rows) in sets.items():
         limit, overlong = config.dataset.max_prompt_tokens, config.dataset.overlong
         of_files = None if overlong is Overlong.refuse else FILE_ROWS_LOOKED_AT
-        form = replace(prompt_format, tools=offered_tools(played))
+        form = replace(prompt_format, tools=offered if offers_tools(played) else ())
         try:
             seen = measure_prompts(rows, form, of_files if isinstance(rows, Placed) else ROWS_LOOKED_AT)
         except PicturesRefused as error:
@@ -275,84 +234,12 @@ def chat_notes(config: ExperimentConfig) -> list[str]:
     if turns(config) == 1:
         return []
     prompts = load_prompt_format(config)
+    if prompts.chat is None:
+        return []
+    from asyncrl.rollout.user_code.conversations import load_chat_format
+
     chat = load_chat_format(config, prompts)
     return [] if chat is None else chat.findings.lines()
-
-
-def check_same_data(config: ExperimentConfig) -> Iterator[str]:
-    """Compare the training data with the data at the trial's start, if there is a checkpoint to continue from. Yield a
-    line if the record of those is gone: `keep_data_record` writes it again.
-
-    Raises:
-        TrialError: the data differ; the message names the file and the first line that differs.
-        DamagedFile: the record is not the one that the checkpoint was made with.
-    """
-    file = run_dir_of(config) / DATA_RECORD_FILE
-    if (progress := newest_progress(run_dir_of(config))) is None:
-        return
-    train_set = load_train_set(config)
-    try:
-        record = DataRecord.read(file)
-        difference = record.difference(train_set, config.dataset.path)
-    except FileNotFoundError:
-        record, difference = DataRecord.of(train_set), None
-        if progress.data_record is None:
-            yield f"{file} is missing: nothing tells whether the training data are those that the trial began with"
-        elif record.checksum == progress.data_record:
-            yield f"{file} was missing, and is written again: the training data are those of the trial's checkpoint"
-        else:
-            difference = f"{config.dataset.path!r} has other rows than those that the trial began with ({file} is gone)"
-    except (OSError, ValueError, RecursionError) as error:
-        raise DamagedFile(file, f"it is damaged: {str(error)[:200]}") from error
-    if difference is None and progress.data_record not in (None, record.checksum):
-        raise DamagedFile(file, f"it is not the one that checkpoint v{progress.version} was made with")
-    if difference is not None:
-        raise TrialError(
-            f"dataset.path={difference}. Which prompts are used is known by row, so its checkpoint cannot be continued "
-            f"with other rows: put the data back as it was, {ADVICE}"
-        )
-
-
-def check_same_roles(config: ExperimentConfig) -> None:
-    """Check that the checkpoint to continue from has every role whose weights change in this run.
-
-    Raises:
-        TrialError: it lacks one: the arguments or the code of the graph have changed.
-    """
-    if (progress := newest_progress(run_dir_of(config))) is None:
-        return
-    wanted = [role for role in load_graph(config).roles() if is_changing(config, role)]
-    if missing := [role for role in wanted if role not in progress.roles]:
-        raise TrialError(
-            f"algorithm.graph={config.algorithm.graph!r}: the checkpoint (version {progress.version}) has no state of "
-            f"role {missing[0]!r}, which changes in this run; it has {', '.join(progress.roles)}: settings, arguments "
-            f"or code of the graph have changed; put them back as they were, {ADVICE}"
-        )
-
-
-def missing_history(config: ExperimentConfig) -> Iterator[str]:
-    """Yield a line for each part of a continued trial's history that is damaged or gone; its checkpoint needs none."""
-    run_dir, found = run_dir_of(config), list[str]()
-    if (progress := newest_progress(run_dir)) is None:
-        return
-    known = progress.held_rows.union(row.get("step") for row in read_rows(run_dir / METRICS_FILE))
-    if missing := [step for step in range(1, progress.version + 1) if step not in known]:
-        yield (
-            f"{METRICS_FILE} lacks {len(missing)} of the {progress.version} steps before the checkpoint, from step "
-            f"{missing[0]} on; put a copy of it back to have them"
-        )
-    entries = read_ledger(run_dir / LEDGER_DIR, lambda place, what: found.append(f"{place}: {what}"))
-    if len(entries) < progress.ledger_lines:
-        found.insert(
-            0,
-            f"{LEDGER_DIR}: it has {len(entries)} of the {progress.ledger_lines} lines before checkpoint "
-            f"v{progress.version}",
-        )
-    if found:
-        yield (
-            f"the ledger is damaged, {found[0]}; training continues from the checkpoint, which does not need it, but "
-            "no audit can confirm what the damaged lines recorded; put a copy of the ledger back to have them"
-        )
 
 
 def keep_data_record(config: ExperimentConfig) -> None:

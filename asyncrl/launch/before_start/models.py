@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,13 +22,12 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config, load_supervised
 from asyncrl.config.setting import ConfigError
 from asyncrl.config.variants import CRITIC, REFERENCE, config_of_policy, policy_and_role
-from asyncrl.launch.before_start.setting_checks import resolve_hub_names, validate
+from asyncrl.launch.before_start.setting_checks import resolve_hub_names, supervised_checks, validate
 from asyncrl.master.graph import load_graph
 from asyncrl.models.folder_checks import ModelPart, WantedFolder, hugging_face_folder
 from asyncrl.runtime.plan import with_types
 from asyncrl.trainer.algorithm_checks import other_tokenizers
-from asyncrl.trainer.supervised.base_model import ensure_base_model
-from asyncrl.trainer.supervised.checks import REWARD_LOSS, loss_kind
+from asyncrl.trainer.supervised.base_model import ensure_base_model, existing_base_model
 from asyncrl.trainer.supervised.settings import SFTConfig
 
 
@@ -59,7 +58,11 @@ def base_model_config(config: ExperimentConfig, folder: Path | None) -> SFTConfi
     try:
         base = replace(load_supervised(name, folder), fileroot=config.fileroot)
         resolve_hub_names(base)
-        validate(base)
+        made = None
+        with suppress(OSError, TypeError, ValueError):  # of a wrong setting, which `validate` names
+            made = existing_base_model(base)
+        if made is None:  # a recipe that has made its model is valid
+            validate(base)
     except ConfigError as error:
         lines = (f"model.base_experiment={name!r}: {line}" for line in str(error).splitlines())
         raise ConfigError("\n".join(lines)) from error
@@ -124,7 +127,8 @@ def loaded_folders(config: Config, *, evaluates: bool = False) -> Iterator[Wante
         evaluates: the launch trains nothing.
     """
     if not isinstance(config, ExperimentConfig):
-        part = ModelPart.trunk if loss_kind(config.loss) == REWARD_LOSS else ModelPart.language
+        makes = supervised_checks()
+        part = ModelPart.trunk if makes.loss_kind(config.loss) == makes.REWARD_LOSS else ModelPart.language
         yield from _wanted("model.path", config.model.path, part)
         return
     yield from _wanted("model.path", config.model.path, ModelPart.language)

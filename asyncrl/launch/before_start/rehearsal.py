@@ -21,6 +21,7 @@ import asyncio
 import json
 import logging
 import os
+import pkgutil
 import random
 import signal
 import subprocess
@@ -33,7 +34,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.api import (
     Completion,
@@ -60,10 +61,13 @@ from asyncrl.data.prompt_format import InvalidPrompt
 from asyncrl.data.prompt_queue import PromptRef
 from asyncrl.rollout.checks import code_problems, problems_of_others
 from asyncrl.rollout.episode import GroupRules, RetryLimits
-from asyncrl.rollout.rollout_client import GeneratedTokens
 from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code_pool.call_records import Activity, UserCodeError, failed_label, metered
+from asyncrl.runtime.plan import POLICY_ANSWERS
 from asyncrl.runtime.supervisor import end_marked
+
+if TYPE_CHECKING:  # optional, see `asyncrl.runtime.plan`
+    from asyncrl.rollout.policy_answers import PolicyAnswers
 
 _log = logging.getLogger(__name__)
 OUTCOME_FILE = "outcome.json"
@@ -203,7 +207,7 @@ class MadeUpPolicy:
     """Answers with up to eight tokens of the request itself, in random order, then the end token; scores with -1."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int, trained: Collection[str] = ()) -> None:
-        self.generated = GeneratedTokens(trained)
+        self.answers: PolicyAnswers | None = pkgutil.resolve_name(POLICY_ANSWERS)(trained) if trained else None
         self.asked: set[str] = set()
         """Names of the policies that received a request."""
         self._end, self._random = tokenizer.eos_token_id, random.Random(seed)
@@ -216,7 +220,8 @@ class MadeUpPolicy:
         if request.score_from is not None:
             return GenerationResult(request.request_id, (), (-1.0,) * len(request.input_ids[request.score_from :]))
         answers = tuple(replace(self._answer(request), policy=request.policy) for _ in range(request.n))
-        self.generated.answered(request.policy, answers)
+        if self.answers is not None:
+            self.answers.add(request.policy, answers)
         return GenerationResult(request.request_id, answers)
 
     def _answer(self, request: GenerationRequest) -> Completion:
@@ -250,7 +255,7 @@ async def rehearse(config: ExperimentConfig) -> RehearsalOutcome:
         components = UserComponents(config)
         algorithm, rollout = config.algorithm, config.rollout
         rules = GroupRules.of(rollout, algorithm.plugins)
-        async with components.runner, components.tools:
+        async with components.entered():
             components.rewards.embedder = _made_up_embeddings if rollout.encoder.servers else None
             refused = _refused_rows(components)
             prompt = next(_prompts(components, refused), None)
@@ -259,19 +264,17 @@ async def rehearse(config: ExperimentConfig) -> RehearsalOutcome:
             samples: Sequence[Sample] = ()
             counted: Mapping[str, float] = {}
             unrewarded: list[str] = []
-            try:
-                if prompt is not None:
-                    with metered() as meter:
-                        samples, counted = await components.play_to_train(prompt, made_up, tries)
-                    made_up.generated.check(samples)
-                    if samples:
-                        rules.judge(samples)
-                        rules.shape(samples)
-                    if meter.has_run(Activity.reward):
-                        unrewarded = _refused(components, refused) + await _tried(components, refused)
-                failed = await _evaluations(components, config, made_up)
-            finally:
-                await components.conversations.close()
+            if prompt is not None:
+                with metered() as meter:
+                    samples, counted = await components.play_to_train(prompt, made_up, tries)
+                if made_up.answers is not None:
+                    made_up.answers.check(samples)
+                if samples:
+                    rules.judge(samples)
+                    rules.shape(samples)
+                if meter.has_run(Activity.reward):
+                    unrewarded = _refused(components, refused) + await _tried(components, refused)
+            failed = await _evaluations(components, config, made_up)
             if failed is not None:
                 return failed
     except ConfigError as error:

@@ -11,27 +11,27 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from asyncrl.chat import checks as chat
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config, load_experiment, settings
+from asyncrl.config.optional_checks import optional_problems
 from asyncrl.config.setting import ConfigError, value_problems
 from asyncrl.config.variants import config_of_policy
-from asyncrl.data.files import JSONL, PARQUET
+from asyncrl.data.settings import JSONL, PARQUET
 from asyncrl.inference import checks as inference
 from asyncrl.manager import checks as manager
 from asyncrl.master import checks as master
 from asyncrl.master.graph import GraphError, load_graph
 from asyncrl.observe import checks as observe
-from asyncrl.plugins.checks import check_tools
 from asyncrl.rollout import checks as rollout
 from asyncrl.rollout.user_code.prompts import load_train_set
 from asyncrl.runtime import checks as runtime
 from asyncrl.trainer import checks as trainer
-from asyncrl.trainer.supervised import checks as supervised
 
 
 def complete(config: Config) -> None:
@@ -81,8 +81,6 @@ _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _CHECKS: tuple[Callable[[ExperimentConfig], Iterator[str]], ...] = (
     master.check,
     rollout.check,
-    check_tools,
-    chat.check,
     trainer.check,
     inference.check,
     manager.check,
@@ -103,12 +101,17 @@ def validate(config: Config) -> None:
     if not messages:
         messages += _names(config)
         if isinstance(config, ExperimentConfig):
-            for check in _CHECKS:
+            for check in (*_CHECKS, optional_problems):
                 messages += check(config)
         else:
-            messages += supervised.check(config)
+            messages += supervised_checks().check(config)
     if messages:
         raise ConfigError("\n".join(messages))
+
+
+def supervised_checks() -> ModuleType:
+    """Return the checks of supervised experiments, which are imported for these alone."""
+    return import_module("asyncrl.trainer.supervised.checks")
 
 
 def warnings(config: ExperimentConfig) -> list[str]:

@@ -145,8 +145,6 @@ def attach_again(config: ExperimentConfig) -> int | None:
         TrialError: the run has other settings than `config`, or `attach` refuses it.
     """
     run_dir = run_dir_of(config)
-    if detached_holder(run_dir) is None:
-        return None
     if config.resume != Resume.auto:
         raise TrialError(f"resume={str(config.resume)!r}: {run_dir} is running; `attach {run_dir}` and Ctrl-C end it")
     if changes := changed_settings(run_dir, config):

@@ -223,7 +223,11 @@ class FleetDecisions:
                     else:
                         orders.append(self._begin(life, now))
                 case ServerState.QUARANTINED if now >= life.due and not life.checking and not self._waits(life):
-                    orders.append(self._check(life) if self.targets.goal(life) is None else self._begin(life, now))
+                    if self.targets.goal(life) is not None:
+                        orders.append(self._begin(life, now))
+                    else:
+                        life.checking = True
+                        orders.append(CheckHealth(life.index, life.url))
         for life in self.servers:
             if life.state is ServerState.DRAINING and not running.get(life.index):
                 orders.append(self._begin(life, now))
@@ -260,22 +264,6 @@ class FleetDecisions:
         """Record that the server has memory of these kinds again."""
         if (life := self._attempted(server, attempt)) is not None:
             life.released -= frozenset(tags)
-
-    @property
-    def not_resting(self) -> list[ServerLife]:
-        """The guests that have not released their memory."""
-        return [life for life in self.servers if life.index in self.guests and life.state is not ServerState.RESTING]
-
-    @property
-    def others_in_service(self) -> int:
-        """Number of servers that are not guests and serve, or will once they are updated."""
-        updating = (life for life in self.servers if life.state is ServerState.UPDATING and not life.failures)
-        return sum(life.index not in self.guests for life in (*self._serving(), *updating))
-
-    def not_known_to_rest(self, registered: Mapping[int, str]) -> list[int]:
-        """Return the guests among the servers `registered` (URL by index) that are not known to rest at that URL."""
-        resting = {life.index: life.url for life in self.servers if life.state is ServerState.RESTING}
-        return [index for index, url in registered.items() if index in self.guests and resting.get(index) != url]
 
     def failed(self, server: int, attempt: int, reason: str, now: float, *, disagrees: bool = False) -> bool:
         """Record that the update, check or release failed.
@@ -428,10 +416,6 @@ class FleetDecisions:
             f"no sign of life for {self._timeout_s:g} s (manager.update_timeout_s) in {what}, which began "
             f"{took_s:.0f} s ago"
         )
-
-    def _check(self, life: ServerLife) -> CheckHealth:
-        life.checking = True
-        return CheckHealth(life.index, life.url)
 
     def _begin_attempt(self, life: ServerLife, state: ServerState) -> None:
         self._attempts += 1

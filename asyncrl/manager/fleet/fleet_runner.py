@@ -75,12 +75,7 @@ class FleetRunner:
     """Runs the fleet of generation servers of one policy.
 
     Args:
-        decisions: decides each server's next action.
         service: its router and gate are kept up to date, and its clients learn of lost servers.
-        updater: makes the calls of updates and rests.
-        http: connections to the servers, for health checks.
-        health_interval_s: time between two health checks of a server in service.
-        kind: process kind of the servers.
         policy: name in `policies` of the servers' policy; empty: the run's own.
         served_version: returns the version by which the gate counts; None: the gate does not depend on these servers.
         frozen: the servers are not part of this run. They are never updated, and their answers count as version 0.
@@ -89,7 +84,6 @@ class FleetRunner:
         tell: shows a person that a server fell silent in an update, once until it serves again.
 
     Attributes:
-        kind: process kind of the servers.
         changed: notified when a server's state changes.
         guest_memory: by index, the guests whose memory is released, or may be.
         wake_s: seconds that the last woken guest took until it served.
@@ -210,12 +204,11 @@ class FleetRunner:
             running = {view.index: view.sequences for view in self._router.servers}
             for order in self._decisions.poll(self._clock(), running):
                 match order:
-                    case BeginUpdate():
-                        self._end_late_check(order.server)
-                        self._updates[order.attempt] = self._spawn(self._update(order))
-                    case Rest():
-                        self._end_late_check(order.server)
-                        self._updates[order.attempt] = self._spawn(self._rest(order))
+                    case BeginUpdate() | Rest():
+                        if (check := self._late_checks.pop(order.server, None)) is not None:
+                            check.cancel()  # the weights that it checks are about to be replaced
+                        work = self._update(order) if isinstance(order, BeginUpdate) else self._rest(order)
+                        self._updates[order.attempt] = self._spawn(work)
                     case CancelUpdate():
                         self._cancel(order)
                     case CheckHealth():
@@ -303,11 +296,6 @@ class FleetRunner:
                     await self._updater.pause(order.url)
                 except HttpError as unpaused:
                     self._log.warning("generation server %d cannot be paused: %s", order.server, unpaused)
-
-    def _end_late_check(self, server: int) -> None:
-        """Cancel a running late check of the server: the weights that it checks are about to be replaced."""
-        if (check := self._late_checks.pop(server, None)) is not None:
-            check.cancel()
 
     def _cancel(self, order: CancelUpdate) -> None:
         if (update := self._updates.pop(order.attempt, None)) is not None:
@@ -418,8 +406,6 @@ class ServerUpdater:
     """Makes the calls of one order to one server. Different servers' orders may run at the same time.
 
     Args:
-        http: connections to the servers.
-        transport: brings weights to the servers.
         timeout_s: limit of silence. The caller ends an update or a rest without a sign of life, so their calls have no
             limit.
         check: a check that a server must pass after each update; None: none.
@@ -464,14 +450,30 @@ class ServerUpdater:
             HttpError: a step or a check failed.
         """
         client = self._client(order.url)
+
+        async def resume_memory(tags: Collection[MemoryTag]) -> None:
+            if tags:
+                await client.resume_memory(sorted(tags), timeout_s=math.inf)
+                resumed(tags)
+
         if not order.rested:
             await self._pause(order, client)
-        await self._resume_memory(order.released & {MemoryTag.weights}, client, resumed)
-        await self._load(order, client, sending)
-        await self._resume_memory(order.released - {MemoryTag.weights}, client, resumed)
+        await resume_memory(order.released & {MemoryTag.weights})
+        wanted = SendWeights(order.server, client.url, order.target.version, order.keeps_cache, self._timeout_s)
+        try:
+            await self._transport.bring(client, wanted, order.target.read_at, sending)
+        except DamagedVersion:
+            if order.had is not None:
+                await client.resume()
+            raise
+        await resume_memory(order.released - {MemoryTag.weights})
         await client.resume()
-        if not order.keeps_requests:
-            await self._check_or_pause(order, client)  # after `resume`, since a paused server answers nothing
+        if self._check is not None and not order.keeps_requests:  # after `resume`: a paused server answers nothing
+            try:
+                await self._check(order.server, client, order.target)
+            except HttpError:
+                await client.pause(PauseMode.retract, timeout_s=math.inf)  # it returns no token of these weights
+                raise
 
     async def check(self, order: BeginUpdate) -> None:
         """Check a server that has the order's target.
@@ -480,26 +482,20 @@ class ServerUpdater:
             HttpTimeout: it was not checked within the limit of silence: it serves, so its requests come first.
             HttpError: a check failed.
         """
+        if self._check is None:
+            return
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._run_check(order, self._client(order.url))
+                await self._check(order.server, self._client(order.url), order.target)
         except TimeoutError as error:
             raise HttpTimeout(f"{order.url} did not answer within {self._timeout_s:g} s") from error
 
     async def pause(self, url: str) -> None:
-        """Pause the server with its requests, so that it returns no token of its present weights.
-
-        Raises:
-            HttpError: the call failed.
-        """
+        """Pause the server with its requests, so that it returns no token of its present weights."""
         await self._client(url).pause(PauseMode.retract, timeout_s=self._timeout_s)
 
     async def rest(self, order: Rest) -> None:
-        """Have the server answer running requests with their tokens so far, and release its memory. It stays paused.
-
-        Raises:
-            HttpError: a call failed; the state of its memory is unknown.
-        """
+        """Have the server answer running requests with their tokens so far, and release its memory. It stays paused."""
         client = self._client(order.url)
         await client.pause(PauseMode.abort, timeout_s=math.inf)
         await client.release_memory([*MemoryTag], timeout_s=math.inf)
@@ -516,37 +512,6 @@ class ServerUpdater:
             await client.abort_all()  # requests that came since, which wait in the queue
             return
         await client.pause(order.pause, timeout_s=math.inf)
-
-    async def _resume_memory(
-        self,
-        tags: Collection[MemoryTag],
-        client: GenerationServerClient,
-        resumed: Callable[[Collection[MemoryTag]], None],
-    ) -> None:
-        if tags:
-            await client.resume_memory(sorted(tags), timeout_s=math.inf)
-            resumed(tags)
-
-    async def _load(self, order: BeginUpdate, client: GenerationServerClient, sending: Callable[[], None]) -> None:
-        """Have the server load the order's version. If it refuses damaged files, it continues with its own weights."""
-        wanted = SendWeights(order.server, client.url, order.target.version, order.keeps_cache, self._timeout_s)
-        try:
-            await self._transport.bring(client, wanted, order.target.read_at, sending)
-        except DamagedVersion:
-            if order.had is not None:
-                await client.resume()
-            raise
-
-    async def _check_or_pause(self, order: BeginUpdate, client: GenerationServerClient) -> None:
-        try:
-            await self._run_check(order, client)
-        except HttpError:
-            await client.pause(PauseMode.retract, timeout_s=math.inf)  # it returns no token of these weights
-            raise
-
-    async def _run_check(self, order: BeginUpdate, client: GenerationServerClient) -> None:
-        if self._check is not None:
-            await self._check(order.server, client, order.target)
 
 
 class WeightsDiffer(HttpError):
@@ -586,12 +551,7 @@ class LogprobCheck:
         self._log = log
 
     async def __call__(self, server: int, client: GenerationServerClient, target: Target) -> None:
-        """Check the server with this index, which should serve `target`. The caller limits the time.
-
-        Raises:
-            WeightsDiffer: the server has other weights.
-            HttpError: the server did not answer.
-        """
+        """Check the server with this index, which should serve `target`. The caller limits the time."""
         try:
             probe = await asyncio.to_thread(read_probe, Path(target.path))
         except (ManifestError, OSError) as error:

@@ -64,11 +64,7 @@ class PolicyFleets:
 
     Args:
         config: has the policies, and the seed that decides which server gets which version.
-        service: its router and gate are kept up to date.
-        http: connections to the servers.
         transport: brings the versions of the run's own policy to its servers.
-        resolver: keeps what memory guests have released, for a later manager; None: it is not kept.
-        clock: seconds in which this process ran.
         tell: see `FleetRunner`.
 
     Attributes:

@@ -67,9 +67,7 @@ class Ledger:
     """Writes the run's ledger, as one lineage after `begin`.
 
     Args:
-        folder: folder of the ledger; created if it is missing.
         settings: settings by which the lines are judged.
-        now: seconds since 1970.
         file_bytes: size from which a new file begins.
     """
 
@@ -148,7 +146,9 @@ class Ledger:
         lines when `written` returns.
         """
         for each in rollouts:
-            self.add(trained_line(each, self.lineage, step))
+            head = (each.rollout_id, each.prompt_id, each.order, self.lineage, step)
+            counted = (each.versions, each.episodes, each.samples, each.reward)
+            self.add(Trained(*head, *counted, each.opponents, each.policies))
         self._seal(Step(line=self.lines + 1, at=self._at(), lineage=self.lineage, step=step, books=books, seal=""))
         self._files.sync(sealed=True)
 
@@ -231,10 +231,6 @@ class LedgerFiles:
     """Writes the newest file. Until `open`, appended lines are kept in memory.
 
     `write` and `sync` return futures. Once one has failed, all later ones fail with its error.
-
-    Args:
-        folder: folder of the ledger; created if it is missing.
-        file_bytes: size from which a new file begins.
     """
 
     def __init__(self, folder: Path, file_bytes: int = FILE_BYTES) -> None:
@@ -265,11 +261,7 @@ class LedgerFiles:
         return self._submit(sealed=sealed, sync=True)
 
     def close(self) -> None:
-        """Write the remaining lines. Blocks.
-
-        Raises:
-            OSError: the disk has refused lines.
-        """
+        """Write the remaining lines. Blocks."""
         if self._file is not None:
             try:
                 self.sync().result()
@@ -334,13 +326,6 @@ def cut_torn_line(folder: Path) -> None:
 def _lines(file: Path) -> Iterator[bytes]:
     with file.open("rb") as lines:
         yield from lines
-
-
-def trained_line(rollout: TrainedRollout, lineage: int, step: int) -> Trained:
-    """Return the line about a rollout that the step to version `step` trained."""
-    each = rollout
-    head = (each.rollout_id, each.prompt_id, each.order, lineage, step)
-    return Trained(*head, each.versions, each.episodes, each.samples, each.reward, each.opponents, each.policies)
 
 
 def _after(begin: bytes) -> int:

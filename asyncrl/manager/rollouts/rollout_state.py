@@ -1,16 +1,25 @@
-"""State of the run's rollouts and of the prompts that wait: gate, prompt queue, used prompts, lines of the ledger.
+"""The run's rollouts: `RolloutState` has what becomes of them, `Admission` answers the calls that ask for new ones.
 
-Pure state without sockets. Its `checkpoint` is part of the run's after each step. Live rollouts are not in it: after a
-death their workers and the training ranks say which they have (`asyncrl.manager.rollouts.workers`).
+The state is the gate, the queue of prompts, the used prompts and the suspects, without sockets. Its `checkpoint` is
+part of the run's after each step. Live rollouts are not in it: after a death their workers and the training ranks say
+which they have (`asyncrl.manager.rollouts.workers`). Each change is a line of the ledger. The manager owns the order of
+prompts: it chooses the prompt of a rollout when it admits the rollout (`next_for`). A drop names its reason only: its
+prompt waits again (`PromptQueue`).
 
-The manager owns the order of prompts: it chooses the prompt of a rollout when it admits the rollout (`next_for`). A
-drop names its reason only: its prompt waits again (`PromptQueue`).
+A call has ids, one for each rollout that its worker has room for. The gate decides how many rollouts may start, and the
+prompt queue which prompts they play. Waiting calls receive one rollout at a time in turn, so new room is spread over
+the workers. The batches do not depend on which worker gets which prompt. An admission also names a server for the
+rollout's first request, under the rollout's id, which halves the number of calls. A call is also answered, without a
+rollout, if some of its ids will not start, and when the gate closes.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from asyncrl.comm.ended_rollouts import (
     Abandoned,
@@ -22,24 +31,19 @@ from asyncrl.comm.ended_rollouts import (
     RecentIds,
     RolloutLine,
 )
-from asyncrl.data.curriculum import Curriculum
+from asyncrl.comm.waits import Notifier
 from asyncrl.data.prompt_queue import DataOrder, NextTry, PromptQueue, UsedPrompts
-from asyncrl.manager.messages import (
-    DroppedRollout,
-    FinishedRollout,
-    GateCheckpoint,
-    GrantedRollout,
-    HeldReport,
-    HeldRollout,
-    ReceivedRollout,
-    TrainedRollout,
-)
-from asyncrl.manager.rollouts.staleness_gate import WORKER_LOST, RolloutTicket, StalenessGate
+from asyncrl.manager import messages as m
+from asyncrl.manager.rollouts.staleness_gate import GONE, WORKER_LOST, LiveRollout, StalenessGate
 from asyncrl.manager.rollouts.workers import Suspects
+from asyncrl.manager.router import ServerView
 
+if TYPE_CHECKING:  # optional: only a run with a curriculum, or with `rollout.pacing=deadline`, loads them
+    from asyncrl.data.curriculum import Curriculum
+    from asyncrl.manager.rollouts.pacing import DeadlinePacing
 NOBODY = "nobody/0"
 """Worker of a rollout that only the trainer knows."""
-_NOTHING = GateCheckpoint()
+_NOTHING = m.GateCheckpoint()
 
 
 class RolloutState:
@@ -48,11 +52,7 @@ class RolloutState:
     Args:
         batch_size: B, rollouts per train step.
         max_staleness: η, versions.
-        order: data order of the prompts.
         record: called with each line of the ledger.
-        now: seconds since 1970.
-        version: version from which the run continues.
-        checkpoint: the state at that version.
         ended: rollouts that ended before, with their outcomes.
         curriculum: hears the success of each rollout; None if there is none.
     """
@@ -66,7 +66,7 @@ class RolloutState:
         now: Callable[[], float] = time.time,
         *,
         version: int = 0,
-        checkpoint: GateCheckpoint = _NOTHING,
+        checkpoint: m.GateCheckpoint = _NOTHING,
         ended: RecentIds[str] | None = None,
         curriculum: Curriculum | None = None,
     ) -> None:
@@ -78,7 +78,7 @@ class RolloutState:
         retries = {place: (attempt, failures) for place, attempt, failures in checkpoint.retries}
         self.queue = PromptQueue(order.num_rows, order.orders_of(self.used).tolist(), retries, order.end)
         self._record, self._now = record, now
-        self.suspects = Suspects(self.gate.live.prompts_of)
+        self.suspects = Suspects(lambda worker: [each.prompt_id for each in self.gate.live.running_of(worker)])
         self.tokens_finished = 0
         self._ends_told: set[str] = set()
         self._ends_awaited: dict[str, tuple[str, str]] = {}
@@ -93,17 +93,17 @@ class RolloutState:
         """True if no rollout runs, and no prompt is left to begin one of."""
         return not self.gate.live.running_count and self.queue.peek() is None
 
-    def checkpoint(self, line: int = 0) -> GateCheckpoint:
+    def checkpoint(self, line: int = 0) -> m.GateCheckpoint:
         """Return the state without the live rollouts; `line`: number of the ledger's lines so far.
 
         A live rollout that no process has after a death is tried again like before.
         """
         retries = [(order, *tries) for order, tries in self.queue.back.items()]
         for rollout_id in self.gate.live:
-            ticket = self.gate.live.ticket(rollout_id)
-            if ticket is not None and (ticket.attempt or ticket.failures):
-                retries.append((ticket.order, ticket.attempt, ticket.failures))
-        return GateCheckpoint(
+            live = self.gate.live.get(rollout_id)
+            if live is not None and (live.attempt or live.failures):
+                retries.append((live.order, live.attempt, live.failures))
+        return m.GateCheckpoint(
             used=self.used.to_json(),
             dropped=self.gate.counts().dropped,
             retries=retries,
@@ -128,20 +128,13 @@ class RolloutState:
 
     def admit(self, rollout_id: str, worker: str, turn: NextTry) -> None:
         """Start a rollout of the prompt on `worker`; the gate has room for it."""
-        ticket = RolloutTicket(rollout_id, worker, self.prompt_id(turn.order), *turn)
-        version = self.gate.start(ticket)
+        live = LiveRollout(rollout_id, worker, self.prompt_id(turn.order), *turn)
+        version = self.gate.start(live)
         assert version is not None, "admitted without room"
-        self.queue.enter(turn.order)
-        self._admitted(ticket, version)
-        self.suspects.began(worker, ticket.prompt_id)
+        self._admitted(live)
+        self.suspects.began(worker, live.prompt_id)
 
-    def enter(self, ticket: RolloutTicket, version: int) -> None:
-        """Enter a live rollout that another manager admitted at `version`."""
-        self.gate.enter(ticket, version)
-        self.queue.enter(ticket.order)
-        self._admitted(ticket, version, adopted=True)
-
-    def rebuild(self, received: Iterable[ReceivedRollout], reports: Iterable[HeldReport]) -> None:
+    def rebuild(self, received: Iterable[m.ReceivedRollout], reports: Iterable[m.HeldReport]) -> None:
         """Enter the live rollouts into the state of a checkpoint: those `received` by the trainer, and those that the
         workers report. Then apply the ends that the workers report.
 
@@ -161,68 +154,69 @@ class RolloutState:
             if each.end is not None:
                 self.finish(each.end)
 
-    def enter_held(self, worker: str, granted: GrantedRollout) -> None:
+    def enter_held(self, worker: str, granted: m.GrantedRollout) -> None:
         """Enter a rollout that `worker` holds, unless it or another one of its prompt is known."""
-        if self._may_enter(granted.rollout_id, granted.order):
-            tries = granted.order, granted.attempt, granted.failures
-            self.enter(RolloutTicket(granted.rollout_id, worker, granted.prompt_id, *tries), granted.version)
+        tries = granted.order, granted.attempt, granted.failures
+        self._enter(LiveRollout(granted.rollout_id, worker, granted.prompt_id, *tries, granted.version))
 
-    def finish(self, finished: FinishedRollout) -> None:
+    def enter_received(self, received: m.ReceivedRollout) -> None:
+        """Enter a rollout that waits at the trainer, unless it or another one of its prompt is known."""
+        tries = self.queue.waiting(received.order) or NextTry(received.order)
+        self._enter(LiveRollout(received.rollout_id, NOBODY, received.prompt_id, *tries, received.version))
+
+    def _enter(self, live: LiveRollout) -> None:
+        """Enter a rollout that another manager admitted, if it is unknown, and its prompt neither used nor live."""
+        known = live.rollout_id in self.gate.live or self.gate.outcome(live.rollout_id) is not None
+        if not (known or live.order in self.queue.live or self.queue.is_used(live.order)):
+            self.gate.enter(live)
+            self._admitted(live, adopted=True)
+
+    def finish(self, finished: m.FinishedRollout) -> None:
         """Record the end of a rollout that its worker reports: it is dropped, unless a rank has it.
 
         The trainer may have what its worker drops, if the rank's acknowledgement was lost. Then it counts.
         """
-        ticket = None if finished.accepted else self.gate.live.running(finished.rollout_id)
-        if ticket is None:
+        live = None if finished.accepted else self.gate.live.running(finished.rollout_id)
+        if live is None:
             self.gate.over(finished.rollout_id)
             self._measure_once(finished)
             return
-        reason = finished.reason or "rejected"
-        self.gate.drop(finished.rollout_id, reason)
-        self.suspects.ended(ticket.owner, ticket.prompt_id)
+        again: NextTry | None = None
         if finished.return_prompt:
             filtered = finished.as_next_attempt
-            tries = ticket.attempt + filtered, ticket.failures + (not filtered)
-            self._dropped(ticket, reason, NextTry(ticket.order, *tries))
-        else:
-            self._drop_for_good(ticket, reason)
-        self._measure(ticket.prompt_id, finished)
+            again = NextTry(live.order, live.attempt + filtered, live.failures + (not filtered))
+        self.suspects.ended(live.owner, live.prompt_id)
+        self._drop(live, finished.reason or "rejected", again)
+        self._measure(live.prompt_id, finished)
 
     def receive(self, rollout_id: str, tokens: int) -> bool:
         """Record that the trainer has the rollout; return False if it does not count, and must not be trained."""
         if rollout_id not in self.gate.live:
             self.gate.refuse(rollout_id)
             return False
-        if (ticket := self.gate.finish(rollout_id)) is not None:
-            self.suspects.ended(ticket.owner, ticket.prompt_id)
+        if (live := self.gate.finish(rollout_id)) is not None:
+            self.suspects.ended(live.owner, live.prompt_id)
             self.tokens_finished += tokens
             self._record(Finished(rollout_id, tokens, self._at()))
             if rollout_id in self._ends_told:
                 self._ends_told.discard(rollout_id)
-            elif ticket.owner != NOBODY:
-                self._ends_awaited[rollout_id] = ticket.owner, ticket.prompt_id
+            elif live.owner != NOBODY:
+                self._ends_awaited[rollout_id] = live.owner, live.prompt_id
         return True
 
-    def enter_received(self, received: ReceivedRollout) -> None:
-        """Enter a rollout that waits at the trainer, if no other process knows it."""
-        if not self._may_enter(received.rollout_id, received.order):
-            return
-        order, tries = received.order, self.queue.waiting(received.order) or NextTry(received.order)
-        self.enter(RolloutTicket(received.rollout_id, NOBODY, received.prompt_id, order, *tries[1:]), received.version)
-
-    def train(self, version: int, rollouts: Iterable[TrainedRollout]) -> None:
+    def train(self, version: int, rollouts: Iterable[m.TrainedRollout]) -> None:
         """Record that the step to `version` trained the rollouts."""
         trained = [each.rollout_id for each in rollouts]
         for rollout_id in trained:
-            if (ticket := self.gate.live.ticket(rollout_id)) is not None:
-                self._use(ticket)
+            if (live := self.gate.live.get(rollout_id)) is not None:
+                self._use(live)
         self.gate.train(version, trained)
 
-    def drop(self, drops: Iterable[DroppedRollout]) -> None:
+    def drop(self, drops: Iterable[m.DroppedRollout]) -> None:
         """Record the rollouts that the trainer received and will not train; their prompts are tried again."""
         for each in drops:
-            if (ticket := self.gate.drop(each.rollout_id, each.reason)) is not None:
-                self._dropped(ticket, each.reason, _as_before(ticket))
+            if (live := self.gate.live.get(each.rollout_id)) is not None:
+                self._drop(live, each.reason, _as_before(live))
 
     def died(self, worker: str) -> list[str]:
         """Drop the running rollouts of a worker that is gone or silent; return them."""
@@ -235,8 +229,8 @@ class RolloutState:
         Args:
             killed: the launcher reports that the old process was killed from outside.
         """
-        self._drop_crashing(worker, killed=killed)
-        return self._lose_running(worker)
+        in_hand = [live.prompt_id for live in self.gate.live.running_of(worker)]
+        return self._lose_running(worker, self.suspects.died(worker, in_hand, killed=killed))
 
     def abandon(self) -> None:
         """Abandon every live rollout."""
@@ -251,36 +245,31 @@ class RolloutState:
                 return turn
         return None
 
-    def _may_enter(self, rollout_id: str, order: int) -> bool:
-        """True if the rollout is unknown, and its prompt neither used nor live."""
-        return not (self._is_known(rollout_id) or order in self.queue.live or self.queue.is_used(order))
+    def _admitted(self, live: LiveRollout, *, adopted: bool = False) -> None:
+        """Take the rollout's prompt from the queue, and record the admission."""
+        self.queue.enter(live.order)
+        head = (live.rollout_id, live.prompt_id, live.order, live.attempt, live.owner, live.version)
+        self._record(Admitted(*head, self._at(), live.failures, adopted))
 
-    def _is_known(self, rollout_id: str) -> bool:
-        return rollout_id in self.gate.live or self.gate.outcome(rollout_id) is not None
-
-    def _admitted(self, ticket: RolloutTicket, version: int, *, adopted: bool = False) -> None:
-        head = (ticket.rollout_id, ticket.prompt_id, ticket.order, ticket.attempt, ticket.owner, version)
-        self._record(Admitted(*head, self._at(), ticket.failures, adopted))
-
-    def _dropped(self, ticket: RolloutTicket, reason: str, again: NextTry) -> None:
-        """Record a drop with its prompt, which waits `again`."""
-        self.queue.leave(again)
-        tries = again.attempt, again.failures
-        self._record(Dropped(ticket.rollout_id, reason, PromptGoes.returned, self._at(), *tries))
-
-    def _drop_for_good(self, ticket: RolloutTicket, reason: str) -> None:
-        """Record a drop with its prompt, which is not tried again."""
-        self._use(ticket)
-        self._record(Dropped(ticket.rollout_id, reason, PromptGoes.given_up, self._at()))
+    def _drop(self, live: LiveRollout, reason: str, again: NextTry | None) -> None:
+        """Drop a live rollout. Its prompt waits for the try `again`; None: it is not tried again."""
+        self.gate.drop(live.rollout_id, reason)
+        if again is None:
+            self._use(live)
+            self._record(Dropped(live.rollout_id, reason, PromptGoes.given_up, self._at()))
+        else:
+            self.queue.leave(again)
+            tries = again.attempt, again.failures
+            self._record(Dropped(live.rollout_id, reason, PromptGoes.returned, self._at(), *tries))
 
     def _at(self) -> float:
         return round(self._now(), 3)
 
-    def _use(self, ticket: RolloutTicket) -> None:
-        self.used.add(ticket.prompt_id)
-        self.queue.use(ticket.order)
+    def _use(self, live: LiveRollout) -> None:
+        self.used.add(live.prompt_id)
+        self.queue.use(live.order)
 
-    def _measure_once(self, finished: FinishedRollout) -> None:
+    def _measure_once(self, finished: m.FinishedRollout) -> None:
         """Record the success that a worker reports of a rollout that it delivered, whether or not it has arrived."""
         rollout_id, running = finished.rollout_id, self.gate.live.running(finished.rollout_id)
         _, prompt_id = self._ends_awaited.pop(rollout_id, ("", None))
@@ -289,37 +278,215 @@ class RolloutState:
             prompt_id = running.prompt_id
         self._measure(prompt_id, finished)
 
-    def _measure(self, prompt_id: str | None, finished: FinishedRollout) -> None:
+    def _measure(self, prompt_id: str | None, finished: m.FinishedRollout) -> None:
         """Record the success that the rollout measured, if it did."""
         if self.curriculum is not None and prompt_id is not None and finished.success is not None:
             self.curriculum.measured(prompt_id, finished.success)
 
-    def _lose_running(self, worker: str) -> list[str]:
+    def _lose_running(self, worker: str, crashing: str | None = None) -> list[str]:
+        """Drop the running rollouts of `worker`, that of the prompt `crashing` for good; return them."""
         self._ends_awaited = {key: told for key, told in self._ends_awaited.items() if told[0] != worker}
         running = self.gate.live.running_of(worker)
-        for rollout_id in running:
-            if (ticket := self.gate.drop(rollout_id, WORKER_LOST)) is not None:
-                self._dropped(ticket, WORKER_LOST, _as_before(ticket))
-            if rollout_id in self._ends_told:
-                self._ends_told.discard(rollout_id)
-                self.gate.over(rollout_id)
-        return running
-
-    def _drop_crashing(self, worker: str, *, killed: bool) -> None:
-        """Drop for good the prompt that has crashed too many workers, if this worker ran it."""
-        running = self.gate.live.running_of(worker)
-        tickets = [ticket for rollout_id in running if (ticket := self.gate.live.running(rollout_id)) is not None]
-        crashing = self.suspects.died(worker, [ticket.prompt_id for ticket in tickets], killed=killed)
-        for ticket in tickets:
-            if ticket.prompt_id == crashing:
-                self.gate.drop(ticket.rollout_id, DropReason.crashed_worker)
-                self._drop_for_good(ticket, DropReason.crashed_worker)
+        for live in running:
+            if live.prompt_id == crashing:
+                self._drop(live, DropReason.crashed_worker, None)
+            else:
+                self._drop(live, WORKER_LOST, _as_before(live))
+            if live.rollout_id in self._ends_told:
+                self._ends_told.discard(live.rollout_id)
+                self.gate.over(live.rollout_id)
+        return [live.rollout_id for live in running]
 
 
-def _as_before(ticket: RolloutTicket) -> NextTry:
+def _as_before(live: LiveRollout) -> NextTry:
     """Return the same try of the rollout's prompt again."""
-    return NextTry(ticket.order, ticket.attempt, ticket.failures)
+    return NextTry(live.order, live.attempt, live.failures)
 
 
-def _is_dropped(held: HeldRollout) -> bool:
+def _is_dropped(held: m.HeldRollout) -> bool:
     return held.end is not None and not held.end.accepted
+
+
+@dataclass(slots=True, eq=False)
+class WaitingCall:
+    """An allocation that waits.
+
+    Attributes:
+        ids: free ids, for rollouts that have not started.
+        granted: rollouts that have started.
+        gone: ids of rollouts that will not start any more.
+        changed: notified when the call can be answered.
+    """
+
+    worker: str
+    ids: list[str]
+    granted: list[m.GrantedRollout] = field(default_factory=list)
+    gone: list[str] = field(default_factory=list)
+    changed: Notifier = field(default_factory=Notifier)
+
+
+class Admission:
+    """Answers allocations.
+
+    Args:
+        first: assumed size of a rollout's first request; None: admissions bring no server.
+        pacing: limits how much of the gate's room is used now; None: no limit.
+    """
+
+    def __init__(
+        self,
+        rollouts: RolloutState,
+        place: Callable[[m.RouteRequest, str], ServerView | None],
+        *,
+        first: m.RequestSize | None,
+        pacing: DeadlinePacing | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.calls: deque[WaitingCall] = deque()
+        """The waiting calls, in the order of their turns."""
+        self._rollouts, self._begun = rollouts, False
+        self._place, self._first = place, first
+        self._pacing, self._clock = pacing, clock
+        self._idle_since: float | None = None
+        self._idle_s = 0.0
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds in which no rollout ran because the gate was full: generation waited for training."""
+        return self._idle_s + (0.0 if self._idle_since is None else self._clock() - self._idle_since)
+
+    def begin(self, rollouts: RolloutState) -> None:
+        """Open the gate with the rebuilt state. Waiting calls may ask for rollouts that have ended in it."""
+        self._rollouts, self._begun = rollouts, True
+        for waiting in self.calls:
+            waiting.gone += [rollout_id for rollout_id in waiting.ids if rollouts.gate.outcome(rollout_id) in GONE]
+            if waiting.gone:
+                waiting.changed.notify()
+        if self._pacing is not None:  # their start times are unknown: they count as young
+            for rollout_id in rollouts.gate.live:
+                if rollouts.gate.live.running(rollout_id) is not None:
+                    self._pacing.started(rollout_id, self._clock())
+
+    async def answer(self, request: m.AllocateRequest, deadline: float) -> m.AllocateReply:
+        """Start rollouts for a prefix of the ids; wait until `deadline` while there is nothing to answer.
+
+        A call that arrives at a closed gate waits like any other. Otherwise workers would repeat it without a pause.
+        """
+        gate = self._rollouts.gate
+        waiting = WaitingCall(request.worker, [], gone=[each for each in request.rollouts if self.is_gone(each)])
+        for rollout_id in request.rollouts:
+            if gate.live.running(rollout_id) is not None:
+                self._grant(waiting, rollout_id)  # the reply to this call was lost once
+            elif rollout_id not in waiting.gone:
+                waiting.ids.append(rollout_id)
+        self.calls.append(waiting)
+        closed_before = gate.closed
+        try:
+            self.admit()
+            while not (waiting.granted or waiting.gone or self._rollouts.gate.closed != closed_before):
+                if not await waiting.changed.wait(deadline - self._clock()):
+                    break
+        finally:
+            self.calls.remove(waiting)
+        gate = self._rollouts.gate  # another one, if the state was rebuilt meanwhile
+        return m.AllocateReply(waiting.granted, gate.version, gate.closed, waiting.gone)
+
+    def is_gone(self, rollout_id: str) -> bool:
+        """True if the rollout was admitted, and dropped before its worker received the grant.
+
+        Raises:
+            BadRequest: the rollout ended in another way, so its id is used.
+        """
+        outcome = self._rollouts.gate.outcome(rollout_id)
+        if outcome is not None and outcome not in GONE:
+            raise m.BadRequest(f"rollout_id {rollout_id!r} was used before; give each attempt an id of its own")
+        return outcome is not None
+
+    def admit(self) -> None:
+        """Start rollouts while there is room; then update the idle time."""
+        # Until all awaited ends are reported, it is not known which prompts rest.
+        unmeasured = self._rollouts.curriculum is not None and self._rollouts.awaits_ends
+        if self.calls and self._begun and not unmeasured:
+            self._serve()
+        idle = not self._rollouts.gate.live.running_count and self._capacity() == 0
+        if idle and self._idle_since is None:
+            self._idle_since = self._clock()
+        elif not idle and self._idle_since is not None:
+            self._idle_s += self._clock() - self._idle_since
+            self._idle_since = None
+
+    def worker_left(self, worker: str) -> None:
+        """Remove the waiting calls of a worker whose process is gone."""
+        for waiting in self.calls:
+            if waiting.worker == worker:
+                waiting.ids.clear()
+
+    def tell_of_the_end(self) -> None:
+        """Answer all waiting calls: no rollout starts any more."""
+        for waiting in self.calls:
+            waiting.changed.notify()
+
+    def rollout_ended(self, rollout_id: str, *, kept: bool) -> None:
+        """Report to the pacing that a rollout ended; `kept`: the trainer has it."""
+        if self._pacing is not None:
+            self._pacing.ended(rollout_id, self._clock(), kept=kept)
+            self._pacing.observe(self._rollouts.gate.finished, self._clock())
+
+    def batch_taken(self) -> None:
+        """Report to the pacing that a step was trained."""
+        if self._pacing is not None:
+            self._pacing.asked(self._rollouts.gate.finished, self._clock())
+
+    def _serve(self) -> None:
+        """Start rollouts for the calls in turn while there is room, until no call can start one."""
+        refused = 0
+        while refused < len(self.calls) and self._capacity():
+            call = self.calls[0]
+            self.calls.rotate(-1)
+            refused = 0 if self._start(call) else refused + 1
+
+    def _capacity(self) -> int:
+        """Number of rollouts that gate and pacing let start now."""
+        allowed = self._rollouts.gate.capacity
+        if self._pacing is None:
+            return allowed
+        return min(allowed, self._pacing.room(self._rollouts.gate.finished, self._clock()))
+
+    def _start(self, waiting: WaitingCall) -> bool:
+        """Start the next rollout of a waiting call; return False if it can start none now."""
+        gate = self._rollouts.gate
+        while waiting.ids and gate.outcome(waiting.ids[0]) is not None:
+            waiting.ids.pop(0)  # another call of the same worker received it; it ended
+        if not waiting.ids:
+            return False
+        rollout_id, worker = waiting.ids[0], waiting.worker
+        if rollout_id not in gate.live:
+            turn = self._rollouts.next_for(worker)
+            if turn is None:
+                return False
+            self._rollouts.admit(rollout_id, worker, turn)
+            if self._pacing is not None:
+                self._pacing.started(rollout_id, self._clock())
+        waiting.ids.pop(0)
+        self._grant(waiting, rollout_id)
+        waiting.changed.notify()
+        return True
+
+    def _grant(self, waiting: WaitingCall, rollout_id: str) -> None:
+        """Add the grant of a running rollout to the call's answer."""
+        live = self._rollouts.gate.live.running(rollout_id)
+        if live is None:
+            return
+        ref = self._rollouts.order.ref(live.order)
+        curriculum = self._rollouts.curriculum
+        rests = curriculum is not None and curriculum.rests(ref.prompt_id)
+        route = None
+        if self._first is not None and not rests:
+            size = (self._first.prompt_tokens, self._first.max_new_tokens, self._first.n)
+            request = m.RouteRequest(*size, request_id=rollout_id, rollout_id=rollout_id, affinity=rollout_id)
+            server = self._place(request, waiting.worker)
+            route = None if server is None else m.Route(server.url, server.version)
+        tries = live.attempt, live.failures
+        waiting.granted.append(
+            m.GrantedRollout(rollout_id, ref.prompt_id, ref.order, ref.row, *tries, live.version, route, rests)
+        )

@@ -73,7 +73,6 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from asyncrl.comm.ended_rollouts import DropReason, RecentIds, RolloutCounts, ids_remembered
 
@@ -87,8 +86,11 @@ LOST_AND_OVER = "lost and over"
 """Outcome of a lost rollout whose worker has reported its end since."""
 
 
-class RolloutTicket(NamedTuple):
-    """One rollout. `owner` is the worker that runs it; the other fields name its prompt and try."""
+@dataclass(slots=True)
+class LiveRollout:
+    """A rollout that runs on the worker `owner`, or is `finished`: its prompt and try, and the version that it was
+    admitted at.
+    """
 
     rollout_id: str
     owner: str
@@ -96,14 +98,7 @@ class RolloutTicket(NamedTuple):
     order: int = 0
     attempt: int = 0
     failures: int = 0
-
-
-@dataclass(slots=True)
-class LiveRollout:
-    """A rollout that was admitted at `version`, and runs or is `finished`."""
-
-    ticket: RolloutTicket
-    version: int
+    version: int = 0
     finished: bool = False
 
 
@@ -136,28 +131,14 @@ class LiveRollouts:
         """Return the rollout; None if it is not live."""
         return self._by_id.get(rollout_id)
 
-    def ticket(self, rollout_id: str) -> RolloutTicket | None:
-        """Return the ticket of a live rollout; None for any other."""
+    def running(self, rollout_id: str) -> LiveRollout | None:
+        """Return a running rollout; None for any other."""
         live = self._by_id.get(rollout_id)
-        return None if live is None else live.ticket
+        return None if live is None or live.finished else live
 
-    def running(self, rollout_id: str) -> RolloutTicket | None:
-        """Return the ticket of a running rollout; None for any other."""
-        live = self._by_id.get(rollout_id)
-        return None if live is None or live.finished else live.ticket
-
-    @property
-    def owners(self) -> set[str]:
-        """Workers that have live rollouts."""
-        return set(self._by_owner)
-
-    def running_of(self, owner: str) -> list[str]:
+    def running_of(self, owner: str) -> list[LiveRollout]:
         """Return the rollouts that run on worker `owner`."""
-        return [key for key, live in self._by_owner.get(owner, {}).items() if not live.finished]
-
-    def prompts_of(self, owner: str) -> list[str]:
-        """Return the prompts of the rollouts that run on worker `owner`."""
-        return [live.ticket.prompt_id for live in self._by_owner.get(owner, {}).values() if not live.finished]
+        return [live for live in self._by_owner.get(owner, {}).values() if not live.finished]
 
     def by_version(self) -> list[tuple[int, int, int]]:
         """Return each version of admission, ascending, with the numbers of its running and its finished rollouts."""
@@ -167,47 +148,40 @@ class LiveRollouts:
     def running_at(self, versions: Collection[int]) -> list[str]:
         """Return the running rollouts that were admitted at these versions, oldest first. Looks at all rollouts."""
         found = [live for live in self._by_id.values() if not live.finished and live.version in versions]
-        return [live.ticket.rollout_id for live in sorted(found, key=lambda live: live.version)]
+        return [live.rollout_id for live in sorted(found, key=lambda live: live.version)]
 
     def join(self, live: LiveRollout) -> None:
         """Add a rollout."""
-        ticket = live.ticket
-        self._by_id[ticket.rollout_id] = live
-        self._by_owner.setdefault(ticket.owner, {})[ticket.rollout_id] = live
-        self._count(live)
+        self._by_id[live.rollout_id] = live
+        self._by_owner.setdefault(live.owner, {})[live.rollout_id] = live
+        self._count(live, 1)
 
     def finish(self, live: LiveRollout) -> None:
         """Record that a running rollout is finished."""
-        self._uncount(live)
+        self._count(live, -1)
         live.finished = True
-        self._count(live)
+        self._count(live, 1)
 
     def part(self, rollout_id: str) -> LiveRollout | None:
         """Remove a rollout, and return it; None if it is not live."""
         live = self._by_id.pop(rollout_id, None)
         if live is None:
             return None
-        of_owner = self._by_owner[live.ticket.owner]
+        of_owner = self._by_owner[live.owner]
         del of_owner[rollout_id]
         if not of_owner:
-            del self._by_owner[live.ticket.owner]
-        self._uncount(live)
+            del self._by_owner[live.owner]
+        self._count(live, -1)
         return live
 
-    def _count(self, live: LiveRollout) -> None:
-        self._counts_of(live)[live.version] += 1
-        self.running_count += not live.finished
-
-    def _uncount(self, live: LiveRollout) -> None:
-        counts = self._counts_of(live)
-        counts[live.version] -= 1
+    def _count(self, live: LiveRollout, change: int) -> None:
+        """Add `change` to the number of rollouts in this state, of this version of admission."""
+        counts = self._finished_at if live.finished else self._running_at
+        counts[live.version] += change
         if not counts[live.version]:
             del counts[live.version]
-        self.running_count -= not live.finished
-
-    def _counts_of(self, live: LiveRollout) -> Counter[int]:
-        """Return the counts, by version of admission, that a rollout of this state belongs to."""
-        return self._finished_at if live.finished else self._running_at
+        if not live.finished:
+            self.running_count += change
 
 
 class StalenessGate:
@@ -285,12 +259,12 @@ class StalenessGate:
         if ended is not None:
             self._retired = ended
 
-    def enter(self, ticket: RolloutTicket, version: int) -> None:
-        """Enter a running rollout that an earlier gate admitted at `version`. It counts, whatever the limit is."""
-        self.live.join(LiveRollout(ticket, version))
+    def enter(self, live: LiveRollout) -> None:
+        """Enter a running rollout that an earlier gate admitted at `live.version`. It counts, whatever the limit is."""
+        self.live.join(live)
         self._submitted += 1
 
-    def start(self, ticket: RolloutTicket) -> int | None:
+    def start(self, live: LiveRollout) -> int | None:
         """Admit a rollout; return the version it is admitted at, or None if it has to wait.
 
         A running rollout gets the same answer again.
@@ -298,34 +272,29 @@ class StalenessGate:
         Raises:
             ValueError: a rollout of this id has left the count; each attempt needs an id of its own.
         """
-        live = self.live.get(ticket.rollout_id)
-        if live is not None:
-            return live.version
-        if (outcome := self.outcome(ticket.rollout_id)) is not None:
-            raise ValueError(
-                f"rollout_id {ticket.rollout_id!r} is already {outcome}; give each attempt an id of its own"
-            )
+        if (known := self.live.get(live.rollout_id)) is not None:
+            return known.version
+        if (outcome := self.outcome(live.rollout_id)) is not None:
+            raise ValueError(f"rollout_id {live.rollout_id!r} is already {outcome}; give each attempt an id of its own")
         if self.capacity == 0:
             return None
-        self.live.join(LiveRollout(ticket, self.version))
-        self._submitted += 1
+        live.version = self.version
+        self.enter(live)
         return self.version
 
-    def finish(self, rollout_id: str) -> RolloutTicket | None:
-        """Record that the trainer has the rollout; return its ticket if that was not known yet, else None."""
-        live = self.live.get(rollout_id)
-        if live is None or live.finished:
-            return None
-        self.live.finish(live)
-        return live.ticket
+    def finish(self, rollout_id: str) -> LiveRollout | None:
+        """Record that the trainer has the rollout; return it if that was not known yet, else None."""
+        live = self.live.running(rollout_id)
+        if live is not None:
+            self.live.finish(live)
+        return live
 
-    def drop(self, rollout_id: str, reason: str) -> RolloutTicket | None:
-        """Remove the rollout from the count for `reason`; return its ticket, None if it is not live."""
+    def drop(self, rollout_id: str, reason: str) -> LiveRollout | None:
+        """Remove the rollout from the count for `reason`; return it, None if it is not live."""
         live = self._part(rollout_id, reason)
-        if live is None:
-            return None
-        self._dropped[reason] += 1
-        return live.ticket
+        if live is not None:
+            self._dropped[reason] += 1
+        return live
 
     def refuse(self, rollout_id: str) -> None:
         """Record that the trainer may not train a rollout that is not live. If it was unknown, it is lost from now on:
@@ -368,8 +337,8 @@ class StalenessGate:
 
     def admitted_at(self, rollout_id: str) -> int | None:
         """Return the version that a rollout was admitted at, if it runs; else None."""
-        live = self.live.get(rollout_id)
-        return None if live is None or live.finished else live.version
+        live = self.live.running(rollout_id)
+        return None if live is None else live.version
 
     def outcome(self, rollout_id: str) -> str | None:
         """Return how the rollout left, if that is remembered: `TRAINED`, `ABANDONED`, or the reason for which it was

@@ -17,7 +17,7 @@ import logging
 import time
 from collections.abc import Coroutine, Sequence
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.algorithms.registry import WHOLE_DISTRIBUTIONS, KLPlace
 from asyncrl.comm.request_reply import RequestClient
@@ -25,7 +25,7 @@ from asyncrl.comm.waits import HOLD_S, LOOK_S
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.client import ManagerClient
 from asyncrl.master.data.collector import Collector, Reports
-from asyncrl.master.data.sample_buffer import ConfiguredOrder, SampleBuffer, TrainBatch
+from asyncrl.master.data.sample_buffer import SampleBuffer, TrainBatch
 from asyncrl.master.data.stall import PromptsUsedUp, StallWatch
 from asyncrl.master.evaluations import Row
 from asyncrl.master.graph import Call, Graph
@@ -35,6 +35,9 @@ from asyncrl.runtime.process.waiting import cancel
 from asyncrl.trainer.messages import RunCall, ScoreAhead
 from asyncrl.trainer.parallel.placement import Placement
 from asyncrl.trainer.settings import ReferenceMode
+
+if TYPE_CHECKING:  # optional, see `asyncrl.runtime.plan`
+    from asyncrl.master.data.order import ConfiguredOrder
 
 _log = logging.getLogger(__name__)
 
@@ -81,9 +84,7 @@ class Batches:
     """Takes each step's batch from `buffer` once the batch is complete.
 
     Args:
-        reports: brings expired rollouts to the manager.
-        turns: gives shared devices to servers before a step waits for rollouts.
-        order: the user's order, if there is one.
+        order: the user's order (`buffer.order.path`); None: there is none.
         ahead: scores received rollouts while the step waits for the rest.
     """
 
@@ -96,7 +97,7 @@ class Batches:
         stall: StallWatch,
         reports: Reports,
         turns: DeviceTurns,
-        order: ConfiguredOrder,
+        order: ConfiguredOrder | None,
         ahead: AheadScorer,
     ) -> None:
         self._size, self._on_stale = config.train_batch_size, config.on_stale
@@ -114,15 +115,17 @@ class Batches:
             await self._enough_rollouts(version)
             if self._on_stale == OnStale.wait:
                 await self._nothing_would_expire(version)
-            ranks = await self._order.ranks(self._buffer.live(), version)
+            ranks = {} if self._order is None else await self._order.ranks(self._buffer.live(), version)
             batch = self._buffer.take(version, ranks)
             if batch is not None:
-                await self._order.trained(batch.records, version)
+                if self._order is not None:
+                    await self._order.trained(batch.records, version)
                 return batch
 
     def pop_metrics(self, batch: TrainBatch) -> dict[str, float]:
         """Return the metrics of the user's order and of the scores ahead, for the step of `batch`."""
-        return self._order.metrics() | self._ahead.pop_metrics(batch)
+        of_order = {} if self._order is None else self._order.metrics()
+        return of_order | self._ahead.pop_metrics(batch)
 
     async def _enough_rollouts(self, version: int) -> None:
         used_up_at: int | None = None
@@ -204,9 +207,6 @@ class AheadScorer:
     async def piece(self, version: int) -> bool:
         """Have the ranks score the next piece of rollouts, in order of arrival; return False at once if fewer are
         unscored.
-
-        Raises:
-            Stalled: a rank does not answer.
         """
         if not self._calls:
             return False

@@ -32,7 +32,7 @@ from asyncrl.comm.names import ACTOR
 from asyncrl.comm.request_reply import R, Request, RequestClient, RequestTimeout
 from asyncrl.comm.waits import ANSWER_S, BURST_S, CALL_S, GATHER_S, HOLD_S
 from asyncrl.data.prompt_queue import UsedPrompts
-from asyncrl.manager.client import GateStatus, ManagerClient
+from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import ConsumedReply, GateCheckpoint, ReceivedRollout, RunBegin, TrainedRollout
 from asyncrl.master.data.sample_buffer import Drop, SampleBuffer, TrainBatch
 from asyncrl.runtime.process.waiting import StopRequested, cancel, or_stop
@@ -109,12 +109,7 @@ class _Head:
 
 
 class Collector:
-    """Polls into `buffer`; counts the received rollouts in `generated_tokens` and `generated_samples`.
-
-    Args:
-        heads: the ModelWorkers that receive trajectories, by data index.
-        manager: says which rollouts count.
-    """
+    """Polls into `buffer`; counts the received rollouts in `generated_tokens` and `generated_samples`."""
 
     def __init__(self, heads: Sequence[RequestClient], buffer: SampleBuffer, manager: ManagerClient) -> None:
         self.generated_tokens = 0
@@ -145,23 +140,13 @@ class Collector:
         await cancel(*self._tasks)
 
     def check(self) -> None:
-        """Raise the error that ended a worker's polls, if there is one. Return at once.
-
-        A silent worker is no error (`silent`).
-
-        Raises:
-            Exception: the error of the polls.
-        """
+        """Raise the error that ended a worker's polls, if there is one. A silent worker is no error (`silent`)."""
         for task in self._tasks:
             if task.done() and not task.cancelled():
                 task.result()
 
     async def changed(self, missing: int) -> None:
-        """Wait until a record arrives after the last call; `missing` is the number that the step still needs.
-
-        Raises:
-            Exception: what ended a worker's polls.
-        """
+        """Wait until a record arrives after the last call; `missing` is the number that the step still needs."""
         self._missing = missing
         self._awaited.set()
         try:
@@ -173,26 +158,22 @@ class Collector:
     async def refresh(self) -> None:
         """Have every worker answer a poll that begins after this call, so that the rollouts they hold now are in the
         buffer.
-
-        Raises:
-            Exception: what ended a worker's polls.
         """
         await self._unless_failed(asyncio.gather(*(head.refresh() for head in self._heads)))
 
     async def discard(self, records: Iterable[RolloutRecord], limit_s: float) -> None:
-        """Have the workers free the tensors of `records`.
-
-        Raises:
-            RequestTimeout: one does not answer within `limit_s`.
-        """
+        """Have the workers free the tensors of `records`, each within `limit_s`."""
         for head, rollouts in _by_head(records):
             await self._heads[head].client.call(Discard(rollouts), timeout_s=limit_s)
 
     async def _follow(self, head: _Head) -> None:
         cursor = 0
         while True:
-            refreshing = head.take_refreshes()
-            reply = await head.poll(self._next_poll(cursor, refresh=bool(refreshing)))
+            poll = PollBuffer(cursor, 0.0)
+            if not (refreshing := head.take_refreshes()):  # for one rollout, or for the head's share if a step waits
+                share = self._missing // len(self._heads) if self._awaited.is_set() else 1
+                poll = PollBuffer(cursor, HOLD_S, share, GATHER_S)
+            reply = await head.poll(poll)
             if reply is None:
                 continue
             cursor = reply.cursor
@@ -202,13 +183,6 @@ class Collector:
                     answer.set_result(None)
             if reply.rollouts:
                 await head.pace(self._awaited)
-
-    def _next_poll(self, cursor: int, *, refresh: bool) -> PollBuffer:
-        """Return the next poll: for one rollout, or for a head's share if more are missing."""
-        if refresh:
-            return PollBuffer(cursor, 0.0)
-        share = self._missing // len(self._heads) if self._awaited.is_set() else 1
-        return PollBuffer(cursor, HOLD_S, share, GATHER_S)
 
     async def _take_in(self, records: Sequence[RolloutRecord]) -> None:
         refused = await self._manager.received(list(map(received, records))) if records else []
@@ -239,13 +213,12 @@ class Reports:
 
     Args:
         collector: polls the ranks, and has them free dropped rollouts.
-        buffer: has the received rollouts, and the dropped ones.
-        stop: shortens the waits.
         limit_s: time limit of each call.
 
     Attributes:
         counts: the gate's counters in its newest reply.
-        status: the gate's state in its newest reply.
+        idle_s: seconds so far in which the gate let no rollout run, in its newest reply.
+        versions_in_use: versions that servers serve or load, in its newest reply.
         checkpoint: the gate's part of the run's state at its newest version.
     """
 
@@ -258,7 +231,7 @@ class Reports:
         *,
         limit_s: float,
     ) -> None:
-        self.counts, self.status = RolloutCounts(), GateStatus()
+        self.counts, self.idle_s, self.versions_in_use = RolloutCounts(), 0.0, set[int]()
         self.checkpoint = GateCheckpoint(used=UsedPrompts().to_json())
         self._manager, self._collector, self._buffer, self._stop = manager, collector, buffer, stop
         self._limit_s, self._begun = limit_s, False
@@ -273,14 +246,12 @@ class Reports:
 
     async def look(self) -> None:
         """Ask for the manager's status without a report."""
-        self.status = await or_stop(self._manager.status(), self._stop, self._limit_s)
+        status = await or_stop(self._manager.status(), self._stop, self._limit_s)
+        self.idle_s, self.versions_in_use = status.gate.idle_s, status.versions_in_use
 
     async def begin(self, version: int) -> None:
         """Bring the manager the checkpoint and the rollouts that the ranks hold, unless that is done; then it opens its
         gate, and says which of them count.
-
-        Raises:
-            HttpRefused: the manager refuses, so that it would admit no rollout.
         """
         if self._begun:
             return
@@ -290,11 +261,7 @@ class Reports:
         self._collector.start()
 
     async def trained(self, batch: TrainBatch) -> None:
-        """Report the complete step of `batch`, and what the buffer dropped; have the ranks free the latter.
-
-        Raises:
-            TimeoutError: the manager does not answer.
-        """
+        """Report the complete step of `batch`, and what the buffer dropped; have the ranks free the latter."""
         version, trained = batch.version + 1, [trained_rollout(record) for record in batch.records]
         reply = await self._send(version, trained)
         assert reply.checkpoint is not None, "the gate answers a step with its checkpoint"
@@ -328,19 +295,14 @@ class Reports:
         drops = list(self._drops)
         messages = [drop.message for drop in drops]
         reply = await self._answered(self._manager.consumed(version, trained, messages))
-        self.counts = reply.counts
-        self.status = GateStatus(reply.idle_s, frozenset(reply.versions_in_use), reply.counts.dropped)
+        self.counts, self.idle_s, self.versions_in_use = reply.counts, reply.idle_s, set(reply.versions_in_use)
         del self._drops[: len(drops)]
         if drops:
             await self._collector.discard([drop.record for drop in drops], self._limit_s)
         return reply
 
     async def _answered(self, call: Awaitable[_T]) -> _T:
-        """Await `call`, after a stop request for `ANSWER_S` at most.
-
-        Raises:
-            TimeoutError: it does not end in time.
-        """
+        """Await `call`, after a stop request for `ANSWER_S` at most."""
         task = asyncio.ensure_future(call)
         try:
             return await or_stop(asyncio.shield(task), self._stop, self._limit_s)

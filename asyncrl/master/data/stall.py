@@ -29,7 +29,8 @@ from typing import Any, Final, NoReturn, TypeVar
 from asyncrl.comm.ended_rollouts import DropReason, is_filter_reason
 from asyncrl.comm.http_client import HttpError
 from asyncrl.comm.waits import ANSWER_S, ASK_S, LOOK_S, RunningClock, running_wait
-from asyncrl.manager.client import GateStatus, ManagerClient, ManagerGone
+from asyncrl.manager.client import ManagerClient, ManagerGone
+from asyncrl.manager.messages import StatusReply
 from asyncrl.master.data.collector import Collector
 from asyncrl.master.data.sample_buffer import SampleBuffer
 from asyncrl.master.peers import NameBoard, Stalled
@@ -61,31 +62,28 @@ class RolloutSigns:
 
     def __init__(self, ahead: int) -> None:
         self._ahead = ahead
-        self._seen: tuple[int, int, int | None] | None = None
+        self._seen: tuple[int, int, int] | None = None
         self._lost_before: dict[str, int] = {}
         self.lost: dict[str, int] = {}
         """Rollouts lost since the last one that arrived or was rejected by a filter, by reason."""
 
-    def take(self, received: int, status: GateStatus) -> bool:
-        """Process the state of the run; return True if there is a sign of life.
-
-        Args:
-            received: number of rollouts that have arrived so far.
-        """
+    def take(self, received: int, status: StatusReply) -> bool:
+        """Take the state of the run, with the number of rollouts `received` so far; True if there is a sign of life."""
         if not status.rebuilt:  # the manager waits for workers, for one lease at most
             return False
-        filtered = sum(count for reason, count in status.dropped.items() if is_filter_reason(reason))
+        counts = status.gate.counts
+        filtered = sum(count for reason, count in counts.dropped.items() if is_filter_reason(reason))
         lost = {
             reason: count
-            for reason, count in status.dropped.items()
+            for reason, count in counts.dropped.items()
             if reason != DropReason.stale and not is_filter_reason(reason)
         }
-        seen = (received, filtered, status.served)
+        seen = (received, filtered, status.gate.version)
         if seen != self._seen:
             self._seen, self._lost_before, self.lost = seen, lost, {}
             return True
         self.lost = {reason: n for reason, count in lost.items() if (n := count - self._lost_before.get(reason, 0)) > 0}
-        return status.loading or (status.running > 0 and status.able and sum(self.lost.values()) < self._ahead)
+        return status.loading or (counts.running > 0 and status.able and sum(self.lost.values()) < self._ahead)
 
     def describe(self) -> str:
         """Describe the lost rollouts, for a message; empty if there are none."""
@@ -101,9 +99,6 @@ class FilteredOut:
     Under dynamic sampling (`rollout.filters`) a group whose rewards are all equal is not trained, and another prompt
     takes its place. If the reward is always the same, rollouts are made and dropped without end. Nothing fails, and no
     row of metrics is written that could show it.
-
-    Args:
-        batch_size: number of groups of a step.
     """
 
     def __init__(self, batch_size: int) -> None:
@@ -116,8 +111,6 @@ class FilteredOut:
         """Process the state of the run; return a warning, at most once for each step.
 
         Args:
-            version: the policy's version.
-            kept: number of groups that wait to be trained.
             dropped: number of groups dropped in the run, by reason, from all processes.
         """
         by_filter = {reason: count for reason, count in dropped.items() if is_filter_reason(reason)}
@@ -144,13 +137,9 @@ class StallWatch:
     which also ends a wait; what else shows one is looked for at most every `ASK_S`, in whatever wait.
 
     Args:
-        limit_s: `system.stall_timeout_s`.
-        stop: set when the run is asked to stop.
         announcer: knows whether an evaluation pins the served version.
         board: knows whether the processes that make a step's data are starting.
-        manager, buffer, collector: sources of the counters.
         ahead: see `RolloutSigns`.
-        run_dir: for the warning about filters.
     """
 
     def __init__(
@@ -213,11 +202,7 @@ class StallWatch:
             await cancel(task, stopping, *following)
 
     async def _follow_rollouts(self, version: int) -> NoReturn:
-        """Restart the limit whenever rollouts show a sign of life; warn if filters drop nearly all of them.
-
-        Raises:
-            PromptsUsedUp: none will come.
-        """
+        """Restart the limit whenever rollouts show a sign of life; warn if filters drop nearly all of them."""
         while True:
             await asyncio.sleep(max(0.0, self._looked_at + min(ASK_S, self.limit_s / 4) - time.monotonic()))
             self._looked_at = time.monotonic()  # before the answer: the end of the wait may leave it out
@@ -226,11 +211,11 @@ class StallWatch:
             except (HttpError, ManagerGone) as error:
                 _log.info("it is not known what the rollouts do: %s", error)
                 continue
-            if status.rebuilt and status.used_up:
-                raise PromptsUsedUp
-            warning = self._filtered.take(version, len(self._buffer), status.dropped) if status.rebuilt else None
-            if warning is not None:
-                remark(self._run_dir, warning)
+            if status.rebuilt:
+                if status.gate.used_up:
+                    raise PromptsUsedUp
+                if warning := self._filtered.take(version, len(self._buffer), status.gate.counts.dropped):
+                    remark(self._run_dir, warning)
             if self._signs.take(self._buffer.received, status) and not self._collector.silent:
                 self.progressed()
 
@@ -240,7 +225,7 @@ class StallWatch:
     async def _diagnosis(self, version: int, what: str) -> str:
         try:
             async with asyncio.timeout(ANSWER_S):
-                gate = await self._manager.describe()
+                gate = (await self._manager.status()).describe()
         except Exception as error:
             gate = f"the GserverManager does not answer ({type(error).__name__}: {error})"
         silent = "".join(f"; data head {head} (a ModelWorker) is silent" for head in self._collector.silent)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.api import Tool, ToolResult, ToolSchema
-from asyncrl.data.files import JSONL
+from asyncrl.data.settings import JSONL
 
 MAX_QUERY_CHARS = 2000
 

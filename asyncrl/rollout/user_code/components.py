@@ -12,39 +12,54 @@ Training may need more of a group than its samples:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from asyncrl.api import GenerationClient, GenerationRequest, GenerationResult, Prompt, Sample, SamplingParams
+from asyncrl.api import (
+    GenerationClient,
+    GenerationRequest,
+    GenerationResult,
+    Prompt,
+    RunIn,
+    Sample,
+    SamplingParams,
+    ToolSchema,
+)
 from asyncrl.api.columns import ColumnError, with_columns
 from asyncrl.api.trajectory import GREEDY_REWARD
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError, token_ids
-from asyncrl.config.variants import with_code_of
+from asyncrl.config.variants import EvaluationSet, evaluation_sets, with_code_of
 from asyncrl.data.prompt_format import PromptFormat
 from asyncrl.models.model_config import read_model_config
-from asyncrl.plugins.tools.toolbox import Toolbox
 from asyncrl.rollout.checks import code_problems
-from asyncrl.rollout.episode import Played, RetryLimits, run_group
+from asyncrl.rollout.episode import MakeClient, Played, RetryLimits, run_group
 from asyncrl.rollout.user_code.agents import (
-    Conversations,
     adapted_agent,
     load_agent,
     offers_tools,
-    play_in_process,
+    place_of_agent,
     plays_at_once,
+    takes_tools,
 )
 from asyncrl.rollout.user_code.environments import Environments
 from asyncrl.rollout.user_code.prompts import Prompts, load_prompt_format
 from asyncrl.rollout.user_code.rewards import SOURCE, Rewards, load_rewards
-from asyncrl.rollout.user_code.tools import RunTools, check_format
 from asyncrl.rollout.user_code_pool.call_records import metered
 from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
 from asyncrl.trainer.settings import SOURCE_NUMBER, AlgorithmConfig, TeacherConfig
+
+if TYPE_CHECKING:
+    from asyncrl.chat.episode_client import EpisodeClient
+    from asyncrl.plugins.tools.toolbox import Toolbox
+    from asyncrl.rollout.user_code.conversations import Conversations
+    from asyncrl.rollout.user_code.tools import RunTools
 
 REMAX = "remax"
 ONCE = RetryLimits()
@@ -69,26 +84,34 @@ class Cast:
         self,
         config: ExperimentConfig,
         form: PromptFormat,
-        toolbox: Toolbox,
+        toolbox: Toolbox | None,
         runner: UserCodeRunner,
-        conversations: Conversations,
+        make_client: MakeClient,
     ) -> None:
-        self._conversations = conversations
+        self._make_client = make_client
         self.rewards = Rewards(load_rewards(config.reward, config.rewards), runner)
         self._score = partial(self.rewards.score, form.tokenizer)
         agent = load_agent(config.agent, form, toolbox)
         self._at_once = plays_at_once(agent)
         self.environments = Environments(config.env, self.rewards, runner, self._at_once)
+        if self.environments.place == RunIn.process:
+            from asyncrl.rollout.user_code.in_processes import ProcessEnvironments
+
+            self.environments = ProcessEnvironments(config.env, self.rewards, runner, self._at_once)
         try:
-            in_process = play_in_process(config, runner, chat=form.chat is not None)
+            in_process = None
+            if place_of_agent(config.agent) == RunIn.process:
+                from asyncrl.rollout.user_code.in_processes import play_in_process
+
+                in_process = play_in_process(config, runner, chat=form.chat is not None)
             self.agent = adapted_agent(agent, runner, in_process)
         except TypeError as error:
             raise ConfigError(f"agent.path={config.agent.path!r}: {error}") from error
 
     async def play(self, prompt: Prompt, policy: GenerationClient, tries: RetryLimits = ONCE) -> Played:
         """Play the group of `prompt`; see `run_group`."""
-        envs, client = self.environments.of_group(prompt.group_size), self._conversations.client
-        return await run_group(self.agent, envs, prompt, policy, client, tries, self._score)
+        envs = self.environments.of_group(prompt.group_size)
+        return await run_group(self.agent, envs, prompt, policy, self._make_client, tries, self._score)
 
     async def play_with_greedy_baseline(self, prompt: Prompt, policy: GenerationClient, tries: RetryLimits) -> Played:
         """Play the group of `prompt` and a greedy episode at the same time.
@@ -137,9 +160,8 @@ class UserComponents:
         vocab_size: the model's vocabulary, from its config; None if the config does not name it.
         prompts: training and evaluation prompts.
         cast: those who play to train; `agent`, `rewards` and `environments` are its parts.
-        conversations: makes the clients of episodes.
         runner: runs the user's code; enter it in the worker's event loop.
-        tools: tools of agents; enter them in the worker's event loop, after the runner.
+        tools: tools of agents; None if there are none and no agent takes them.
 
     Raises:
         ConfigError: a path names nothing, or an object of the wrong kind, a module fails while it is imported, or a
@@ -160,25 +182,29 @@ class UserComponents:
                 f"rollout.sampling.allowed_token_ids={allowed!r}: the vocabulary of {config.model.path} has "
                 f"{self.vocab_size} tokens; name ids below that"
             )
-        self.conversations = Conversations(config, form, model_config)
         self.runner = UserCodeRunner(config.rollout.user_code, config.env, config.agent)
-        check_format(config, form.chat)
-        self.tools = RunTools(config.tools, config.mcp, self.runner)
-        toolbox = self.tools.toolbox
-        self.prompts = Prompts(
-            config,
-            form,
-            lambda each: toolbox.schemas if offers_tools(with_code_of(config, each) if each else config) else (),
-            training=training,
-        )
-        self._config = config
+        self._config, self._form, self._model_config = config, form, model_config
+        self._conversations: Conversations | None = None
+        self._making = threading.Lock()
+        if form.chat is not None:
+            from asyncrl.rollout.user_code.conversations import check_thoughts
+
+            check_thoughts(config, form.chat)
+        self.tools = self._tools()
+        toolbox = None if self.tools is None else self.tools.toolbox
+
+        def offered(each: EvaluationSet | None) -> tuple[ToolSchema, ...]:
+            offers = toolbox is not None and offers_tools(with_code_of(config, each) if each else config)
+            return toolbox.schemas if toolbox is not None and offers else ()
+
+        self.prompts = Prompts(config, form, offered, training=training)
 
         def cast(played: ExperimentConfig) -> Cast:
-            return Cast(played, form, toolbox, self.runner, self.conversations)
+            return Cast(played, form, toolbox, self.runner, self.client)
 
         self.cast = cast(config)
         self.agent, self.rewards, self.environments = self.cast.agent, self.cast.rewards, self.cast.environments
-        self.environments.check_processes(config.agent.path, config.group_size)
+        self.environments.check_group(config.agent.path, config.group_size)
         if training and self._plays_greedy_baseline and (why := self.cast.why_not_greedy()):
             raise ConfigError(f"algorithm.advantage.name={REMAX}: {why}; use another advantage, rloo for one")
         self._casts_of_sets: dict[str, Cast] = {}
@@ -187,6 +213,45 @@ class UserComponents:
                 self._casts_of_sets[name] = cast(with_code_of(config, each)) if each.code else self.cast
             except ConfigError as error:
                 raise ConfigError(f"{each.group}.{error}") from error
+
+    def _tools(self) -> RunTools | None:
+        config = self._config
+        played = [config, *(with_code_of(config, each) for each in evaluation_sets(config) if each.interval)]
+        if not (config.tools or config.mcp or any(takes_tools(each.agent) for each in played)):
+            return None
+        from asyncrl.rollout.user_code.tools import RunTools, check_format
+
+        check_format(config, self._form.chat)
+        return RunTools(config.tools, config.mcp, self.runner)
+
+    @asynccontextmanager
+    async def entered(self) -> AsyncIterator[None]:
+        """Within this block users' code runs. For the worker's event loop."""
+        async with self.runner, self.tools or nullcontext():
+            try:
+                yield
+            finally:
+                if self._conversations is not None:
+                    await self._conversations.close()
+
+    @property
+    def conversations(self) -> Conversations:
+        """The conversations of agents with the policy, made for the first client, which any thread may ask for."""
+        with self._making:
+            if self._conversations is None:
+                from asyncrl.rollout.user_code.conversations import Conversations
+
+                self._conversations = Conversations(self._config, self._form, self._model_config)
+            return self._conversations
+
+    def chat_notes(self) -> list[str]:
+        """Describe what the chat template does in conversations of several turns; nothing if there is none."""
+        chat = None if self._form.chat is None else self.conversations.format
+        return [] if chat is None else chat.findings.lines()
+
+    def client(self, policy: GenerationClient, prompt: Prompt) -> EpisodeClient:
+        """Return a new client for the episode of `prompt`, which is one member's."""
+        return self.conversations.client(policy, prompt)
 
     @property
     def _plays_greedy_baseline(self) -> bool:

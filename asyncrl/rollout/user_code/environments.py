@@ -1,26 +1,20 @@
 """The environments of a run's episodes, and where they run.
 
 - Built-in ones do not block and run on the worker's event loop, unchanged.
-- The user's have their plain methods called in threads, and others on the users' event loop (`HostedEnvironment`).
-- One that may hang, crash or need too much memory has a process for its episode (`ProcessEnvironment`).
+- The user's have their plain methods called in threads, and others on the users' event loop (`hosted`).
+- One that may hang, crash or need too much memory has a process for its episode (`in_processes`).
 """
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import itertools
-import math
-from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
 
-from asyncrl.api import Environment, RewardFunction, RunIn, StepResult, scored
-from asyncrl.config.setting import ConfigError, PluginConfig
+from asyncrl.api import Environment, RewardFunction, RunIn
+from asyncrl.config.setting import PluginConfig
 from asyncrl.plugins.settings import GYMNASIUM, GYMNASIUM_ENV, EnvConfig
-from asyncrl.rollout.user_code_pool.call_records import Activity, UserCodeError, plain_number
-from asyncrl.rollout.user_code_pool.child import MAKE, USE, ChildCall, CodeTarget
-from asyncrl.rollout.user_code_pool.process_pool import START_LIMIT_S, GroupSlots, PoolProcess
+from asyncrl.rollout.user_code_pool.call_records import Activity
 from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner, built, is_async, is_built_in, loaded, place_of
 
 
@@ -44,27 +38,20 @@ class Environments:
         found = loaded("env", self._env)
         step = getattr(found, "step", found)
         self._off_the_loop = not is_built_in(found) or not is_async(step)
-        self._in_process = place_of("env", config, found, step) == RunIn.process
+        self.place = place_of("env", config, found, step)
 
-    def check_processes(self, agent: str, group_size: int) -> None:
-        """Check that a group that is played at once can have a process for each environment.
+    def check_group(self, agent: str, group_size: int) -> None:
+        """Check that a group of this size can have its environments.
 
         Raises:
             ConfigError: it cannot.
         """
-        if self._in_process and self._at_once and self._config.processes < group_size:
-            raise ConfigError(
-                f"env.processes={self._config.processes}: agent.path={agent!r} plays its group at once and may open "
-                f"all its environments, group_size={group_size} of them; have env.processes at least that"
-            )
 
     def of_group(self, size: int) -> Callable[[], Environment]:
         """Return a function that makes the environments of one group of `size` episodes, one per call, retries
         included.
         """
         config = self._config
-        if self._in_process and self._at_once:
-            return functools.partial(self.one, GroupSlots(self._runner.env_processes.slots, size))
         if not config.vectorized:
             return self.one
         from asyncrl.plugins.envs.gymnasium_vector import VectorGames  # gymnasium is an extra
@@ -78,233 +65,13 @@ class Environments:
         together, made = games(size), itertools.count()
         return lambda: (together if next(made) < size else games(1)).member()  # a retried episode plays alone
 
-    def one(self, slots: GroupSlots | None = None) -> Environment:
-        """Make an environment for one episode. If its methods block, it is constructed on first use, where it runs.
-
-        Args:
-            slots: slots for the processes of a group that is played at once.
-        """
+    def one(self) -> Environment:
+        """Make an environment for one episode. If its methods block, it is constructed on first use, where it runs."""
         config = self._config
-        if self._in_process:
-            target, label = CodeTarget(self._env.path, self._env.args), f"env {config.path}"
-            return ProcessEnvironment(target, self._reward, label, config.timeout_s, self._runner, slots)
         make = functools.partial(built, "env", self._env, Environment, reward=self._reward)
         if self._off_the_loop:
+            from asyncrl.rollout.user_code.hosted import HostedEnvironment
+
             return HostedEnvironment(make, f"env {config.path}", config.timeout_s, self._runner)
         made: Environment = make()
         return made
-
-
-class UsersEnvironment(Environment):
-    """An environment of the user's off the worker's event loop, whose methods may be awaited on any loop.
-
-    Args:
-        label: its name in messages, such as `env my.py:MyEnv`.
-        timeout_s: time limit of one call, in seconds.
-    """
-
-    def __init__(self, label: str, timeout_s: float, runner: UserCodeRunner) -> None:
-        self._label, self._timeout_s, self._runner = label, timeout_s, runner
-        self._in_turn = asyncio.Lock()
-        """Held during a call, on the worker's loop."""
-
-    async def reset(
-        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
-    ) -> tuple[Any, Mapping[str, Any]]:
-        """Call the environment's `reset`. The first call makes the environment."""
-        observation, info = self._checked("reset", await self._call("reset", seed=seed, options=options))
-        return observation, info
-
-    async def step(self, action: Any) -> StepResult:
-        """Call the environment's `step`."""
-        result: StepResult = self._checked("step", await self._call("step", action))
-        return result
-
-    def _checked(self, name: str, value: Any) -> Any:
-        label = f"{self._label}.{name}"
-        return _step_of(label, value) if name == "step" else _parts_of(label, value, 2)
-
-    @abstractmethod
-    async def _call(self, name: str, *args: Any, **kwargs: Any) -> Any: ...
-
-
-class HostedEnvironment(UsersEnvironment):
-    """An environment whose plain methods run in threads, one after the other, and others on the users' loop.
-
-    Attributes other than its methods are read from the user's environment.
-
-    Args:
-        make: constructs it; runs in a thread. The other arguments are those of `UsersEnvironment`.
-    """
-
-    def __init__(self, make: Callable[[], Environment], label: str, timeout_s: float, runner: UserCodeRunner) -> None:
-        super().__init__(label, timeout_s, runner)
-        self._make = make
-        self._env: Environment | None = None
-        self._abandoned = self._closed = False
-
-    async def close(self) -> None:
-        """Close it once, unless it was never constructed, or a call still runs in a thread that cannot be ended."""
-        if self._env is not None and not self._abandoned and not self._closed:
-            self._closed = True
-            await self._call("close")
-
-    def call_blocking(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call `reset` or `step` from a thread, in which a plain method then runs, and return the result."""
-        if self._env is None:
-            self._env = self._runner.call_blocking(self._code("made"), self._make)
-        return self._checked(
-            name, self._runner.call_blocking(self._code(name), getattr(self._env, name), *args, **kwargs)
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        env = self.__dict__.get("_env")
-        if env is None:
-            raise AttributeError(f"{self._label}: {name!r} is asked for before `reset`, which makes the environment")
-        return getattr(env, name)
-
-    def _code(self, name: str) -> Code:
-        return Code(f"{self._label}.{name}", Activity.env, self._timeout_s, RunIn.auto)
-
-    async def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        if self._env is None:
-            self._env = await self._runner.call(self._code("made"), self._make)
-        method = getattr(self._env, name)
-        if is_async(method):
-            return await self._runner.call(self._code(name), method, *args, **kwargs)
-        return await self._runner.at_home(self._in_thread(name, functools.partial(method, *args, **kwargs)))
-
-    async def _in_thread(self, name: str, method: Callable[[], Any]) -> Any:
-        async with self._in_turn:
-            if self._abandoned:
-                raise RuntimeError(
-                    f"{self._label}.{name} is called while an earlier call still runs that was abandoned"
-                )
-            self._abandoned = True
-            try:
-                value = await self._runner.call(self._code(name), method)
-            except UserCodeError as error:
-                self._abandoned = error.still_runs
-                raise
-            self._abandoned = False
-            return value
-
-
-class ProcessEnvironment(UsersEnvironment):
-    """An environment in a process of the pool.
-
-    The process is taken at `reset`, once one is free, and returned at `close`. A failure in between kills the process
-    and all that it started. Observations, actions and infos are sent as plain data. The reward that the environment
-    calls is requested over the same pipe and runs in its own place, with its own limit.
-
-    Args:
-        target: its class, with the arguments of the constructor.
-        reward: the constructor's argument `reward`.
-        slots: those of its group, if the group may open several environments before using one; None without a group.
-            The other arguments are those of `UsersEnvironment`.
-    """
-
-    def __init__(
-        self,
-        target: CodeTarget,
-        reward: RewardFunction,
-        label: str,
-        timeout_s: float,
-        runner: UserCodeRunner,
-        slots: GroupSlots | None = None,
-    ) -> None:
-        super().__init__(label, timeout_s, runner)
-        self._target, self._reward, self._slots = target, reward, slots
-        self._lease: PoolProcess | None = None
-        self._failed = self._closed = False
-
-    async def close(self) -> None:
-        """Close the environment and return its process; further calls do nothing."""
-        await self._runner.at_home(self._end())
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"{self._label} runs in a process, where only reset, step and close are called, not {name!r}; set "
-            "env.run_in=thread"
-        )
-
-    async def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        return await self._runner.at_home(self._call_in_turn(name, args, kwargs))
-
-    async def _call_in_turn(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        async with self._in_turn:
-            if self._failed or self._closed:
-                why = "an earlier call failed" if self._failed else "it was closed"
-                raise RuntimeError(f"{self._label}.{name} is called after {why}")
-            self._failed = True  # reset once the call has succeeded
-            try:
-                if self._lease is None:
-                    self._lease = await self._runner.env_processes.lease(self._label, self._slots)
-                    await self._ask("made", ChildCall(self._target, MAKE, []), START_LIMIT_S)
-                value = await self._ask(name, self._use(name, *args, **kwargs), self._timeout_s)
-                self._failed = self._closed  # closed meanwhile, so this call returns the process
-                return value
-            finally:
-                if self._failed:
-                    await self._give_back(whole=False)
-
-    async def _end(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        if self._in_turn.locked():  # the running call gives the process back
-            return
-        whole = False
-        try:
-            if self._lease is not None:
-                await self._ask("close", self._use("close"), self._timeout_s)
-                whole = True
-        finally:
-            await self._give_back(whole=whole)
-
-    def _use(self, name: str, *args: Any, **kwargs: Any) -> ChildCall:
-        return ChildCall(self._target, USE, [name, args, kwargs])
-
-    async def _ask(self, name: str, call: ChildCall, timeout_s: float) -> Any:
-        assert self._lease is not None
-        label = f"{self._label}.{name}"
-        with self._runner.running.track(label, Activity.env):
-            return await self._lease.ask(label, call, timeout_s, functools.partial(scored, self._reward))
-
-    async def _give_back(self, *, whole: bool) -> None:
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            await asyncio.shield(lease.give_back(whole=whole))
-
-
-def _parts_of(label: str, value: Any, number: int) -> Sequence[Any]:
-    """Return what the method `label` of an environment returned, which is `number` values.
-
-    Raises:
-        UserCodeError: it is not.
-    """
-    if not isinstance(value, list | tuple) or len(value) != number:
-        method = label.rpartition(".")[2]
-        raise UserCodeError(
-            label,
-            f"returned {value!r:.80}; gymnasium's {method} returns {number} values",
-            how=f"returned what is no {method}",
-        )
-    return value
-
-
-def _step_of(label: str, value: Any) -> StepResult:
-    """Return the result of an environment's `step`, with its reward as a number.
-
-    Raises:
-        UserCodeError: it is not a result of `step`, or the reward is not a finite number.
-    """
-    observation, given, terminated, truncated, info = _parts_of(label, value, 5)
-    reward = plain_number(given)
-    if reward is None or not math.isfinite(reward):
-        raise UserCodeError(
-            label,
-            f"returned the reward {given!r:.80}, a {type(given).__name__}; a reward is a finite number",
-            how="returned what is no reward",
-        )
-    return observation, reward, terminated, truncated, info

@@ -12,10 +12,10 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.import_paths import PluginError
 from asyncrl.config.setting import ConfigError, token_ids
 from asyncrl.config.variants import EvaluationSet, evaluation_sets
-from asyncrl.data.datasets import DataRecord, Dataset, Mixture, load_dataset
-from asyncrl.data.files import is_data_path
+from asyncrl.data.datasets import DataRecord, Dataset, load_dataset
 from asyncrl.data.prompt_format import PromptFormat, load_chat_template, make_prompt
 from asyncrl.data.prompt_queue import PromptRef
+from asyncrl.data.settings import is_data_path
 from asyncrl.data.tokenizers import load_tokenizer
 from asyncrl.models.model_config import read_model_config
 from asyncrl.models.picture_rules import PictureRules, picture_rules
@@ -148,6 +148,8 @@ def load_train_set(config: ExperimentConfig) -> Dataset:
         for number, source in enumerate(data.sources)
     ]
     names = [source.name or source.path for source in data.sources]
+    from asyncrl.data.mixture import Mixture  # only of several sources
+
     try:
         return Mixture(sources, [source.weight for source in data.sources], names)
     except ValueError as error:

@@ -25,8 +25,16 @@ from asyncrl.api.reward import ROW_CHECK, is_verdict
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.settings import ROW_METRICS, NamedRewardConfig, RewardConfig
 from asyncrl.rollout.user_code_pool.call_records import Activity, UserCodeError, current_meter, plain_number
-from asyncrl.rollout.user_code_pool.child import CodeTarget
-from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner, built, is_async, is_built_in, loaded, place_of
+from asyncrl.rollout.user_code_pool.runner import (
+    Code,
+    UserCodeRunner,
+    built,
+    is_async,
+    is_built_in,
+    loaded,
+    place_of,
+    target_in,
+)
 
 _NO_REWARD = "returned an invalid reward"
 SOURCE = "source"
@@ -92,9 +100,8 @@ def _load(group: str, name: str, weight: float, config: RewardConfig) -> RewardP
     is_made = is_class and (place != RunIn.process or is_built_in(found))  # in a process: to check the arguments
     function = built(group, config, object) if is_made else partial(found, **config.args)
     sees = _sees(called)
-    code = Code(
-        f"reward {config.path}", Activity.reward, config.timeout_s, place, CodeTarget(config.path, config.args), sees
-    )
+    target = target_in(place, config.path, config.args)
+    code = Code(f"reward {config.path}", Activity.reward, config.timeout_s, place, target, sees)
     verdict = is_verdict(found) or is_verdict(function) if config.verdict is None else config.verdict
     sources = frozenset(config.sources) if isinstance(config, NamedRewardConfig) else frozenset()
     check = None if is_class and not is_made else getattr(function if is_made else found, ROW_CHECK, None)

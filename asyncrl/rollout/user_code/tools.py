@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from asyncrl.api import RunIn, Tool, ToolResult
+from asyncrl.api import RunIn, Tool, ToolResult, ToolSchema
 from asyncrl.api.tool import FunctionTool, ToolSchemaError, as_result, as_tool
-from asyncrl.chat.parsers import FORMATS, why_thoughts_unread, why_unread
+from asyncrl.chat.parsers import FORMATS, why_unread
 from asyncrl.comm.waits import CLOSE_S
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.import_paths import load_plugin
@@ -21,8 +21,16 @@ from asyncrl.plugins.settings import McpServerConfig, ToolConfig
 from asyncrl.plugins.tools.mcp import McpError, McpServer, McpTool, installed
 from asyncrl.plugins.tools.toolbox import HostedTool, Toolbox, ToolFailure
 from asyncrl.rollout.user_code_pool.call_records import Activity, UserCodeError, current_meter, timed
-from asyncrl.rollout.user_code_pool.child import CodeTarget
-from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner, built, is_async, is_built_in, loaded, place_of
+from asyncrl.rollout.user_code_pool.runner import (
+    Code,
+    UserCodeRunner,
+    built,
+    is_async,
+    is_built_in,
+    loaded,
+    place_of,
+    target_in,
+)
 
 
 class RunTools:
@@ -95,18 +103,21 @@ class RunTools:
         await asyncio.gather(*(server.close(CLOSE_S) for server in self._servers))
 
 
-def check_format(config: ExperimentConfig, chat: ChatTemplate | None) -> None:
-    """Check that thoughts are kept apart from answers, that the chat template shows the run's tools to the model, and
-    that the parser reads their calls.
+def offered_tools(config: ExperimentConfig) -> tuple[ToolSchema, ...]:
+    """Return the schemas of the settings' `tools`; MCP servers are not asked for theirs.
 
     Raises:
-        ConfigError: one of these does not hold.
+        ConfigError: as of `RunTools`.
     """
-    if chat is not None and (why := why_thoughts_unread(chat, in_turns=False)) is not None:
-        raise ConfigError(
-            f"dataset.chat_template={config.dataset.chat_template!r}: {why}; set it to a Jinja file that writes them "
-            "as <think>...</think>, or not at all if the model has none"
-        )
+    return RunTools(config.tools, (), UserCodeRunner(config.rollout.user_code)).toolbox.schemas
+
+
+def check_format(config: ExperimentConfig, chat: ChatTemplate | None) -> None:
+    """Check that the chat template shows the run's tools to the model, and that the parser reads their calls.
+
+    Raises:
+        ConfigError: it does not.
+    """
     if not config.tools and not config.mcp:
         return
     if chat is None:
@@ -178,7 +189,7 @@ def _hosted(group: str, config: ToolConfig, runner: UserCodeRunner) -> HostedToo
             "come and go cannot; have its method start what it needs, or write a function"
         )
     place = RunIn.thread if place == RunIn.auto else place
-    target = CodeTarget(f"{ProcessTool.__module__}:{ProcessTool.__name__}", {"path": config.path})
+    target = target_in(place, f"{ProcessTool.__module__}:{ProcessTool.__name__}", {"path": config.path})
     code = Code(f"tool {config.path}", Activity.tool, config.timeout_s, place, target)
     if is_class:
         return HostedTool(_instance(group, config), code.label, _Host(runner, code), config.max_result_chars)

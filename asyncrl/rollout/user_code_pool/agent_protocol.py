@@ -24,7 +24,7 @@ from asyncrl.api import (
     Sample,
     SamplingParams,
 )
-from asyncrl.api.agent import agent_of
+from asyncrl.api.agent import agent_of, taken_by
 from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.api.trajectory import check_group
 from asyncrl.comm.typed import convert
@@ -34,12 +34,6 @@ from asyncrl.data.tokenizers import load_tokenizer
 
 Ask = Callable[..., Any]
 """Ask the worker by name, positional arguments and keyword arguments; returns its answer."""
-
-
-def taken_by(agent: type, offered: Mapping[str, object]) -> dict[str, object]:
-    """Return the arguments that the constructor of an agent's class takes: `tokenizer`, and others if it names them."""
-    named = inspect.signature(agent).parameters
-    return {name: value for name, value in offered.items() if name == "tokenizer" or name in named}
 
 
 class ChildAgent:

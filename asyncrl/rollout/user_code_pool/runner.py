@@ -26,12 +26,12 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from asyncrl.api.reward import RunIn, marked_run_in
 from asyncrl.comm.waits import LOOK_S, REPEAT_S, RunningTimeout
@@ -43,8 +43,10 @@ from asyncrl.observe import observer
 from asyncrl.plugins.settings import AgentConfig, EnvConfig, RewardConfig, ToolConfig
 from asyncrl.rollout.settings import UserCodeConfig
 from asyncrl.rollout.user_code_pool.call_records import TOO_SLOW, Activity, UserCodeError, timed
-from asyncrl.rollout.user_code_pool.child import CodeTarget
-from asyncrl.rollout.user_code_pool.process_pool import ProcessLimits, ProcessPool
+
+if TYPE_CHECKING:
+    from asyncrl.rollout.user_code_pool.child import CodeTarget
+    from asyncrl.rollout.user_code_pool.process_pool import ProcessPool
 
 MAX_ABANDONED = 64
 """Limit on abandoned calls of one piece of code that still run in threads; it is not called until one of them ends."""
@@ -86,28 +88,41 @@ class UserCodeRunner:
         envs: their `processes` and `process_max_episodes`; each process is for one episode's environment.
         agents: likewise.
 
-    Attributes:
-        env_processes, agent_processes: the processes of environments and of agents, for the worker's own loop.
     """
 
     def __init__(
         self, settings: UserCodeConfig, envs: EnvConfig | None = None, agents: AgentConfig | None = None
     ) -> None:
-        memory_bytes = settings.process_memory_mb << 20
-        limits = ProcessLimits(memory_bytes, settings.process_children + 1, settings.process_max_calls)
+        self._settings, self._envs, self._agents = settings, envs or EnvConfig(), agents or AgentConfig()
         self.users = UserLoop()
         self.running = RunningCalls(self.users, settings.slow_call_s)
         self._threads = DaemonThreads()
         self._free_threads = asyncio.Semaphore(settings.threads)
         self._abandoned: Counter[str] = Counter()
         """By label, the calls that were abandoned and still run in threads."""
-        self._processes = ProcessPool(settings.processes or max(2, usable_cores()), limits)
+        self._pools: list[ProcessPool] = []
 
-        def pool(each: EnvConfig | AgentConfig, waits: Activity) -> ProcessPool:
-            return ProcessPool(each.processes, replace(limits, max_calls=each.process_max_episodes), waits)
+    @cached_property
+    def env_processes(self) -> ProcessPool:
+        """The processes of environments, for the worker's own loop; made on first use, as those below."""
+        return self._pool(self._envs.processes, self._envs.process_max_episodes, Activity.env_wait)
 
-        self.env_processes = pool(envs or EnvConfig(), Activity.env_wait)
-        self.agent_processes = pool(agents or AgentConfig(), Activity.agent_wait)
+    @cached_property
+    def agent_processes(self) -> ProcessPool:
+        """The processes of agents, for the worker's own loop."""
+        return self._pool(self._agents.processes, self._agents.process_max_episodes, Activity.agent_wait)
+
+    @cached_property
+    def _processes(self) -> ProcessPool:
+        size = self._settings.processes or max(2, usable_cores())
+        return self._pool(size, self._settings.process_max_calls, Activity.process_wait)
+
+    def _pool(self, size: int, max_calls: int, waits: Activity) -> ProcessPool:
+        from asyncrl.rollout.user_code_pool.process_pool import ProcessLimits, ProcessPool  # only with run_in=process
+
+        memory_bytes, children = self._settings.process_memory_mb << 20, self._settings.process_children
+        self._pools.append(ProcessPool(size, ProcessLimits(memory_bytes, children + 1, max_calls), waits))
+        return self._pools[-1]
 
     async def __aenter__(self) -> Self:
         self._home = asyncio.get_running_loop()
@@ -119,8 +134,7 @@ class UserCodeRunner:
     ) -> None:
         """Kill the processes; threads end with the worker."""
         await self.running.stop()
-        pools = (self._processes, self.env_processes, self.agent_processes)
-        await asyncio.gather(*(pool.close() for pool in pools))
+        await asyncio.gather(*(pool.close() for pool in self._pools))
 
     async def call(self, code: Code, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run `function` in the place of `code` and return its result.
@@ -131,10 +145,7 @@ class UserCodeRunner:
         """
         work, running = partial(function, *args, **kwargs), partial(self.running.track, code.label, code.activity)
         if code.run_in == RunIn.process:
-            assert code.target is not None, code.label
-            return await self.at_home(
-                self._processes.call(code.label, code.target, code.sees, list(args), code.timeout_s, running)
-            )
+            return await self.at_home(self._in_a_process(code, list(args), running))
         if is_async(function):
             return await self._awaiting(code, work)
         if code.run_in == RunIn.loop:
@@ -163,6 +174,12 @@ class UserCodeRunner:
     async def at_home(self, work: Awaitable[Any]) -> Any:
         """Run `work` on the worker's own event loop and return its result; called from any loop."""
         return await run_on(self._home, work)
+
+    async def _in_a_process(
+        self, code: Code, arguments: list[Any], running: Callable[[], contextlib.AbstractContextManager[None]]
+    ) -> Any:
+        assert code.target is not None, code.label
+        return await self._processes.call(code.label, code.target, code.sees, arguments, code.timeout_s, running)
 
     async def _in_one_of_the_threads(self, code: Code, work: Callable[[], Any]) -> Any:
         """Run `work` in a thread, once one is free, and return its result. For the worker's own loop."""
@@ -416,6 +433,15 @@ def place_of(
             f"{group}.run_in=thread: {config.path!r} {form}, which runs on an event loop; leave it at auto"
         )
     return place
+
+
+def target_in(place: RunIn, path: str, args: Mapping[str, Any]) -> CodeTarget | None:
+    """Return what a process of the pool loads, for code that runs in one; None for other code."""
+    if place != RunIn.process:
+        return None
+    from asyncrl.rollout.user_code_pool.child import CodeTarget
+
+    return CodeTarget(path, dict(args))
 
 
 def _checked(code: Code, function: Callable[[], Any]) -> Any:

@@ -31,7 +31,7 @@ from asyncrl.comm.files import NotPrivate, check_tree, make_private_folder
 from asyncrl.config.load import experiments_dir
 from asyncrl.config.run_dir import CHECKPOINTS_DIR, plain_settings
 from asyncrl.config.values import to_yaml
-from asyncrl.data.files import files_of, is_data_path
+from asyncrl.data.settings import is_data_path
 from asyncrl.data.tokenizers import CharTokenizer, model_files
 from asyncrl.models.model_config import for_all_versions, read_model_config
 from asyncrl.observe.display import wrapped
@@ -88,6 +88,8 @@ def _name(config: SFTConfig) -> str:
     if (tokenizer := decisive["model"].pop("tokenizer")) is not None:  # the content of the folder counts, not its path
         decisive["tokenizer"] = _content(Path(tokenizer).expanduser())
     if (data := Path(config.dataset.path).expanduser()).exists() and is_data_path(config.dataset.path):
+        from asyncrl.data.files import files_of
+
         files = files_of(data, config.dataset.args.get("files", ""))
         decisive["rows"] = [_sum(file, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     if decisive["model"]["lora"]["rank"] == 0:

@@ -1,16 +1,20 @@
-"""Checks of a supervised experiment's settings, and its losses by name. Torch-free."""
+"""Checks of a supervised experiment's settings and rows, and its losses by name. Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from asyncrl.config.plugin_code import catalog
 from asyncrl.config.plugin_code.import_paths import PluginError
 from asyncrl.config.setting import ChoiceConfig, ConfigError, Device, did_you_mean
 from asyncrl.data.checks import source_problems
-from asyncrl.data.files import is_data_path
-from asyncrl.data.settings import TrainOn
+from asyncrl.data.datasets import Placed
+from asyncrl.data.demonstrations import conversation_of, load_demonstrations, wrong_conversation
+from asyncrl.data.files import FileDataset
+from asyncrl.data.preferences import judged_answers
+from asyncrl.data.settings import TrainOn, is_data_path
 from asyncrl.models.folder_checks import hugging_face_folder
 from asyncrl.runtime.process.hardware import count_gpus
 from asyncrl.trainer.model.lora_checks import lora_problems
@@ -143,3 +147,45 @@ def _engine(config: SFTConfig) -> Iterator[str]:
     if lora.publish != LoraPublish.auto:
         yield f"model.lora.publish={str(lora.publish)!r}: no servers load the result, which is merged; leave it out"
     yield from lora_problems(lora, config.model.path)
+
+
+def wrong_rows(config: SFTConfig) -> Iterator[str]:
+    """Yield an error message for each data set with a row that cannot be loaded or has nothing to train on."""
+    data = config.dataset
+    for phase in config.phases:
+        try:
+            _check_rows(config, data.path, {**data.args, **phase.args}, data.fields, "train")
+        except ValueError as error:
+            yield f"dataset.path={error}"
+    held_out = config.eval
+    if held_out.interval and held_out.path is not None:
+        fields = data.fields if held_out.fields is None else held_out.fields
+        try:
+            _check_rows(config, held_out.path, held_out.args, fields, "held_out")
+        except ValueError as error:
+            yield f"eval.path={error}"
+
+
+def _check_rows(config: SFTConfig, path: str, args: Mapping[str, Any], fields: Mapping[str, str], split: str) -> None:
+    """Load the rows of supervised training: all rows of a file, one row of a class.
+
+    Raises:
+        ValueError: they cannot be loaded, or have nothing to train on; the message names file and line.
+    """
+    try:
+        kind = loss_kind(config.loss)
+    except PluginError:  # reported by the check of settings
+        return
+    dataset = load_demonstrations(path, args, fields, split, config.seed, judged=kind is not None)
+    for index in range(len(dataset) if isinstance(dataset, FileDataset) else 1):
+        place, row = dataset.place(index) if isinstance(dataset, Placed) else f"{path}, row {index}", dataset.row(index)
+        wrong = None
+        try:
+            if kind is None:
+                wrong = wrong_conversation(conversation_of(dataset, row))
+            else:
+                judged_answers(row, labelled=kind == LABEL_LOSS)
+        except ValueError as error:
+            wrong = str(error)
+        if wrong is not None:
+            raise ValueError(f"{place}: {wrong}")

@@ -18,9 +18,9 @@ from asyncrl.api.picture import Picture
 from asyncrl.chat.episode_client import EpisodeClient
 from asyncrl.chat.parsers import parser
 from asyncrl.chat.template import ChatFormat
-from asyncrl.data.chat_template import ChatTemplate, template_source
+from asyncrl.data.chat_template import ChatTemplate
 from asyncrl.data.prompt_format import PromptFormat
-from asyncrl.data.tokenizers import load_tokenizer, special_tokens
+from asyncrl.data.tokenizers import load_tokenizer, special_tokens, template_source
 from asyncrl.inference.openai.endpoint import Endpoint
 from asyncrl.models.picture_rules import picture_rules
 

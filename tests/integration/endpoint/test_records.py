@@ -27,10 +27,10 @@ from asyncrl.api import (
 from asyncrl.chat.conversation import ChatLimits
 from asyncrl.chat.episode_client import ChatPolicy, EpisodeClient
 from asyncrl.chat.settings import DriftCheck
-from asyncrl.chat.stop_strings import kept_tokens
 from asyncrl.chat.template import ChatFormat
+from asyncrl.data.stop_strings import kept_tokens
 from asyncrl.inference.openai.endpoint import Endpoint, Session
-from asyncrl.rollout.user_code.agents import ServedEpisodeClient
+from asyncrl.rollout.user_code.conversations import ServedEpisodeClient
 
 FEEDBACK = ("Are you sure? 2 + 2 is more than that.", "Really?  Say it\n\n again: \u4f60\u597d.")
 TOOLS: Any = [{"type": "function", "function": {"name": "look", "description": "d", "parameters": {}}}]

@@ -19,7 +19,7 @@ from asyncrl.api import Completion, FinishReason, GenerationRequest, GenerationR
 from asyncrl.chat.template import ChatFormat
 from asyncrl.inference.openai.endpoint import Endpoint
 from asyncrl.plugins.agents.verifiers_env import HOST, VerifiersAgent, VerifiersDataset, VerifiersError
-from asyncrl.rollout.user_code.agents import ServedEpisodeClient
+from asyncrl.rollout.user_code.conversations import ServedEpisodeClient
 
 from ...warm import Template, stand_in
 

@@ -8,7 +8,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -23,9 +23,9 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.data.curriculum import make_curriculum
 from asyncrl.data.prompt_queue import DataOrder
 from asyncrl.manager import messages as m
-from asyncrl.manager.client import GateStatus, ManagerGone
+from asyncrl.manager.client import ManagerGone
 from asyncrl.manager.rollouts.ledger import Ledger
-from asyncrl.manager.rollouts.staleness_gate import RolloutTicket
+from asyncrl.manager.rollouts.staleness_gate import LiveRollout
 from asyncrl.manager.service import ManagerService
 from asyncrl.master.graph import grpo
 from asyncrl.master.train_loop import Peers, TrainLoop
@@ -59,6 +59,7 @@ from asyncrl.verify.audit.ledger_files import read_ledger, surviving
 from asyncrl.verify.audit.ledger_rules import Replay
 from asyncrl.weights.checkpoints import prune
 from asyncrl.weights.manifest import FileEntry
+from tests.statuses import status_reply
 
 _Q = TypeVar("_Q", bound=Request[Any])
 WORKER, SILENT = "rollout_worker/0", "rollout_worker/1"
@@ -298,7 +299,7 @@ class FakeManager:
     rests: list[int] = field(default_factory=list)
     others: int = 0
     wake_s: float = 0.0
-    seen: GateStatus = GateStatus()
+    seen: m.StatusReply = status_reply()
 
     def __post_init__(self) -> None:
         self.ledger: Ledger | None = None
@@ -350,10 +351,9 @@ class FakeManager:
 
     def admit(self, rollout_id: str, order: int, version: int = 0, worker: str = WORKER) -> None:
         """Let `worker` play a rollout now, whatever the gate's limit is."""
-        rollouts, ticket = self.service.rollouts, RolloutTicket(rollout_id, worker, f"e0-{order}", order)
-        rollouts.gate.enter(ticket, version)
-        rollouts.queue.enter(order)
-        rollouts._admitted(ticket, version)
+        rollouts, live = self.service.rollouts, LiveRollout(rollout_id, worker, f"e0-{order}", order, version=version)
+        rollouts.gate.enter(live)
+        rollouts._admitted(live)
 
     def give_up(self, prompt_id: str, reason: str = "failed") -> None:
         """A RolloutWorker drops a rollout of `prompt_id` for good."""
@@ -424,13 +424,12 @@ class FakeManager:
         counts = await self.service.end_run(m.EndReport(version, manager=self.number))
         return structs.replace(counts, abandoned=counts.abandoned - self.lost)
 
-    async def status(self) -> GateStatus:
+    async def status(self) -> m.StatusReply:
+        counts = structs.replace(self.seen.gate.counts, dropped=self.dropped)
+        servers = [*self.seen.servers, *status_reply(versions=self.versions_in_use).servers[1:]]
         known = self.seen.rebuilt and self.service.begun
-        in_use = frozenset(self.versions_in_use)
-        return replace(self.seen, versions_in_use=in_use, dropped=self.dropped, rebuilt=known)
-
-    async def describe(self) -> str:
-        return f"gate: running 7; trained {self.counts.trained}; servers: 0 updating"
+        gate = structs.replace(self.seen.gate, counts=counts)
+        return structs.replace(self.seen, gate=gate, servers=servers, rebuilt=known)
 
     async def _answers(self) -> None:
         if self.dead:

@@ -359,7 +359,7 @@ async def play(folder: Path, memory_checkpoint: MemoryCheckpoint, at: Point, the
 def check_that_each_prompt_is_at_one_place(run: Run) -> None:
     """It is used, or has one live rollout, or waits."""
     live = run.manager.service.gate.live
-    tickets = [ticket for rollout_id in live if (ticket := live.ticket(rollout_id)) is not None]
+    tickets = [ticket for rollout_id in live if (ticket := live.get(rollout_id)) is not None]
     prompts = [ticket.prompt_id for ticket in tickets]
     assert len(prompts) == len(set(prompts))
     assert not set(prompts).intersection(run.manager.used)
@@ -370,7 +370,7 @@ def check_that_none_is_lost(run: Run) -> None:
     dropped.
     """
     gate, buffer = run.manager.service.gate, run.loop.run_state.buffer
-    running = {*workers_of(run).held, *gate.live.running_of(SILENT)}
+    running = {*workers_of(run).held, *(each.rollout_id for each in gate.live.running_of(SILENT))}
     waiting = {record.rollout_id for record in buffer.live()}
     assert sorted(gate.live) == sorted([*running, *waiting])
     assert gate.finished == len(waiting)

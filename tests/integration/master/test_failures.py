@@ -14,8 +14,8 @@ import pytest
 from asyncrl.comm.http_client import HttpRefused
 from asyncrl.comm.request_reply import RequestTimeout
 from asyncrl.comm.waits import RunningClock
-from asyncrl.manager.client import GateStatus, ManagerGone
-from asyncrl.manager.messages import RunBegin
+from asyncrl.manager.client import ManagerGone
+from asyncrl.manager.messages import RunBegin, StatusReply
 from asyncrl.master import peers
 from asyncrl.master.data import collector
 from asyncrl.master.data.collector import BooksError
@@ -38,6 +38,7 @@ from tests.integration.master.fakes import (
     running,
     until,
 )
+from tests.statuses import status_reply
 
 
 async def test_a_stall_says_who_waits_for_what_on_which_counter(tmp_path: Path) -> None:
@@ -55,7 +56,7 @@ async def test_a_stall_says_who_waits_for_what_on_which_counter(tmp_path: Path) 
     message = str(stall.value)
     assert "step 0 waits for trajectories" in message
     assert "3 of 4 rollouts in the buffer" in message
-    assert "gate: running 7" in message
+    assert "gate: trained 0 + finished 0 + running 0 of 8 allowed" in message
 
 
 async def test_a_manager_that_always_refuses_the_trainer_ends_the_run_with_its_reason(
@@ -120,11 +121,11 @@ async def test_a_stall_names_a_worker_that_is_silent(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "seen",
-    [GateStatus(running=7), GateStatus(loading=True), GateStatus(running=1, dropped={"timeout": 3})],
+    [status_reply(running=7), status_reply(loading=True), status_reply(running=1, dropped={"timeout": 3})],
     ids=["rollouts within their limits", "a server that loads weights", "some rollouts lost"],
 )
 async def test_what_is_at_work_may_take_any_time(
-    tmp_path: Path, seen: GateStatus, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, seen: StatusReply, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A wait of many limits: each rollout has a limit of its own, and so has a server's update."""
     monkeypatch.setattr("asyncrl.master.data.stall.ASK_S", 0.0)
@@ -132,7 +133,7 @@ async def test_what_is_at_work_may_take_any_time(
     run = Run(tmp_path, make_config(), clock=RunningClock(lambda: now))
     run.loop.stall.limit_s = 1.0
 
-    async def status() -> GateStatus:
+    async def status() -> StatusReply:
         nonlocal now
         next(asked)
         now += 0.3
@@ -143,7 +144,7 @@ async def test_what_is_at_work_may_take_any_time(
     async with running(run) as task:
         await until(lambda: next(copy(asked)) > 40 or task.done())
         assert not task.done()
-        seen = GateStatus()  # and then nothing
+        seen = status_reply()  # and then nothing
         with pytest.raises(Stalled, match="no sign of life"):
             await task
 
@@ -151,13 +152,13 @@ async def test_what_is_at_work_may_take_any_time(
 @pytest.mark.parametrize(
     ("seen", "why"),
     [
-        (GateStatus(running=7, able=False), "no sign of life"),
-        (GateStatus(running=7, rebuilt=False), "no sign of life"),
-        (GateStatus(running=7, loading=True), "data head 0"),
+        (status_reply(running=7, able=False), "no sign of life"),
+        (status_reply(running=7, rebuilt=False), "no sign of life"),
+        (status_reply(running=7, loading=True), "data head 0"),
     ],
     ids=["all servers in quarantine", "the manager knows nothing", "the rank that receives them is silent"],
 )
-async def test_rollouts_that_cannot_arrive_are_no_sign_of_life(tmp_path: Path, seen: GateStatus, why: str) -> None:
+async def test_rollouts_that_cannot_arrive_are_no_sign_of_life(tmp_path: Path, seen: StatusReply, why: str) -> None:
     run = Run(tmp_path, make_config())
     run.manager.seen, run.loop.stall.limit_s = seen, 0.3
     async with running(run) as task:
@@ -171,8 +172,8 @@ async def test_rollouts_that_only_fail_are_no_sign_of_life_and_the_message_count
     run = Run(tmp_path, make_config())  # 8 rollouts may be ahead
     run.loop.stall.limit_s, lost = 0.1, itertools.count()
 
-    async def status() -> GateStatus:
-        return GateStatus(running=7, dropped={"timeout": next(lost), "failed: reward": 2})
+    async def status() -> StatusReply:
+        return status_reply(running=7, dropped={"timeout": next(lost), "failed: reward": 2})
 
     run.manager.status = status  # type: ignore[method-assign]
     with pytest.raises(Stalled, match=r"since the last rollout that arrived, \d+ were lost \(\d+ timeout\)$"):
@@ -383,7 +384,7 @@ async def test_nothing_is_saved_through_a_worker_that_is_gone(tmp_path: Path) ->
 @pytest.mark.parametrize("left", [0, 3])
 async def test_a_run_whose_prompts_are_used_up_ends_with_the_last_whole_batch(tmp_path: Path, left: int) -> None:
     run = Run(tmp_path, make_config(total_epochs=1.0, eval__interval=2))  # 3 steps, if no prompt is dropped for good
-    run.manager.seen, run.loop.stall.limit_s = GateStatus(used_up=True), 0.4
+    run.manager.seen, run.loop.stall.limit_s = status_reply(used_up=True), 0.4
     await run.deliver(range(4 + left))
     run.manager.give_up("e0-20")
     await run.loop.run()

@@ -13,7 +13,7 @@ import pytest
 from asyncrl.comm.request_reply import Request
 from asyncrl.comm.waits import RunningClock
 from asyncrl.manager import messages as m
-from asyncrl.manager.client import GateStatus
+from asyncrl.manager.messages import StatusReply
 from asyncrl.observe.metrics.sinks import SampleTables
 from asyncrl.runtime.run_log import note_restart, note_went_on
 from asyncrl.trainer.messages import (
@@ -34,6 +34,7 @@ from tests.integration.master.fakes import (
     running,
     until,
 )
+from tests.statuses import status_reply
 
 
 async def test_trains_every_step_and_leaves_rows_with_all_required_keys(
@@ -219,11 +220,11 @@ async def test_a_step_that_is_held_for_longer_than_the_stall_limit_is_no_stall(
     run = Run(tmp_path, config, clock=RunningClock(lambda: now))
     run.loop.stall.limit_s = 1.0
 
-    async def status() -> GateStatus:
+    async def status() -> StatusReply:
         nonlocal now
         now += 0.3
         run.loop.stall.clock()  # else it looks like a pause of this process
-        return GateStatus(running=7)
+        return status_reply(running=7)
 
     async def still_running(version: int, timeout_s: float) -> Sequence[str]:
         assert timeout_s < run.loop.stall.limit_s

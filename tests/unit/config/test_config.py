@@ -17,7 +17,8 @@ from asyncrl.config.setting import ConfigError, setting_info
 from asyncrl.launch import commands as commands_package
 from asyncrl.launch.__main__ import main
 from asyncrl.launch.before_start.setting_checks import is_hub_name, validate
-from asyncrl.launch.commands import COMMANDS, experiment_help, fitted, help_page, list_experiments
+from asyncrl.launch.commands import COMMANDS
+from asyncrl.launch.help import experiment_help, fitted, help_page, list_experiments
 from asyncrl.rollout.checks import code_problems
 from asyncrl.runtime.exit_codes import EXIT_CONFIG
 from asyncrl.trainer.parallel.placement import worker_grid

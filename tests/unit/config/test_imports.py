@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -51,6 +52,21 @@ for module in {LIGHT_MODULES!r}:
     importlib.import_module(module)
     if heavy := {{"torch", "transformers"}} & sys.modules.keys():
         sys.exit(f"{{module}} imports {{sorted(heavy)}}")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=570, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_run_of_one_turn_on_tokens_imports_nothing_that_it_does_not_ask_for() -> None:
+    """The contract in pyproject.toml knows which doors there are; this sees that they are closed."""
+    settings = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["importlinter"]
+    (contract,) = (each for each in settings["contracts"] if each["name"].startswith("What a setting, an agent"))
+    program = f"""
+import importlib, sys
+for module in {contract["source_modules"]!r}:
+    importlib.import_module(module)
+    if asked := {{each for each in sys.modules if each.startswith(tuple({contract["forbidden_modules"]!r}))}}:
+        sys.exit(f"{{module}} imports {{sorted(asked)}}")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=570, check=False)
     assert done.returncode == 0, done.stderr

@@ -9,7 +9,7 @@ import pytest
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import experiments_dir, load_experiment, load_supervised, recipes_dir
 from asyncrl.config.setting import ConfigError
-from asyncrl.launch.commands import list_experiments
+from asyncrl.launch.help import list_experiments
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import yaml
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError
-from asyncrl.launch.commands import resolved_yaml
+from asyncrl.launch.help import resolved_yaml
 
 CODE = """
 from __future__ import annotations

@@ -11,7 +11,8 @@ from asyncrl.config.load import load_experiment
 from asyncrl.config.run_dir import CONFIG_FILE, write_run_config
 from asyncrl.config.secrets import HIDDEN, hide, is_secret, shown, without_secrets
 from asyncrl.config.setting import ConfigError
-from asyncrl.launch.commands import experiment_help, refuse, resolved_yaml
+from asyncrl.launch.commands import refuse
+from asyncrl.launch.help import experiment_help, resolved_yaml
 from asyncrl.observe.dashboard import page_data
 from asyncrl.observe.history import History
 

@@ -12,7 +12,8 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.run_dir import DamagedFile, run_dir_of
 from asyncrl.data.datasets import DataRecord
-from asyncrl.launch.before_start.data import check_same_data, check_same_roles, keep_data_record, missing_history
+from asyncrl.launch.before_start.continued import check_same_data, check_same_roles, missing_history
+from asyncrl.launch.before_start.data import keep_data_record
 from asyncrl.rollout.user_code.prompts import load_train_set
 from asyncrl.runtime.trials.claim import TrialError
 

@@ -10,8 +10,8 @@ from asyncrl.comm.ended_rollouts import Admitted, RecentIds, RolloutLine
 from asyncrl.data.curriculum import Curriculum
 from asyncrl.data.prompt_queue import DataOrder, UsedPrompts
 from asyncrl.manager import messages as m
-from asyncrl.manager.rollouts.admission import Admission, DeadlinePacing
-from asyncrl.manager.rollouts.rollout_state import RolloutState
+from asyncrl.manager.rollouts.pacing import DeadlinePacing
+from asyncrl.manager.rollouts.rollout_state import Admission, RolloutState
 from asyncrl.manager.router import ServerView
 
 FAR = 1e6

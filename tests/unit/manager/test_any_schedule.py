@@ -659,7 +659,7 @@ class Schedule(RuleBasedStateMachine):
     def a_lease_lapses(self, pick: int) -> None:
         """The worker lives, and goes on once it is heard again; what it was to play again it is told once more."""
         worker = self.at(pick)
-        prompts = self.service.gate.live.prompts_of(worker.name)
+        prompts = [each.prompt_id for each in self.service.gate.live.running_of(worker.name)]
         self.doubtful |= worker.in_hand | set(prompts)  # some it has not heard of
         self.all_heard = False
         self.service.worker_died(worker.name)
@@ -849,7 +849,7 @@ class Schedule(RuleBasedStateMachine):
         """Master, ranks and manager begin again with the last step, with what the inboxes hold and the workers have."""
         gate = self.service.gate
         for worker in self.workers:
-            self.granted_before[worker.name] |= set(gate.live.prompts_of(worker.name))
+            self.granted_before[worker.name] |= {each.prompt_id for each in gate.live.running_of(worker.name)}
         if self.service.begun:
             here = {record.rollout_id for record in self.held.values()}
             self.are_strays(name for name in here if name not in gate.live and gate.outcome(name) != TRAINED)

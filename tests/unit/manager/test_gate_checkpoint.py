@@ -229,7 +229,7 @@ class Run:
         }
 
     def live_prompts(self) -> list[str]:
-        tickets = map(self.state.gate.live.ticket, self.state.gate.live)
+        tickets = map(self.state.gate.live.get, self.state.gate.live)
         return [ticket.prompt_id for ticket in tickets if ticket is not None]
 
 
@@ -239,7 +239,7 @@ def known(state: RolloutState) -> dict[str, Any]:
     assert curriculum is not None
     tickets = {rollout: gate.live.get(rollout) for rollout in gate.live}
     live = {
-        rollout: (each.ticket.prompt_id, *each.ticket[3:], each.version, each.finished)
+        rollout: (each.prompt_id, each.order, each.attempt, each.failures, each.version, each.finished)
         for rollout, each in tickets.items()
         if each is not None
     }
@@ -332,7 +332,7 @@ def test_a_live_rollout_that_nobody_reports_is_tried_again_with_the_same_attempt
     again.rebuild([m.ReceivedRollout("b", ORDER.ref(1).prompt_id, 1, 0, 4)], [m.HeldReport("w0", 0, [granted("a", 0)])])
     assert list(again.gate.live) == ["a", "b"]
     assert upcoming(again)[:3] == [turn for turn in turns if turn.order not in (0, 1)][:3]
-    ticket = again.gate.live.ticket("b")
+    ticket = again.gate.live.get("b")
     assert ticket is not None
     assert (ticket.attempt, ticket.failures) == (0, 2), "the ranks do not know which try it is"
 

@@ -24,8 +24,8 @@ from asyncrl.data.prompt_queue import DataOrder
 from asyncrl.manager import messages as m
 from asyncrl.manager import service
 from asyncrl.manager.rollouts import ledger, staleness_gate
-from asyncrl.manager.rollouts.admission import DeadlinePacing
 from asyncrl.manager.rollouts.ledger import Ledger
+from asyncrl.manager.rollouts.pacing import DeadlinePacing
 from asyncrl.manager.service import ManagerService
 from asyncrl.master.data import sample_buffer as buffers
 from asyncrl.master.data.collector import received, trained_rollout

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.colocated.manager import not_known_to_rest, not_resting, others_in_service
 from asyncrl.comm.names import GuestMemory, TrainerTurn
 from asyncrl.inference.client import MemoryTag
 from asyncrl.manager.fleet.decisions import FleetDecisions
@@ -221,13 +222,13 @@ class World:
         """Ask the manager, which reads names in two steps, in the order of `ColocatedServers`."""
         guests = self.fleet.guests
         assert self.store.turn is not None
-        if guests.turn.number < self.store.turn.number or self.fleet.not_resting:
+        if guests.turn.number < self.store.turn.number or not_resting(self.fleet):
             self.none_loading = False
         elif not self.none_loading:
             self.none_loading = not self.store.loading
         else:
             self.none_loading = False
-            if not self.fleet.not_known_to_rest(self.store.registered) and not self.fleet.not_resting:
+            if not not_known_to_rest(self.fleet, self.store.registered) and not not_resting(self.fleet):
                 self.phase = "steps"
 
     def master_dies(self) -> None:
@@ -360,14 +361,14 @@ def test_a_rest_that_fails_is_tried_again_and_never_counts() -> None:
     first, second = fleet.poll(0.0, {})
     fleet.released(second.server, second.attempt)
     fleet.failed(first.server, first.attempt, "no answer", 0.0)
-    assert [life.index for life in fleet.not_resting] == [first.server]
+    assert [life.index for life in not_resting(fleet)] == [first.server]
     assert fleet.poll(0.0, {}) == []
     (again,) = fleet.poll(0.5, {})
     assert isinstance(again, Rest)
     assert not fleet.succeeded(again.server, again.attempt), "it is no update"
     assert not fleet.refused(again.server, again.attempt, "damaged", 0.5)
     assert fleet.released(again.server, again.attempt)
-    assert fleet.not_resting == []
+    assert not_resting(fleet) == []
     fleet.targets.publish(Target(1, "/v1"))
     fleet.guests.announced = 1
     update = next(order for order in wake(fleet, version=1) if order.server == again.server)
@@ -400,7 +401,7 @@ def test_a_guest_whose_health_is_checked_as_the_trainers_turn_begins_releases_it
     assert [order.server for order in fleet.poll(0.5, {})] == [0, 1]
     assert fleet.next_due() == 0.5 + LIMIT_S
     assert not fleet.healthy(0, "http://0")
-    assert len(fleet.not_resting) == 2
+    assert len(not_resting(fleet)) == 2
     cancelled = [order for order in fleet.poll(0.5 + LIMIT_S, {}) if isinstance(order, CancelUpdate)]
     assert len(cancelled) == 2
     silent = "no sign of life for 10 s (manager.update_timeout_s) in the release of its memory, which began 10 s ago"
@@ -420,9 +421,9 @@ def test_a_guest_that_dies_while_it_rests_counts_as_released() -> None:
     fleet = fleet_at(0)
     rest(fleet)
     fleet.deregister(0)
-    assert fleet.not_resting == []
-    assert fleet.not_known_to_rest({1: "http://1"}) == []
-    assert fleet.not_known_to_rest({0: "http://new", 1: "http://1"}) == [0]
+    assert not_resting(fleet) == []
+    assert not_known_to_rest(fleet, {1: "http://1"}) == []
+    assert not_known_to_rest(fleet, {0: "http://new", 1: "http://1"}) == [0]
 
 
 @pytest.mark.parametrize("released", [True, False])
@@ -432,7 +433,7 @@ def test_another_manager_knows_who_rests(released: bool) -> None:
     )
     fleet.guests.begin(TrainerTurn(4, training=True, version=0))
     fleet.register(0, "http://0", 0, 0.0, memory=GuestMemory("http://0", released=released))
-    assert (fleet.not_resting == []) == released
+    assert (not_resting(fleet) == []) == released
     assert [type(order) for order in fleet.poll(0.0, {})] == ([] if released else [Rest])
 
 
@@ -446,9 +447,9 @@ def test_a_server_elsewhere_that_is_updated_is_in_service_until_that_fails() -> 
     fleet.guests.begin(TrainerTurn(2, training=True, version=0))
     fleet.targets.publish(Target(1, "/v1"))
     (update,) = (order for order in fleet.poll(0.0, {}) if isinstance(order, BeginUpdate))
-    assert (update.server, fleet.served_version, fleet.others_in_service) == (0, None, 1)
+    assert (update.server, fleet.served_version, others_in_service(fleet)) == (0, None, 1)
     assert fleet.failed(0, update.attempt, "no answer", 1.0)
-    assert fleet.others_in_service == 0
+    assert others_in_service(fleet) == 0
 
 
 def test_servers_elsewhere_serve_while_guests_rest() -> None:
@@ -459,5 +460,5 @@ def test_servers_elsewhere_serve_while_guests_rest() -> None:
         fleet.register(index, f"http://{index}", 0, 0.0)
     fleet.guests.begin(TrainerTurn(2, training=True, version=0))
     assert [order.server for order in fleet.poll(0.0, {})] == [1]
-    assert [life.index for life in fleet.not_resting] == [1]
-    assert (fleet.served_version, fleet.others_in_service) == (0, 1)
+    assert [life.index for life in not_resting(fleet)] == [1]
+    assert (fleet.served_version, others_in_service(fleet)) == (0, 1)

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from asyncrl.data.prompt_queue import DataOrder
 from asyncrl.manager import messages as m
-from asyncrl.manager.rollouts.admission import (
+from asyncrl.manager.rollouts.pacing import (
     DECAY,
     DRAIN,
     LARGEST_RISE,

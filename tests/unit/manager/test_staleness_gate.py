@@ -16,14 +16,14 @@ from asyncrl.manager.rollouts.staleness_gate import (
     LOST_AND_OVER,
     TRAINED,
     WORKER_LOST,
-    RolloutTicket,
+    LiveRollout,
     StalenessGate,
 )
 from tests.examples import examples
 
 
 def start(gate: StalenessGate, *names: str, owner: str = "w0") -> list[int | None]:
-    return [gate.start(RolloutTicket(name, owner, prompt_id=f"p-{name}")) for name in names]
+    return [gate.start(LiveRollout(name, owner, prompt_id=f"p-{name}")) for name in names]
 
 
 def test_the_worked_example_of_the_docstring() -> None:
@@ -89,7 +89,8 @@ def leave(gate: StalenessGate, outcome: str) -> None:
     elif outcome == ABANDONED:
         gate.abandon()
     else:
-        assert gate.drop("a", outcome) == RolloutTicket("a", "w0", prompt_id="p-a")
+        assert (dropped := gate.drop("a", outcome)) is not None
+        assert (dropped.rollout_id, dropped.owner, dropped.prompt_id) == ("a", "w0", "p-a")
 
 
 @pytest.mark.parametrize("finished", [False, True])
@@ -272,7 +273,7 @@ def test_with_more_rollouts_than_the_limit_none_is_admitted() -> None:
     """Each was admitted by an earlier gate, of a run that resumes with smaller settings."""
     gate = StalenessGate(batch_size=1, max_staleness=0)
     for name in ("a", "b", "c"):
-        gate.enter(RolloutTicket(name, "w0"), version=0)
+        gate.enter(LiveRollout(name, "w0"))
     assert (gate.capacity, gate.counted, gate.counts().submitted) == (0, 3, 3)
     assert start(gate, "d") == [None]
 
@@ -304,7 +305,7 @@ def test_running_of_names_the_running_rollouts_of_one_worker() -> None:
     start(gate, "a", "b", owner="w0")
     start(gate, "c", owner="w1")
     gate.finish("a")
-    assert gate.live.running_of("w0") == ["b"]
+    assert [each.rollout_id for each in gate.live.running_of("w0")] == ["b"]
     assert gate.admitted_at("b") == 0
     assert gate.admitted_at("a") is None
 
@@ -331,7 +332,7 @@ def test_what_it_tells_of_owners_and_blocking_is_what_a_look_at_every_rollout_fi
         known = [row[0] for row in live_rows(gate)]
         turn = chance.random()
         if turn < 0.4:
-            gate.start(RolloutTicket(f"r{number}", chance.choice(["w0", "w1"]), f"p{chance.randrange(9)}", number))
+            gate.start(LiveRollout(f"r{number}", chance.choice(["w0", "w1"]), f"p{chance.randrange(9)}", number))
         elif turn < 0.7 and known:
             gate.finish(chance.choice(known))
         elif turn < 0.8 and known:
@@ -341,9 +342,9 @@ def test_what_it_tells_of_owners_and_blocking_is_what_a_look_at_every_rollout_fi
         else:
             gate.advance(gate.version + 1)
         live = live_rows(gate)
-        assert gate.live.owners == {owner for _, owner, *_ in live}
         for owner in ("w0", "w1", "w2"):
-            assert gate.live.running_of(owner) == [row[0] for row in live if row[1] == owner and not row[-1]]
+            running = [each.rollout_id for each in gate.live.running_of(owner)]
+            assert running == [row[0] for row in live if row[1] == owner and not row[-1]]
         for step in range(gate.version, gate.version + 4):
             assert sorted(gate.blocking(step)) == sorted(blocking_by_hand(gate, step))
             assert gate.is_blocked(step) == bool(gate.blocking(step))
@@ -351,7 +352,7 @@ def test_what_it_tells_of_owners_and_blocking_is_what_a_look_at_every_rollout_fi
 
 def live_rows(gate: StalenessGate) -> list[tuple[str, str, int, bool]]:
     """Rollout, owner, version of admission, and True if it is finished, of all live rollouts."""
-    return [(key, live.ticket.owner, live.version, live.finished) for key, live in gate.live._by_id.items()]
+    return [(key, live.owner, live.version, live.finished) for key, live in gate.live._by_id.items()]
 
 
 def blocking_by_hand(gate: StalenessGate, step: int) -> list[str]:
@@ -369,7 +370,7 @@ def blocking_by_hand(gate: StalenessGate, step: int) -> list[str]:
 def test_whether_a_step_is_blocked_looks_at_versions_and_not_at_rollouts() -> None:
     gate = StalenessGate(1_000, 3)
     for number in range(4_000):
-        gate.start(RolloutTicket(f"r{number}", f"w{number % 7}", f"p{number}", number))
+        gate.start(LiveRollout(f"r{number}", f"w{number % 7}", f"p{number}", number))
     looked = []
 
     class Untouchable(dict[str, Any]):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncrl.manager.rollouts.staleness_gate import WORKER_LOST, RolloutTicket, StalenessGate
+from asyncrl.manager.rollouts.staleness_gate import WORKER_LOST, LiveRollout, StalenessGate
 from tests.examples import examples
 
 PICK = st.integers(0, 10_000)
@@ -37,7 +37,7 @@ class TrainerAndWorkers(RuleBasedStateMachine):
     def start(self, worker: str, wanted: int) -> None:
         for _ in range(wanted):
             name = f"r{self.submitted}"
-            version = self.gate.start(RolloutTicket(name, worker))
+            version = self.gate.start(LiveRollout(name, worker))
             if version is None:
                 return
             assert version == self.gate.version
@@ -76,7 +76,7 @@ class TrainerAndWorkers(RuleBasedStateMachine):
     @rule(worker=st.sampled_from(["w0", "w1"]), dead=st.booleans())
     def lease_runs_out(self, worker: str, dead: bool) -> None:
         """A worker that is not dead goes on with what it had; a rank may have what a dead one delivered."""
-        for name in self.gate.live.running_of(worker):
+        for name in [each.rollout_id for each in self.gate.live.running_of(worker)]:
             assert self.gate.drop(name, WORKER_LOST) is not None
             self.lost.add(name)
         for name in [name for name in self.running if dead and self.owner[name] == worker]:
@@ -203,7 +203,7 @@ def test_waiting_never_lets_a_rollout_expire_when_the_newest_finish_first(batch:
     delivered: dict[str, int] = {}
     step = started = 0
     while step < 30:
-        while (version := gate.start(RolloutTicket(f"r{started}", "w0"))) is not None:
+        while (version := gate.start(LiveRollout(f"r{started}", "w0"))) is not None:
             running[f"r{started}"] = version
             started += 1
         if running and (chance.random() < 0.7 or len(delivered) < batch):

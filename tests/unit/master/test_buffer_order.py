@@ -15,7 +15,8 @@ from asyncrl.api import ReadyRollout
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.master.checks import check
-from asyncrl.master.data.sample_buffer import BufferOrderFailed, ConfiguredOrder, SampleBuffer
+from asyncrl.master.data.order import BufferOrderFailed, ConfiguredOrder
+from asyncrl.master.data.sample_buffer import SampleBuffer
 from asyncrl.master.settings import BufferOrderConfig
 from asyncrl.rollout.checks import problems_of_others
 from asyncrl.trainer.messages import RolloutRecord
@@ -66,11 +67,12 @@ def record(order: int, reward: float, oldest: int = 3) -> RolloutRecord:
 
 async def taken(order: BufferOrderConfig, *records: RolloutRecord, batch: int = 2, eta: int = 2) -> list[list[str]]:
     """Return the rollouts that the steps from version 3 on train."""
-    buffer, mine = SampleBuffer(batch, eta, "drop"), ConfiguredOrder(replace(order, timeout_s=LIMIT_S))
+    buffer = SampleBuffer(batch, eta, "drop")
+    mine = ConfiguredOrder(replace(order, timeout_s=LIMIT_S)) if order.path else None
     buffer.add(records)
     batches = []
     version = 3
-    while (found := buffer.take(version, await mine.ranks(buffer.live(), version))) is not None:
+    while (found := buffer.take(version, await mine.ranks(buffer.live(), version) if mine else {})) is not None:
         batches.append([each.rollout_id for each in found.records])
         buffer.mark_trained(found)
         version += 1
@@ -116,7 +118,7 @@ async def test_one_that_takes_too_long_costs_the_order_of_its_steps_and_not_the_
         hang.wait(LIMIT_S)
         return -rollout.order
 
-    monkeypatch.setattr("asyncrl.master.data.sample_buffer.load_plugin", lambda path: slow)
+    monkeypatch.setattr("asyncrl.master.data.order.load_plugin", lambda path: slow)
     order = ConfiguredOrder(BufferOrderConfig("mine.py:slow", timeout_s=0.05))
     assert await order.ranks(ROLLOUTS, 3) == {}
     assert "buffer.order mine.py:slow took longer than buffer.order.timeout_s=0.05 for 4 rollouts" in caplog.text
@@ -151,7 +153,7 @@ async def test_the_function_sees_the_rollout_and_the_age_of_its_oldest_token(
         seen.append(rollout)
         return 0.0
 
-    monkeypatch.setattr("asyncrl.master.data.sample_buffer.load_plugin", lambda path: note)
+    monkeypatch.setattr("asyncrl.master.data.order.load_plugin", lambda path: note)
     order = ConfiguredOrder(BufferOrderConfig("mine.py:note", timeout_s=LIMIT_S))
     empty = structs.replace(record(1, 0.0, oldest=-1), generated=(0, 0), version_tokens={})
     timed = structs.replace(record(0, 0.5, oldest=3), metrics={"time/reward_s": 2.0})
@@ -161,7 +163,6 @@ async def test_the_function_sees_the_rollout_and_the_age_of_its_oldest_token(
 
 
 async def test_failures_are_counted_where_there_is_an_order(mine: str, caplog: pytest.LogCaptureFixture) -> None:
-    assert ConfiguredOrder(BufferOrderConfig()).metrics() == {}
     order = ConfiguredOrder(BufferOrderConfig(f"{mine}:broken", timeout_s=LIMIT_S))
     assert order.metrics() == {"rollout/order_failed": 0.0}
     for _ in range(2):

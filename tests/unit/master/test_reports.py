@@ -15,12 +15,13 @@ from asyncrl.comm.http_client import HttpRefused
 from asyncrl.comm.waits import Backoff
 from asyncrl.data.prompt_queue import UsedPrompts
 from asyncrl.manager import messages as m
-from asyncrl.manager.client import GateStatus, ManagerClient, ManagerGone
+from asyncrl.manager.client import ManagerClient, ManagerGone
 from asyncrl.master.data import collector as module
 from asyncrl.master.data.collector import BooksError, Reports, received, trained_rollout
 from asyncrl.master.data.sample_buffer import SampleBuffer, TrainBatch
 from asyncrl.master.settings import OnStale
 from asyncrl.trainer.messages import RolloutRecord
+from tests.statuses import status_reply
 
 WHILE_STOPPING_S = 1 / 32
 """Instead of `ANSWER_S`."""
@@ -77,8 +78,8 @@ class Manager:
         await self._answers(f"end {version}")
         return RolloutCounts(7, 4, {}, 3)
 
-    async def status(self) -> GateStatus:
-        return GateStatus(idle_s=3.0)
+    async def status(self) -> m.StatusReply:
+        return status_reply(idle_s=3.0)
 
 
 def reply(*, checkpoint: m.GateCheckpoint | None = None, **others: Any) -> m.ConsumedReply:
@@ -167,7 +168,7 @@ async def test_a_step_is_reported_with_what_was_dropped_and_brings_the_gates_par
     assert world.manager.reports == [(1, ["r0", "r1"], [m.DroppedRollout("r8", "stale")])]
     reports = world.reports
     assert (reports.checkpoint, reports.counts.trained) == (checkpoint, 4)
-    assert reports.status == GateStatus(2.0, frozenset({4}), {"stale": 3})
+    assert (reports.idle_s, reports.versions_in_use, reports.counts.dropped) == (2.0, {4}, {"stale": 3})
     assert world.ranks.discarded == ["r8"]
 
 
@@ -231,7 +232,7 @@ async def test_the_manager_gets_the_checkpoint_and_what_the_ranks_have_once_befo
 async def test_a_status_is_asked_for_without_a_report() -> None:
     world = World()
     await world.reports.look()
-    assert world.reports.status.idle_s == 3.0
+    assert world.reports.idle_s == 3.0
     assert world.manager.told == []
 
 
@@ -318,5 +319,5 @@ async def test_a_manager_that_waits_for_workers_is_called_for_longer_than_one_th
             raise HttpRefused(url, statuses.pop(), b"")
         return reply(idle_s=7.0)
 
-    cast(Any, client)._connection.http.call = call
+    cast(Any, client)._http.call = call
     assert (await client.consumed(1)).idle_s == 7.0

@@ -12,20 +12,21 @@ import pytest
 
 from asyncrl.comm.request_reply import RequestClient
 from asyncrl.comm.waits import RunningClock
-from asyncrl.manager.client import GateStatus
+from asyncrl.manager.messages import StatusReply
 from asyncrl.master.data.sample_buffer import SampleBuffer
 from asyncrl.master.data.stall import LEAST_GROUPS, FilteredOut, RolloutSigns, StallWatch
 from asyncrl.master.peers import BUSY_LIMITS, IDLE_LIMITS, Stalled, while_ranks_work
 from asyncrl.master.settings import OnStale
 from asyncrl.observe.tail import read_rows
 from asyncrl.trainer.messages import AskPulse, RankPulse
+from tests.statuses import status_reply
 
 AHEAD = 3
 LIMIT_S = 1 / 32
 """A rank is asked four times within it."""
 
 
-def signs_after(*seen: tuple[int, GateStatus]) -> RolloutSigns:
+def signs_after(*seen: tuple[int, StatusReply]) -> RolloutSigns:
     signs = RolloutSigns(AHEAD)
     for received, status in seen:
         signs.take(received, status)
@@ -35,29 +36,29 @@ def signs_after(*seen: tuple[int, GateStatus]) -> RolloutSigns:
 @pytest.mark.parametrize(
     ("received", "status", "alive"),
     [
-        (4, GateStatus(served=2), False),
-        (5, GateStatus(served=2), True),
-        (4, GateStatus(served=3), True),
-        (4, GateStatus(served=2, dropped={"filter: zero_variance": 1}), True),
-        (4, GateStatus(served=2, dropped={"stale": 1}), False),
-        (4, GateStatus(served=2, loading=True), True),
-        (4, GateStatus(served=2, running=1), True),
-        (4, GateStatus(served=2, running=1, able=False), False),
-        (4, GateStatus(served=2, running=1, dropped={"failed": AHEAD - 1}), True),
-        (4, GateStatus(served=2, running=1, dropped={"failed": AHEAD - 1, "timeout": 1}), False),
-        (5, GateStatus(served=3, running=1, rebuilt=False), False),
+        (4, status_reply(served=2), False),
+        (5, status_reply(served=2), True),
+        (4, status_reply(served=3), True),
+        (4, status_reply(served=2, dropped={"filter: zero_variance": 1}), True),
+        (4, status_reply(served=2, dropped={"stale": 1}), False),
+        (4, status_reply(served=2, loading=True), True),
+        (4, status_reply(served=2, running=1), True),
+        (4, status_reply(served=2, running=1, able=False), False),
+        (4, status_reply(served=2, running=1, dropped={"failed": AHEAD - 1}), True),
+        (4, status_reply(served=2, running=1, dropped={"failed": AHEAD - 1, "timeout": 1}), False),
+        (5, status_reply(served=3, running=1, rebuilt=False), False),
     ],
 )
 def test_rollouts_live_while_they_arrive_or_are_under_way_and_do_not_only_fail(
-    received: int, status: GateStatus, alive: bool
+    received: int, status: StatusReply, alive: bool
 ) -> None:
-    assert signs_after((4, GateStatus(served=2))).take(received, status) is alive
+    assert signs_after((4, status_reply(served=2))).take(received, status) is alive
 
 
 def test_what_was_lost_before_the_last_arrival_is_not_counted_again() -> None:
-    signs = signs_after((4, GateStatus()), (5, GateStatus(dropped={"failed": 9})))
-    assert signs.take(5, GateStatus(running=1, dropped={"failed": 9 + AHEAD - 1}))
-    assert not signs.take(5, GateStatus(running=1, dropped={"failed": 9 + AHEAD}))
+    signs = signs_after((4, status_reply()), (5, status_reply(dropped={"failed": 9})))
+    assert signs.take(5, status_reply(running=1, dropped={"failed": 9 + AHEAD - 1}))
+    assert not signs.take(5, status_reply(running=1, dropped={"failed": 9 + AHEAD}))
     assert signs.describe().endswith(f"{AHEAD} were lost ({AHEAD} failed)")
 
 
@@ -113,7 +114,7 @@ class Run:
 
     free_since, silent = 0.0, ()
 
-    def __init__(self, tmp_path: Path, *statuses: GateStatus, clock: Any = None) -> None:
+    def __init__(self, tmp_path: Path, *statuses: StatusReply, clock: Any = None) -> None:
         self.statuses, self.seen = list(statuses), asyncio.Event()
         self.buffer = SampleBuffer(2, 1, OnStale.drop)
         parts: list[Any] = [self, self, self, self.buffer, self]
@@ -122,7 +123,7 @@ class Run:
     def producers_start(self) -> bool:
         return False
 
-    async def status(self) -> GateStatus:
+    async def status(self) -> StatusReply:
         if len(self.statuses) > 1:
             return self.statuses.pop(0)
         self.seen.set()
@@ -132,8 +133,8 @@ class Run:
         await self.stall.wait(self.seen.wait(), version, "trajectories", rollouts=True)
 
 
-def filtered(count: int, *, rebuilt: bool = True) -> GateStatus:
-    return GateStatus(dropped={"filter: zero_variance": count} if rebuilt else {}, rebuilt=rebuilt, running=1)
+def filtered(count: int, *, rebuilt: bool = True) -> StatusReply:
+    return status_reply(dropped={"filter: zero_variance": count} if rebuilt else {}, rebuilt=rebuilt, running=1)
 
 
 async def test_a_wait_for_rollouts_says_that_filters_drop_nearly_all_of_them(
@@ -182,7 +183,7 @@ def test_filters_that_keep_a_part_of_the_groups_are_no_warning() -> None:
 async def test_what_goes_on_between_two_waits_is_no_silence(tmp_path: Path) -> None:
     """A checkpoint's copy, or scoring ahead, may take longer than the limit."""
     now = 0.0
-    run = Run(tmp_path, GateStatus(running=1), clock=lambda: now)
+    run = Run(tmp_path, status_reply(running=1), clock=lambda: now)
     await run.stall.wait(asyncio.sleep(0), 3, "trajectories")
     for _ in range(3):
         now += 50.0
@@ -199,7 +200,7 @@ async def test_what_goes_on_between_two_waits_is_no_silence(tmp_path: Path) -> N
 
 async def test_an_arrival_is_a_sign_of_life_though_it_leaves_no_time_to_ask(tmp_path: Path) -> None:
     now = 0.0
-    run = Run(tmp_path, GateStatus(), clock=lambda: now)
+    run = Run(tmp_path, status_reply(), clock=lambda: now)
 
     async def passes(seconds: float) -> None:
         nonlocal now
@@ -219,13 +220,13 @@ async def test_waits_that_end_before_the_manager_answers_ask_it_no_more_often(
     asked, begun = 0, time.monotonic()
 
     class Slow(Run):
-        async def status(self) -> GateStatus:
+        async def status(self) -> StatusReply:
             nonlocal asked
             asked += 1
             return await asyncio.Event().wait()  # type: ignore[return-value]
 
     monkeypatch.setattr("asyncrl.master.data.stall.ASK_S", 0.1)
-    run = Slow(tmp_path, GateStatus())
+    run = Slow(tmp_path, status_reply())
     while asked < 2:
         await run.stall.wait(asyncio.sleep(0.01), 3, "trajectories", rollouts=True)
     assert time.monotonic() - begun >= 2 * 0.1
@@ -236,7 +237,7 @@ async def test_signs_of_life_are_looked_for_however_often_an_arrival_ends_a_wait
 ) -> None:
     """A batch that takes longer than the limit on silence, and of which a rollout comes every second, is no stall."""
     monkeypatch.setattr("asyncrl.master.data.stall.ASK_S", 0.2)
-    run = Run(tmp_path, GateStatus(running=1))
+    run = Run(tmp_path, status_reply(running=1))
     async with asyncio.timeout(300):
         while not run.seen.is_set():
             await run.stall.wait(asyncio.sleep(0.01), 3, "trajectories", rollouts=True)

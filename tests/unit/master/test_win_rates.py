@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.settings import PickVersion, PolicyConfig, VersionPoolConfig
-from asyncrl.master.evaluations import WinRates
+from asyncrl.master.win_rates import WinRates
 from asyncrl.trainer.messages import RolloutRecord
 
 POOL = VersionPoolConfig(every=2, keep=2, pick=PickVersion.prioritised)

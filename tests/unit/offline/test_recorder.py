@@ -15,10 +15,10 @@ import pytest
 from asyncrl.api import Sample, Trajectory
 from asyncrl.comm.ended_rollouts import RolloutCounts
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.manager.client import GateStatus
-from asyncrl.manager.messages import ReceivedRollout, RunBegin
+from asyncrl.manager.messages import ReceivedRollout, RunBegin, StatusReply
 from asyncrl.offline import masters as module
 from asyncrl.offline.masters import Recorder
+from tests.statuses import status_reply
 
 
 class Manager:
@@ -36,11 +36,8 @@ class Manager:
         self.received_tokens |= {each.rollout_id: each.tokens for each in rollouts}
         return [each.rollout_id for each in rollouts if each.rollout_id == "lost"]
 
-    async def status(self) -> GateStatus:
-        return GateStatus()
-
-    async def describe(self) -> str:
-        return "nothing runs"
+    async def status(self) -> StatusReply:
+        return status_reply()
 
     async def close_gate(self) -> None:
         self.told.append("close")

@@ -14,7 +14,7 @@ from asyncrl.api import Agent, Environment, GenerationRequest, GenerationResult,
 from asyncrl.rollout.episode import run_group
 from asyncrl.rollout.settings import UserCodeConfig
 from asyncrl.rollout.user_code.agents import adapted_agent
-from asyncrl.rollout.user_code.environments import HostedEnvironment
+from asyncrl.rollout.user_code.hosted import HostedEnvironment
 from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
 
 LIMIT_S = 300.0

@@ -29,8 +29,9 @@ from asyncrl.data.prompt_format import InvalidPrompt
 from asyncrl.data.tokenizers import CharTokenizer
 from asyncrl.plugins.agents.single_turn import SingleTurnAgent
 from asyncrl.plugins.envs.single_turn import SingleTurnEnv
-from asyncrl.rollout.episode import run_group
-from asyncrl.rollout.evaluation import Answer, Evaluator, KeptAnswers
+from asyncrl.rollout.episode import Answer, run_group
+from asyncrl.rollout.evaluation import Evaluator
+from asyncrl.rollout.kept_answers import KeptAnswers
 from asyncrl.rollout.messages import EvaluatedAnswer
 from asyncrl.rollout.rollout_client import RolloutClient
 from asyncrl.rollout.settings import EvalConfig, EvalSetConfig

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from asyncrl.api import Completion, EpisodeError, FinishReason, Sample
-from asyncrl.rollout.rollout_client import GeneratedTokens
+from asyncrl.rollout.policy_answers import PolicyAnswers
 
 
 def answer(*tokens: int, logprob: float = -0.5, version: int = 3) -> Completion:
@@ -32,20 +32,21 @@ SOLVED, JUDGED = answer(1, 2, 2, logprob=-0.1), answer(2, 5, logprob=-0.7)
 
 
 @pytest.fixture
-def generated() -> GeneratedTokens:
-    made = GeneratedTokens(("judge",))
-    made.answered("", [SOLVED, answer(9)])
-    made.answered("judge", [JUDGED])
-    made.answered("past", [answer(4)])
+def generated() -> PolicyAnswers:
+    made = PolicyAnswers(("judge",))
+    made.add("", [SOLVED, answer(9)])
+    made.add("judge", [JUDGED])
+    made.add("past", [answer(4)])
     return made
 
 
-def test_samples_of_each_policys_own_answers_pass(generated: GeneratedTokens) -> None:
+def test_samples_of_each_policys_own_answers_pass(generated: PolicyAnswers) -> None:
     own = [sample(SOLVED, answer(9)), sample(JUDGED, group="judge/right")]
     generated.check(own)
     generated.check(own[:1])  # an agent may return some samples only
     generated.check([])
-    assert generated.metrics() == {"rollout/generated/actor": 4.0, "rollout/generated/judge": 2.0}
+    of_opponent = {f"opponent/past/{which}version": 3.0 for which in ("", "oldest_", "newest_")}
+    assert generated.metrics() == of_opponent | {"rollout/generated/actor": 4.0, "rollout/generated/judge": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -70,20 +71,20 @@ def test_samples_of_each_policys_own_answers_pass(generated: GeneratedTokens) ->
     ],
 )
 def test_tokens_that_a_policy_did_not_generate_are_refused(
-    generated: GeneratedTokens, strange: Sample, count: int
+    generated: PolicyAnswers, strange: Sample, count: int
 ) -> None:
     with pytest.raises(EpisodeError, match=f"with {count} tokens that this policy did not generate"):
         generated.check([sample(answer(9)), strange])
 
 
-def test_two_policies_that_change_places_are_refused(generated: GeneratedTokens) -> None:
+def test_two_policies_that_change_places_are_refused(generated: PolicyAnswers) -> None:
     own = [sample(SOLVED), sample(JUDGED, group="judge")]
     with pytest.raises(EpisodeError, match=r"samples of the run's own policy \(comparison group ''\) with 2 tokens"):
         generated.check([replace(each, group=other.group) for each, other in zip(own, own[::-1], strict=True)])
 
 
 def test_a_run_with_one_trained_policy_records_nothing() -> None:
-    alone = GeneratedTokens(())
-    alone.answered("", [SOLVED])
+    alone = PolicyAnswers(())
+    alone.add("", [SOLVED])
     alone.check([sample(JUDGED)])  # an agent may train on demonstrations
     assert alone.metrics() == {}

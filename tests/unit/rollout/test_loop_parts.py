@@ -28,6 +28,7 @@ from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import AllocateReply, GrantedRollout, Route
 from asyncrl.rollout.episode import RetryLimits, run_group
 from asyncrl.rollout.loop import MAX_ATTEMPTS, MAX_FAILURES_IN_A_ROW, Failures, RolloutSlots, TrajectorySender
+from asyncrl.rollout.policy_answers import PolicyAnswers
 from asyncrl.rollout.rollout_client import RolloutClient, RolloutPolicy
 from asyncrl.rollout.user_code_pool.call_records import Activity, current_meter, metered, timed
 
@@ -108,11 +109,12 @@ async def test_a_rollouts_first_own_request_goes_to_its_route_and_opponents_are_
             return GenerationResult(request.request_id, (Completion([1, 2, 3], [-1.0] * 3, [4, 4, 7], "stop"),))
 
     route = Route("http://server", 0)
-    policy = RolloutPolicy(cast(RolloutClient, cast(Any, Client())), "r", route, trained=("judge",))
+    policy = RolloutPolicy(cast(RolloutClient, cast(Any, Client())), "r", route, PolicyAnswers(("judge",)))
     for name in ("past", "", "", "judge"):
         await policy.generate(GenerationRequest("q", (1,), 1, SamplingParams(), policy=name))
     assert routes == [None, route, None, None]
-    found = policy.metrics()
+    assert policy.answers is not None
+    found = policy.answers.metrics()
     assert found["opponent/past/version"] == 5.0
     assert (found["opponent/past/oldest_version"], found["opponent/past/newest_version"]) == (4.0, 7.0)
     assert not any(name.startswith("opponent/judge") for name in found)

@@ -27,7 +27,7 @@ from asyncrl.comm.ended_rollouts import lost_episodes
 from asyncrl.plugins.settings import EnvConfig
 from asyncrl.rollout.episode import RetryLimits, run_group
 from asyncrl.rollout.settings import UserCodeConfig
-from asyncrl.rollout.user_code.environments import ProcessEnvironment
+from asyncrl.rollout.user_code.in_processes import ProcessEnvironment
 from asyncrl.rollout.user_code_pool.call_records import UserCodeError, metered
 from asyncrl.rollout.user_code_pool.child import CodeTarget
 from asyncrl.rollout.user_code_pool.runner import UserCodeRunner

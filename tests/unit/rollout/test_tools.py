@@ -15,8 +15,8 @@ from asyncrl.api.tool import as_tool
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.data.chat_template import ChatTemplate
-from asyncrl.plugins.checks import check_tools, tool_code_problems
 from asyncrl.plugins.settings import McpServerConfig, ToolConfig
+from asyncrl.plugins.tools.checks import check, code_problems
 from asyncrl.plugins.tools.toolbox import MAX_ARGUMENT_CHARS, HostedTool, Toolbox, ToolFailure
 from asyncrl.rollout.settings import UserCodeConfig
 from asyncrl.rollout.user_code.tools import RunTools, check_format
@@ -410,7 +410,7 @@ async def test_a_tool_that_cannot_be_loaded_is_refused_by_its_setting(runner, mo
 def _problems(text: str) -> list[str]:
     merged = OmegaConf.merge(OmegaConf.structured(ExperimentConfig), OmegaConf.create(text))
     config: Any = OmegaConf.to_object(merged)
-    return list(check_tools(config)) or list(tool_code_problems(config))
+    return list(check(config)) or list(code_problems(config))
 
 
 AGENT = "agent: {path: 'asyncrl.plugins.agents.tool_agent:ToolAgent'}\n"

@@ -165,7 +165,7 @@ async def test_each_evaluation_set_is_played_by_its_own_agent_environment_and_re
     components = UserComponents(config)
     policy = MadeUpPolicy(components.tokenizer, 1)
     found = {}
-    async with components.runner, components.tools:
+    async with components.entered():
         for name in code:
             samples, _ = await components.play_to_evaluate(name, components.prompts.evaluation(name, 0, 0), policy)
             found[name] = [sample.total_reward for sample in samples]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pkgutil
+import re
 import subprocess
 import sys
 
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.runtime import plan
 from asyncrl.runtime.plan import PROCESS_KINDS, Purpose
 from asyncrl.runtime.process.worker import Worker
 
@@ -22,6 +24,12 @@ def test_every_kind_names_a_worker_and_one_kind_leads() -> None:
     config.samples.only = True
     keeping = [name for name, kind in PROCESS_KINDS.items() if kind.leads and Purpose.train in kind.runs]
     assert [name for name in keeping if PROCESS_KINDS[name].count(config)] == ["recorder"]
+
+
+def test_every_optional_part_that_the_plan_names_exists() -> None:
+    parts = [path for path in vars(plan).values() if isinstance(path, str) and re.fullmatch(r"asyncrl[.\w]+:\w+", path)]
+    assert plan.DEADLINE_PACING in parts
+    assert all(callable(pkgutil.resolve_name(path)) for path in parts)
 
 
 def test_a_replay_has_a_manager_and_one_worker_that_reads_the_kept_rollouts_and_no_server() -> None:

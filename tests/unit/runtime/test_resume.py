@@ -12,7 +12,7 @@ import pytest
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment, settings
 from asyncrl.config.run_dir import CONFIG_FILE, SUMMARY_FILE, run_dir_of, write_run_config
-from asyncrl.launch.commands import experiment_help
+from asyncrl.launch.help import experiment_help
 from asyncrl.observe.display import make_display
 from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.trials.claim import TrialError

@@ -28,7 +28,7 @@ from asyncrl.manager.messages import (
 )
 from asyncrl.manager.rollouts.ledger import Ledger
 from asyncrl.manager.rollouts.rollout_state import RolloutState
-from asyncrl.manager.rollouts.staleness_gate import RolloutTicket
+from asyncrl.manager.rollouts.staleness_gate import LiveRollout
 from asyncrl.master.data.collector import trained_rollout
 from asyncrl.master.data.sample_buffer import TrainBatch
 from asyncrl.master.metrics_log import batch_statistics
@@ -98,28 +98,28 @@ class Launch:
         write_books(folder, self.version, self.gate.counts())
 
     @property
-    def running(self) -> list[RolloutTicket]:
+    def running(self) -> list[LiveRollout]:
         """The running rollouts, in the order in which they began."""
         tickets = (self.gate.live.running(rollout_id) for rollout_id in self.gate.live)
         return [ticket for ticket in tickets if ticket is not None]
 
-    def admit(self, worker: int) -> RolloutTicket | None:
+    def admit(self, worker: int) -> LiveRollout | None:
         name = f"rollout_worker/{worker}"
         if not self.gate.capacity or (turn := self.rollouts.next_for(name)) is None:
             return None
         self.number += 1
         rollout_id = f"r{self.ledger.lineage}-{self.number}"
         self.rollouts.admit(rollout_id, name, turn)
-        return self.gate.live.ticket(rollout_id)
+        return self.gate.live.get(rollout_id)
 
-    def finish(self, ticket: RolloutTicket) -> None:
+    def finish(self, ticket: LiveRollout) -> None:
         assert self.rollouts.receive(ticket.rollout_id, 10)
 
-    def fail(self, ticket: RolloutTicket, reason: str, *, again: bool = False) -> None:
+    def fail(self, ticket: LiveRollout, reason: str, *, again: bool = False) -> None:
         """Its worker drops the rollout, for good or to try its prompt `again` later, as a filter does."""
         self.rollouts.finish(FinishedRollout(ticket.rollout_id, False, reason, again, again))
 
-    def drop(self, ticket: RolloutTicket, reason: str) -> None:
+    def drop(self, ticket: LiveRollout, reason: str) -> None:
         self.rollouts.drop([DroppedRollout(ticket.rollout_id, reason)])
 
     def fill(self) -> None:
@@ -144,10 +144,8 @@ class Launch:
                 self.finish(ticket)
         live = [live for rollout_id in self.gate.live if (live := self.gate.live.get(rollout_id)) is not None]
         finished = [one for one in live if one.finished]
-        chosen = sorted(finished, key=lambda one: (one.version, one.ticket.order))[:BATCH]
-        records = tuple(
-            self._record(one.ticket, one.version) for one in sorted(chosen, key=lambda one: one.ticket.order)
-        )
+        chosen = sorted(finished, key=lambda one: (one.version, one.order))[:BATCH]
+        records = tuple(self._record(one, one.version) for one in sorted(chosen, key=lambda one: one.order))
         batch = TrainBatch(self.version, max(0, self.version - ETA), records)
         self.version += 1
         self.now += 5.0
@@ -189,7 +187,7 @@ class Launch:
         write_folder(folder, "checkpoint", self.version, {"state.json": text, "shard.safetensors": b"x" * 50})
         return self.kept
 
-    def held(self, *tickets: RolloutTicket) -> HeldReport:
+    def held(self, *tickets: LiveRollout) -> HeldReport:
         """A report of the worker that runs these rollouts."""
         held = []
         for ticket in tickets:
@@ -203,9 +201,7 @@ class Launch:
         """The rollouts that the ranks have."""
         live = [live for rollout_id in self.gate.live if (live := self.gate.live.get(rollout_id)) is not None]
         return [
-            ReceivedRollout(one.ticket.rollout_id, one.ticket.prompt_id, one.ticket.order, one.version, 10)
-            for one in live
-            if one.finished
+            ReceivedRollout(one.rollout_id, one.prompt_id, one.order, one.version, 10) for one in live if one.finished
         ]
 
     def end(self, total_steps: int = 0) -> None:
@@ -259,7 +255,7 @@ class Launch:
         for writer, kept in rows.items():
             write_samples(self.folder / "samples", self.version, writer, kept, max_bytes=1 << 30)
 
-    def _record(self, ticket: RolloutTicket, version: int) -> RolloutRecord:
+    def _record(self, ticket: LiveRollout, version: int) -> RolloutRecord:
         versions = {version: 3, self.version: 2} if version < self.version else {version: 5}
         generated = {"rollout/generated/actor": 3.0, "rollout/generated/judge": 4.0}
         return RolloutRecord(
@@ -358,7 +354,7 @@ def after_death(before: Launch) -> Launch:
     Since that step a rollout was dropped, and others were admitted: one arrived, and its worker reported the end; one
     runs; one was with a worker that died too.
     """
-    stale = before.gate.live.ticket(before.received()[-1].rollout_id)
+    stale = before.gate.live.get(before.received()[-1].rollout_id)
     assert stale is not None
     before.drop(stale, "stale")
     arrived, runs, _ = [ticket for worker in (0, 1, 0) if (ticket := before.admit(worker)) is not None]

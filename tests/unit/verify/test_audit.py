@@ -407,7 +407,7 @@ def test_a_prompt_whose_later_attempt_was_lost_with_its_lineage_is_not_passed_ov
     first = Launch(run)
     for _ in range(3):
         first.step(slow=(7, 13))
-    live = {(line.ticket.order, line.ticket.attempt) for name in first.gate.live if (line := first.gate.live.get(name))}
+    live = {(line.order, line.attempt) for name in first.gate.live if (line := first.gate.live.get(name))}
     assert {(7, 1), (13, 0)} < live
     first.ledger.close()
     second = Launch(run, first.kept)

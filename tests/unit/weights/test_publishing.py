@@ -14,8 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config
 
 from asyncrl.config.run_dir import versions_in
-from asyncrl.data.chat_template import template_source
-from asyncrl.data.tokenizers import load_tokenizer
+from asyncrl.data.tokenizers import load_tokenizer, template_source
 from asyncrl.models.ranks import Ranks
 from asyncrl.trainer.model.load_models import load_causal_lm
 from asyncrl.weights import atomic_dir

@@ -102,7 +102,7 @@ class Policy:
 async def played(policy: Any, *overrides: str) -> list[Sample]:
     config = load_experiment("embodied_srpo", ["rewards=[]", "rollout.sampling.max_new_tokens=9", *overrides])
     components = UserComponents(config)
-    async with components.runner, components.tools:
+    async with components.entered():
         prompt = components.prompts.train(PromptRef("p", 0, 0))
         samples, _ = await components.play_to_train(prompt, policy, RetryLimits())
         assert episode_of(prompt, samples[-1], components.tokenizer).frames == samples[-1].frames

@@ -28,7 +28,7 @@ from asyncrl.api import (
     ToolCall,
     ToolSchema,
 )
-from asyncrl.chat.conversation import ChatLimits, Phase
+from asyncrl.chat.conversation import ChatLimits
 from asyncrl.chat.episode_client import ChatPolicy, ConversationEnded, DriftError, EpisodeClient
 from asyncrl.chat.parsers import Parsed
 from asyncrl.chat.settings import DriftCheck, Reasoning
@@ -286,8 +286,8 @@ async def test_matching_ignores_what_frameworks_change_and_minds_what_matters(
     assert last.prompt_ids == extended
     (sample,) = client.samples()
     assert_exact(sample, policy.said)
-    assert client.turns[0].request.phase is Phase.calling_tools
-    assert (client.turns[1].request.phase, client.turns[1].request.turns) == (Phase.completed, 2)
+    assert client.turns[0].request.calls_tools
+    assert (client.turns[1].request.calls_tools, client.turns[1].request.turns) == (False, 2)
     assert client.metrics["chat/tool_s"] > 0
 
 
@@ -554,7 +554,7 @@ async def test_two_results_of_a_turn_that_a_template_shows_one_of(chat_format: M
     await client.chat([user("a"), reply.message, *results], tools=TOOLS)
     (sample,) = client.samples()
     assert_exact(sample, policy.said)
-    assert client.turns[0].request.finish is ChatFinish.tool_calls
+    assert client.turns[0].request.calls_tools
 
 
 async def test_conversations_of_an_episode_record_apart_and_name_their_samples(

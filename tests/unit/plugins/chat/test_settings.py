@@ -14,8 +14,8 @@ from asyncrl.config.setting import ConfigError
 from asyncrl.data.prompt_queue import PromptRef
 from asyncrl.launch.before_start.setting_checks import validate
 from asyncrl.plugins.settings import ToolConfig
-from asyncrl.rollout.user_code.agents import chat_policy
 from asyncrl.rollout.user_code.components import UserComponents
+from asyncrl.rollout.user_code.conversations import chat_policy
 
 from .conftest import TEMPLATES
 

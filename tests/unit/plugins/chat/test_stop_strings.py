@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.chat.stop_strings import before_stop, check_stop_strings, completed_by_last, kept_tokens
+from asyncrl.chat.template import before_stop
+from asyncrl.data.stop_strings import check_stop_strings, completed_by_last, kept_tokens
 from asyncrl.data.tokenizers import ChatTokenizer
 from tests.examples import examples
 

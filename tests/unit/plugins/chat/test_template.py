@@ -13,7 +13,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.data.chat_template import ChatTemplate
 from asyncrl.data.prompt_format import PromptFormat
 from asyncrl.data.tokenizers import CharTokenizer
-from asyncrl.rollout.user_code.agents import load_chat_format
+from asyncrl.rollout.user_code.conversations import load_chat_format
 
 from .conftest import END, SPECIAL, TEMPLATES
 

@@ -16,10 +16,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from asyncrl.data.chat_template import ChatError, ChatTemplate, template_source
+from asyncrl.data.chat_template import ChatError, ChatTemplate
 from asyncrl.data.prompt_format import InvalidPrompt, OverlongPrompt, PromptFormat, measure_prompts
 from asyncrl.data.settings import Overlong
-from asyncrl.data.tokenizers import FastTokenizer, load_tokenizer, special_tokens
+from asyncrl.data.tokenizers import FastTokenizer, load_tokenizer, special_tokens, template_source
 
 QWEN = """{%- if tools %}
     {{- '<|im_start|>system\\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}

@@ -14,7 +14,7 @@ from asyncrl.config.load import load_experiment
 from asyncrl.data.files import FileDataset
 from asyncrl.launch.before_start.data import check_data
 from asyncrl.launch.before_start.setting_checks import validate
-from asyncrl.master.data.sample_buffer import ConfiguredOrder
+from asyncrl.master.data.order import ConfiguredOrder
 from asyncrl.rollout.user_code.prompts import load_train_set
 from asyncrl.trainer.messages import RolloutRecord
 

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.data.datasets import DataRecord, Mixture
+from asyncrl.data.datasets import DataRecord
 from asyncrl.data.files import FileDataset
+from asyncrl.data.mixture import Mixture
 
 
 class Rows:

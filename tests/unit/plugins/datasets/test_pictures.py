@@ -18,13 +18,13 @@ from PIL import Image
 from asyncrl.api import Prompt, SamplingParams
 from asyncrl.api.picture import MAX_PICTURES, Picture
 from asyncrl.data.chat_template import ChatTemplate
-from asyncrl.data.datasets import content_sum
 from asyncrl.data.demonstrations import DemonstrationFormat
 from asyncrl.data.files import FileDataset
 from asyncrl.data.picture_parts import PictureSource, observed
 from asyncrl.data.prompt_format import InvalidPrompt, PromptFormat, make_prompt, measure_prompts
 from asyncrl.data.prompt_queue import PromptRef
 from asyncrl.rollout.user_code_pool.agent_protocol import _sample_of
+from asyncrl.staging.inputs import content_sum
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}"

@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 from asyncrl.api import Tool, ToolCall, as_tool
 from asyncrl.chat.parsers import FORMATS
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.plugins.checks import check_tools, tool_code_problems
 from asyncrl.plugins.settings import ToolConfig
+from asyncrl.plugins.tools.checks import check, code_problems
 from asyncrl.rollout.user_code.tools import RunTools
 from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
 
@@ -44,7 +44,7 @@ def test_the_settings_are_accepted(text: str, tmp_path: Path, monkeypatch: pytes
     merged = OmegaConf.merge(OmegaConf.structured(ExperimentConfig), OmegaConf.create(text))
     config: Any = OmegaConf.to_object(merged)
     assert config.tools or config.mcp
-    assert [*check_tools(config), *tool_code_problems(config)] == []
+    assert [*check(config), *code_problems(config)] == []
 
 
 async def test_the_function_is_a_tool() -> None:

@@ -58,15 +58,3 @@ def completed_by_last(token_ids: Sequence[int], strings: Sequence[str], decode: 
         return None
     text = decode(token_ids[-(max(len(string.encode()) for string in strings) + _CUT) :])
     return next((string for string in strings if string in text), None)
-
-
-def first_stop(text: str, strings: Sequence[str]) -> str | None:
-    """Return the stop string that is complete first in `text`; None if there is none."""
-    ends = [(at + len(string), string) for string in strings if (at := text.find(string)) >= 0]
-    return min(ends)[1] if ends else None
-
-
-def before_stop(text: str, strings: Sequence[str]) -> str:
-    """Return `text` up to the first stop string in it; all of it if there is none."""
-    found = [at for string in strings if (at := text.find(string)) >= 0]
-    return text[: min(found)] if found else text
