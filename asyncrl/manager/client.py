@@ -52,6 +52,7 @@ class ManagerClient:
         retry_s: seconds for which a call is repeated while the manager does not answer.
         find: returns the manager's current URL. Called after a failed call, since a new process may have replaced the
             manager.
+        host: address of the caller's host.
     """
 
     def __init__(
@@ -64,9 +65,10 @@ class ManagerClient:
         retry_s: float = PAUSE_S,
         find: Callable[[], str] | None = None,
         launch: str = "",
+        host: str = "",
     ) -> None:
         self._http, self._url, self._retry_s, self._find = JsonHttp(security), url.rstrip("/"), retry_s, find
-        self._worker, self._incarnation, self._launch = worker, incarnation, launch
+        self._worker, self._incarnation, self._launch, self._host = worker, incarnation, launch, host
         self._manager: int | None = None  # number of the manager that the session is with
         self._opening = asyncio.Lock()
         self._held = HeldRollouts()
@@ -259,7 +261,7 @@ class ManagerClient:
         """Return the number of the manager that the session is with; open a session first if there is none."""
         async with self._opening:
             if self._manager is None:
-                report = m.HeldReport(self._worker, self._incarnation, self._held.all(), self._launch)
+                report = m.HeldReport(self._worker, self._incarnation, self._held.all(), self._launch, self._host)
                 self._manager = (await self._send(report)).manager
             return self._manager
 

@@ -226,6 +226,7 @@ class HeldReport(Request[Session], frozen=True):
 
     Attributes:
         launch: the launch that the process belongs to, as in name resolution; "" if it was started by hand.
+        host: address of its host; "" if that is not known.
     """
 
     path = "/open_session"
@@ -234,6 +235,7 @@ class HeldReport(Request[Session], frozen=True):
     incarnation: Count = 0
     held: list[HeldRollout] = []
     launch: str = ""
+    host: str = ""
 
 
 class ScheduleReply(Message, frozen=True):

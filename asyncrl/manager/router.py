@@ -30,9 +30,10 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
+from urllib.parse import urlsplit
 
 from asyncrl.comm.ended_rollouts import RecentIds
 from asyncrl.comm.waits import Notifier
@@ -50,11 +51,19 @@ _SPARE_ENTRIES = 64
 _Key = TypeVar("_Key", int, str)
 
 
+class Caller(NamedTuple):
+    """The worker that sends a request, and the address of its host; "" if that is not known."""
+
+    worker: str
+    host: str = ""
+
+
 @dataclass(slots=True)
 class ServerView:
     """A server as the router sees it.
 
     Attributes:
+        host: address of its host.
         version: policy version that it serves.
         routable: it takes requests.
         sequences: number of placed sequences.
@@ -67,6 +76,10 @@ class ServerView:
     routable: bool
     sequences: int = 0
     tokens: int = 0
+    host: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.host = urlsplit(self.url).hostname or ""
 
 
 _MayHave: TypeAlias = Callable[[ServerView], bool]
@@ -98,8 +111,8 @@ class Policy(ABC):
         return
 
     @abstractmethod
-    def choose(self, request: RouteRequest, may_have: _MayHave) -> ServerView | None:
-        """Return a server that may have `request`; None if there is none."""
+    def choose(self, request: RouteRequest, caller: Caller, may_have: _MayHave) -> ServerView | None:
+        """Return a server that may have the caller's `request`; None if there is none."""
 
 
 class RoundRobin(Policy):
@@ -114,7 +127,7 @@ class RoundRobin(Policy):
         if len(self._indices) != len(self._servers):
             self._indices = sorted(self._servers)
 
-    def choose(self, request: RouteRequest, may_have: _MayHave) -> ServerView | None:
+    def choose(self, request: RouteRequest, caller: Caller, may_have: _MayHave) -> ServerView | None:
         begin, count = bisect_right(self._indices, self._last), len(self._indices)
         for turn in range(count):
             view = self._servers[self._indices[(begin + turn) % count]]
@@ -145,7 +158,7 @@ class _LeastLoaded(Policy):
             self._heap = [(self._load(view), view.index) for view in self._servers.values() if view.routable]
             heapq.heapify(self._heap)
 
-    def choose(self, request: RouteRequest, may_have: _MayHave) -> ServerView | None:
+    def choose(self, request: RouteRequest, caller: Caller, may_have: _MayHave) -> ServerView | None:
         set_aside, chosen = [], None
         while self._heap and chosen is None:
             load, index = self._heap[0]
@@ -192,10 +205,10 @@ class PrefixAffine(Policy):
     def changed(self, view: ServerView) -> None:
         self._new.changed(view)
 
-    def choose(self, request: RouteRequest, may_have: _MayHave) -> ServerView | None:
+    def choose(self, request: RouteRequest, caller: Caller, may_have: _MayHave) -> ServerView | None:
         known = self._home.get(request.affinity)
         home = None if known is None else self._servers.get(known)
-        chosen = home if home is not None and may_have(home) else self._new.choose(request, may_have)
+        chosen = home if home is not None and may_have(home) else self._new.choose(request, caller, may_have)
         if chosen is not None and request.affinity:
             self._home.put(request.affinity, (home if home is not None and home.routable else chosen).index)
         return chosen
@@ -271,8 +284,8 @@ class Router:
             self._routable -= view.routable
             self._policy.changed(view)
 
-    def schedule(self, request: RouteRequest, worker: str, min_version: int = 0) -> ServerView | None:
-        """Place the worker's `request` on a server with `min_version` or newer, and move it if it is placed already.
+    def schedule(self, request: RouteRequest, caller: Caller, min_version: int = 0) -> ServerView | None:
+        """Place the caller's `request` on a server with `min_version` or newer, and move it if it is placed already.
         Return None if no server may have it now.
         """
         self.release(request.request_id)
@@ -285,7 +298,7 @@ class Router:
         def may_have(view: ServerView) -> bool:
             return view.routable and view.version >= min_version and view.sequences <= share
 
-        view = self._policy.choose(request, may_have)
+        view = self._policy.choose(request, caller, may_have)
         if view is None:
             if self.returning:
                 self._least = min((each.sequences for each in self._servers.values() if each.routable), default=0)
@@ -294,8 +307,8 @@ class Router:
         self._sequences += request.n
         view.tokens += request.tokens
         self._policy.changed(view)
-        self._placements[request.request_id] = _Placement(request, worker, view.index)
-        self._of_worker.setdefault(worker, set()).add(request.request_id)
+        self._placements[request.request_id] = _Placement(request, caller.worker, view.index)
+        self._of_worker.setdefault(caller.worker, set()).add(request.request_id)
         self._of_server.setdefault(view.index, set()).add(request.request_id)
         if request.rollout_id is not None:
             self._of_rollout.setdefault(request.rollout_id, set()).add(request.request_id)
@@ -371,11 +384,11 @@ class Routes:
             raise BadRequest(f"$.policy: {policy!r} is not one of `policies`, which has {named}")
         return self._routers[policy]
 
-    def place(self, request: RouteRequest, worker: str, admitted_at: int) -> ServerView | None:
+    def place(self, request: RouteRequest, caller: Caller, admitted_at: int) -> ServerView | None:
         """Place the request of a rollout that was admitted at this version; None if no server may have it now."""
         # servers of a policy that is not trained may have any version
         min_version = 0 if request.policy in self._untrained else max(request.min_version or 0, admitted_at)
-        return self.router_of(request.policy).schedule(request, worker, min_version)
+        return self.router_of(request.policy).schedule(request, caller, min_version)
 
     def release(self, request_id: str) -> None:
         """Remove a request that no longer runs."""

@@ -42,7 +42,7 @@ from asyncrl.manager.rollouts.ledger import Ledger
 from asyncrl.manager.rollouts.rollout_state import Admission, RolloutState
 from asyncrl.manager.rollouts.staleness_gate import StalenessGate
 from asyncrl.manager.rollouts.workers import EndedProcess, RollCall, Workers, still_there
-from asyncrl.manager.router import Router, Routes, ServerView
+from asyncrl.manager.router import Caller, Router, Routes, ServerView
 
 if TYPE_CHECKING:  # optional, see `asyncrl.runtime.plan`
     from asyncrl.manager.rollouts.pacing import DeadlinePacing
@@ -416,7 +416,7 @@ class ManagerService:
             if known.has_ended(request.rollout_id):
                 return None
             admitted_at = known.admitted_at(request.rollout_id)
-        return self.routes.place(request, worker, admitted_at or 0)
+        return self.routes.place(request, Caller(worker, self.workers.host(worker)), admitted_at or 0)
 
     def _note_call(self, request: m.WorkerRequest[Any]) -> None:
         """Renew the caller's lease, and record the ends that its call reports.

@@ -115,6 +115,7 @@ class RolloutWorker(AsyncWorker):
             incarnation=incarnation,
             find=find,
             launch=self.launch,
+            host=self.config.system.host,
         )
 
     def _kept_answers(self) -> KeptAnswers | None:

@@ -65,11 +65,13 @@ class _Worker:
         incarnation: its newest process.
         reported: the newest process that has reported what it holds; -1: none has.
         called_at: time of its last call, in seconds; None: it has no lease.
+        host: address of its host; "" if that is not known.
     """
 
     incarnation: int = 0
     reported: int = -1
     called_at: float | None = None
+    host: str = ""
 
 
 _UNKNOWN = _Worker()
@@ -114,6 +116,10 @@ class Workers:
         """Return the newest incarnation of the worker that was seen."""
         return self._of(worker).incarnation
 
+    def host(self, worker: str) -> str:
+        """Return the address of the worker's host; "" if that is not known."""
+        return self._of(worker).host
+
     def see(self, worker: str, incarnation: int) -> bool:
         """Record that this incarnation of the worker exists; return True if it replaces an older one."""
         if incarnation <= self.incarnation(worker):
@@ -127,7 +133,7 @@ class Workers:
         """
         worker = self._workers.setdefault(report.worker, _Worker())
         first = report.incarnation > worker.reported
-        worker.reported, worker.called_at = max(worker.reported, report.incarnation), now
+        worker.reported, worker.called_at, worker.host = max(worker.reported, report.incarnation), now, report.host
         return first
 
     def is_back(self, ended: EndedProcess) -> bool:
@@ -157,7 +163,7 @@ class Workers:
     def end(self, worker: str) -> None:
         """End the lease of a dead worker."""
         if (known := self._workers.get(worker)) is not None:
-            known.called_at = None
+            known.called_at, known.host = None, ""
 
     def _of(self, worker: str) -> _Worker:
         return self._workers.get(worker, _UNKNOWN)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from random import Random
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import pytest
 from hypothesis import settings
@@ -12,11 +14,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from asyncrl.manager.messages import RouteRequest
-from asyncrl.manager.router import POLICIES, PrefixAffine, Router, ServerView
+from asyncrl.manager.router import POLICIES, Caller, Policy, PrefixAffine, Router, ServerView
 from tests.examples import examples
 
-CALLER = "w0"
-CALLERS = [CALLER, "w1", "w2"]
+CALLER = Caller("w0")
+CALLERS = [CALLER, Caller("w1", "10.0.0.0"), Caller("w2", "10.0.0.1")]
 
 
 def router_of(policy: str, servers: int = 3, version: int = 0) -> Router:
@@ -133,7 +135,7 @@ def test_affinities_are_bounded() -> None:
     for view in policy._servers.values():
         policy.changed(view)
     for index in range(100):
-        assert policy.choose(request_of(str(index), affinity=str(index)), lambda view: True) is not None
+        assert policy.choose(request_of(str(index), affinity=str(index)), CALLER, lambda view: True) is not None
     assert len(policy._home) == 4
 
 
@@ -284,12 +286,23 @@ def test_a_restarted_server_starts_empty() -> None:
     assert router.servers[0].sequences == 0
 
 
+class _SameHost(Policy):
+    """The first server on the caller's host."""
+
+    def choose(
+        self, request: RouteRequest, caller: Caller, may_have: Callable[[ServerView], bool]
+    ) -> ServerView | None:
+        near = (view for view in self._servers.values() if view.host == caller.host and may_have(view))
+        return next(near, None)
+
+
 class AnyOrder(RuleBasedStateMachine):
     """Requests, workers and servers come and go in any order; messages repeat."""
 
-    @initialize(policy=st.sampled_from(sorted(POLICIES)))
+    @initialize(policy=st.sampled_from([*sorted(POLICIES), "same_host"]))
     def begin(self, policy: str) -> None:
-        self.policy, self.router = policy, Router(policy, conversations=100)
+        with patch.dict(POLICIES, same_host=_SameHost):
+            self.policy, self.router = policy, Router(policy, conversations=100)
 
     LOADS: ClassVar = {"least_requests": ("sequences", "tokens"), "least_tokens": ("tokens", "sequences")}
 
@@ -321,7 +334,7 @@ class AnyOrder(RuleBasedStateMachine):
         tokens=st.integers(0, 100),
         version=st.integers(0, 2),
     )
-    def schedule(self, request: int, caller: str, rollout: str | None, n: int, tokens: int, version: int) -> None:
+    def schedule(self, request: int, caller: Caller, rollout: str | None, n: int, tokens: int, version: int) -> None:
         wanted = request_of(str(request), tokens=tokens, n=n, affinity=str(request % 3), rollout=rollout)
         self.router.release(str(request))
         returning, in_service = self.router.returning, sum(view.routable for view in self.router.servers)
@@ -331,6 +344,7 @@ class AnyOrder(RuleBasedStateMachine):
             (self.load(view), view.index)
             for view in self.router.servers
             if view.routable and view.version >= version and view.sequences <= share
+            if self.policy != "same_host" or view.host == caller.host
         ]
         server = self.router.schedule(wanted, caller, version)
         if server is None:
@@ -347,7 +361,7 @@ class AnyOrder(RuleBasedStateMachine):
     def finish_rollout(self, rollout: str) -> None:
         self.router.release_rollout(rollout)
 
-    @rule(worker=st.sampled_from(CALLERS))
+    @rule(worker=st.sampled_from([caller.worker for caller in CALLERS]))
     def worker_dies(self, worker: str) -> None:
         self.router.release_worker(worker)
         assert all(placement.worker != worker for placement in self.router._placements.values())
@@ -364,7 +378,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for caller in CALLERS:
-            self.router.release_worker(caller)
+            self.router.release_worker(caller.worker)
         assert self.router.placed == 0
         assert not self.router._of_rollout
         assert not self.router._of_worker
@@ -373,3 +387,14 @@ class AnyOrder(RuleBasedStateMachine):
 
 AnyOrder.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=40)
 test_counts_never_leak = AnyOrder.TestCase
+
+
+def test_a_policy_of_ones_own_sees_the_callers_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(POLICIES, "same_host", _SameHost)
+    router = Router("same_host", conversations=10)
+    router.update(0, "http://10.0.0.1:8000", 0, True)
+    router.update(1, "http://10.0.0.2:8000", 0, True)
+    here = router.schedule(request_of("a"), Caller("rollout_worker/3", "10.0.0.2"))
+    assert here is not None
+    assert here.index == 1
+    assert router.schedule(request_of("b"), Caller("rollout_worker/4", "10.0.0.3")) is None

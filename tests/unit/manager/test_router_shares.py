@@ -3,9 +3,9 @@
 import pytest
 
 from asyncrl.manager.messages import RouteRequest
-from asyncrl.manager.router import POLICIES, Router
+from asyncrl.manager.router import POLICIES, Caller, Router
 
-CALLER = "w/0"
+CALLER = Caller("w/0")
 
 
 def _request(number: int, n: int = 8) -> RouteRequest:
