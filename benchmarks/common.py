@@ -56,6 +56,12 @@ class Table:
         print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
+def with_block(text: str, begin: str, end: str, block: str) -> str:
+    """Return a page's text with what stands between the lines `begin` and `end` replaced."""
+    before, _, rest = text.partition(begin)
+    return f"{before}{begin}{block}{end}{rest.partition(end)[2]}"
+
+
 def in_turns(ways: Iterable[T], rounds: int) -> Iterator[tuple[int, T]]:
     """Yield the number of the round with each of `ways`, in one order and then in the other.
 

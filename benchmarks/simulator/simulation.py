@@ -27,7 +27,7 @@ from simulator.engine import EngineCounts
 from simulator.manager import SimulatedManager, manager_client, run_worker
 from simulator.master import DataHead, MasterLoop, TrainCounts, device_turns
 from simulator.servers import Fleet, ServerFaults
-from simulator.setup import Outcome, Setup
+from simulator.setup import STEP_LIMIT_S, Outcome, Setup
 from simulator.wire import Network
 
 REST_LIMIT_S = 7200.0
@@ -53,13 +53,12 @@ class Simulation:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self._loop = asyncio.get_running_loop()
-        self.network = Network(encode=setup.encode)
+        self.network: Network = {}
         self.manager = SimulatedManager(setup, self.network)
         lengths = setup.lengths.coarse(setup.grain)
-        self.faults = ServerFaults(setup.faults, setup.servers, lease_s=setup.lease_s, seed=setup.seed)
+        self.faults = ServerFaults(setup.faults, setup.seed)
         engine = setup.engine.coarse(setup.grain)
-        models = [self.faults.model_of(index, engine) for index in range(setup.servers)]
-        self.fleet = Fleet(models, lengths, self.network, self.manager.runner.registered)
+        self.fleet = Fleet(setup.servers, engine, lengths, self.network, self.manager.runner.registered)
         self.master = MasterLoop(
             setup,
             DataHead(4 * setup.batch * (setup.eta + 2)),
@@ -116,7 +115,7 @@ class Simulation:
             if step == self.setup.warm_up:
                 marks.append(self._mark())
             try:
-                async with asyncio.timeout(self.setup.step_limit_s):
+                async with asyncio.timeout(STEP_LIMIT_S):
                     await self.master.step()
             except TimeoutError:
                 raise Stalled(await self._diagnosis()) from None
@@ -130,7 +129,7 @@ class Simulation:
         )
         return (
             f"{self.setup.name}, seed {self.setup.seed}: no step {self.master.version} "
-            f"within {self.setup.step_limit_s:g} s; "
+            f"within {STEP_LIMIT_S:g} s; "
             f"at {self._loop.time():.0f} s: {self.master.buffer.describe()}; {gate[:300]}; servers: {states}"
         )
 
@@ -182,9 +181,6 @@ class Simulation:
         served = last.served.since(first.served)
         before, after = first.trained, last.trained
         busy, trained = served.busy_s / servers_s, (after.train_s - before.train_s) / elapsed
-        generation, training = setup.devices
-        shared = generation if setup.colocated else generation * setup.guests / setup.servers
-        idle = 1.0 - (busy * generation + trained * training) / (generation + training - shared)
         steps = len(after.steps) - len(before.steps)
         staleness, answers = after.staleness - before.staleness, after.answers - before.answers
         return Outcome(
@@ -192,7 +188,6 @@ class Simulation:
             wait_s=(after.wait_s - before.wait_s) / steps,
             generation_idle=1.0 - busy,
             training_idle=1.0 - trained,
-            idle=idle,
             running=served.running_s / servers_s,
             tokens_per_s=served.generated * setup.grain / elapsed,
             trained_per_s=staleness.total() * setup.grain / elapsed,
