@@ -62,15 +62,15 @@ def with_block(text: str, begin: str, end: str, block: str) -> str:
     return f"{before}{begin}{block}{end}{rest.partition(end)[2]}"
 
 
-def in_turns(ways: Iterable[T], rounds: int) -> Iterator[tuple[int, T]]:
-    """Yield the number of the round with each of `ways`, in one order and then in the other.
+def in_turns(variants: Iterable[T], rounds: int) -> Iterator[tuple[int, T]]:
+    """Yield the number of the round with each of `variants`, in one order and then in the other.
 
     So a machine whose speed changes from minute to minute disturbs the ratios of a round little.
     """
-    order = [*ways]
+    order = [*variants]
     for number in range(rounds):
-        for way in order[:: -1 if number % 2 else 1]:
-            yield number, way
+        for variant in order[:: -1 if number % 2 else 1]:
+            yield number, variant
 
 
 def verdict(value: float, target: float, *, at_least: bool = False) -> str:

@@ -4,7 +4,7 @@
 
 One column per checkout, for figures before and after a change (`git worktree add /tmp/before ca32bb5`):
 
-- lines, files and rooms (folders with Python files) of `asyncrl/`; files below 40 lines; the largest file;
+- lines, files and packages (folders with Python files) of `asyncrl/`; files below 40 lines; the largest file;
 - modules with one importer; modules in import circles, imports for types and inside functions included.
 """
 
@@ -81,7 +81,7 @@ def figures(root: Path) -> dict[str, int]:
     return {
         "lines": sum(lines.values()),
         "files": len(known),
-        "rooms": len({path.parent for path in known.values()}),
+        "packages": len({path.parent for path in known.values()}),
         "entries of asyncrl/": len([p for p in (root / "asyncrl").iterdir() if not p.name.startswith(("_", "."))]),
         f"files below {SMALL} lines": sum(0 < count < SMALL for count in lines.values()),
         "largest file": max(lines.values()),

@@ -206,7 +206,7 @@ def _receive(connection: Connection) -> Any:
     return connection.recv()
 
 
-WAYS: dict[str, tuple[Receiver, Sender]] = {
+CONTENDERS: dict[str, tuple[Receiver, Sender]] = {
     "plain": (plain_receiver, plain_sender),
     "asyncrl": (asyncrl_receiver, asyncrl_sender),
 }
@@ -224,9 +224,9 @@ def main() -> None:
     for encrypted in (False, True):
         for tokens, samples, count in CASES:
             case = Case(tokens, samples, encrypted, round(args.share * count))
-            found: dict[str, list[Reading]] = {way: [] for way in WAYS}
-            for _, way in in_turns(WAYS, args.rounds):
-                found[way].append(measure(case, *WAYS[way]))
+            found: dict[str, list[Reading]] = {contender: [] for contender in CONTENDERS}
+            for _, contender in in_turns(CONTENDERS, args.rounds):
+                found[contender].append(measure(case, *CONTENDERS[contender]))
             plain, own = found["plain"], found["asyncrl"]
             share = statistics.median(a.rate / b.rate for a, b in zip(own, plain, strict=True))
             cells = [f"{statistics.median(each.rate for each in of):.0f}" for of in (own, plain)]

@@ -250,7 +250,7 @@ class MasterLoop:
         self.counts.train_s += published - has_data
         self.counts.steps.append(now() - begun)
 
-    async def take_rest(self) -> None:
+    async def drain(self) -> None:
         """Receive the rollouts that have arrived since the last step, and report the expired ones."""
         await self.collector.refresh()
         self.buffer.expire(self.version)

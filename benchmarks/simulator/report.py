@@ -56,16 +56,19 @@ class Kept:
 
 
 def _key(setup: Setup) -> str:
-    return hashlib.sha256(repr(_said(setup)).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr(_non_defaults(setup)).encode()).hexdigest()[:16]
 
 
-def _said(value: Any) -> Any:
+def _non_defaults(value: Any) -> Any:
     """Return the values of a setup that differ from their defaults, so that finished rows survive added settings."""
     if not is_dataclass(value):
         return value
     own = {field.name: getattr(value, field.name) for field in fields(value) if field.name != "name"}
     defaults = {field.name: field.default for field in fields(value)}
-    return [type(value).__name__, *((name, _said(each)) for name, each in own.items() if each != defaults[name])]
+    return [
+        type(value).__name__,
+        *((name, _non_defaults(each)) for name, each in own.items() if each != defaults[name]),
+    ]
 
 
 def tables(cells: Sequence[Cell], kept: Kept) -> str:

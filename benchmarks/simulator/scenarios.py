@@ -106,7 +106,7 @@ def _row(
     """An asynchronous run: `sixteenths` of the devices generate (with 11 neither side waits much), at most `batches` in
     flight, and fewer where η admits fewer.
     """
-    flying = {"in_flight": min(batches, eta + 1) * devices, "update_mode": UpdateMode.in_place}
+    flying: dict[str, Any] = {"in_flight": min(batches, eta + 1) * devices, "update_mode": UpdateMode.in_place}
     setup = asynchronous(devices, sixteenths * devices // 16, tensor, eta, **(flying | more))
     generation, training = setup.devices
     return Cell(table, label or f"{generation} + {training}, {tensor} to a server, η = {eta}", setup)

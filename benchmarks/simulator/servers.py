@@ -72,7 +72,7 @@ class Engine:
             case "/pause_generation", PauseRequest():
                 self._batch.pause(PauseMode(body.mode))
             case "/continue_generation", ContinueRequest():
-                self._batch.go_on()
+                self._batch.resume_generation()
             case "/update_weights_from_disk", UpdateWeightsRequest():
                 return await self._update(body)
             case "/model_info", _:
@@ -156,11 +156,11 @@ class Engine:
         self._batch.fail(ConnectionResetError("the process died"))
 
     def stop(self) -> None:
-        """Suspend the process: it computes and answers nothing until `go_on`."""
+        """Suspend the process: it computes and answers nothing until `resume`."""
         self.frozen = asyncio.Event()
         self._batch.suspend()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Resume the process after `stop`."""
         assert self.frozen is not None
         self.frozen.set()
@@ -290,4 +290,4 @@ class ServerFaults:
             engine.stop()
             await asyncio.sleep(self._faults.silence_s)
             if not engine.gone.is_set():
-                engine.go_on()
+                engine.resume()

@@ -30,7 +30,7 @@ from simulator.servers import Fleet, ServerFaults
 from simulator.setup import STEP_LIMIT_S, Outcome, Setup
 from simulator.wire import Network
 
-REST_LIMIT_S = 7200.0
+DRAIN_LIMIT_S = 7200.0
 """Virtual time within which a run must come to rest after its last step."""
 
 
@@ -91,9 +91,9 @@ class Simulation:
         try:
             await self._unless_failed(training, background)
             first, last = training.result()
-            resting = asyncio.create_task(self._audit())
-            await self._unless_failed(resting, background)
-            faults = resting.result()
+            draining = asyncio.create_task(self._audit())
+            await self._unless_failed(draining, background)
+            faults = draining.result()
         finally:
             await cancel(training, *background)
             await self.master.close()
@@ -143,7 +143,7 @@ class Simulation:
         found: list[str] = []
         master = self.master
         await master.manager.close_gate()
-        deadline = self._loop.time() + REST_LIMIT_S
+        deadline = self._loop.time() + DRAIN_LIMIT_S
         gate, router = self.manager.service.gate, self.manager.service.router
         decisions = self.manager.decisions
         guests = [life for life in decisions.servers if life.index in decisions.guests]
@@ -152,9 +152,9 @@ class Simulation:
         ):
             await asyncio.sleep(1.0)
         if running := gate.counts().running:
-            found.append(f"{running} rollouts still run {REST_LIMIT_S:g} s after the gate was closed")
+            found.append(f"{running} rollouts still run {DRAIN_LIMIT_S:g} s after the gate was closed")
         await asyncio.sleep(5.0)
-        await master.take_rest()
+        await master.drain()
         counts = gate.counts()
         if not counts.balanced:
             found.append(f"the counts do not balance: {counts}")
