@@ -110,7 +110,7 @@ import sys
 from pathlib import Path
 from benchmarks import mutants
 mutants.ROOT, mutants.EQUIVALENT = Path.cwd(), Path("equivalent.json")
-mutants.ROOMS, mutants.PRELOADED = {"toy": ("toy.py",)}, ("hypothesis", "pytest_asyncio")
+mutants.GROUPS, mutants.PRELOADED = {"toy": ("toy.py",)}, ("hypothesis", "pytest_asyncio")
 sys.exit(mutants.main(["--out", "out.log", *sys.argv[1:]]))
 """
 TOY = """
