@@ -56,15 +56,21 @@ class Table:
         print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
-def in_turns(ways: Iterable[T], rounds: int) -> Iterator[tuple[int, T]]:
-    """Yield the number of the round with each of `ways`, in one order and then in the other.
+def with_block(text: str, begin: str, end: str, block: str) -> str:
+    """Return a page's text with what stands between the lines `begin` and `end` replaced."""
+    before, _, rest = text.partition(begin)
+    return f"{before}{begin}{block}{end}{rest.partition(end)[2]}"
+
+
+def in_turns(variants: Iterable[T], rounds: int) -> Iterator[tuple[int, T]]:
+    """Yield the number of the round with each of `variants`, in one order and then in the other.
 
     So a machine whose speed changes from minute to minute disturbs the ratios of a round little.
     """
-    order = [*ways]
+    order = [*variants]
     for number in range(rounds):
-        for way in order[:: -1 if number % 2 else 1]:
-            yield number, way
+        for variant in order[:: -1 if number % 2 else 1]:
+            yield number, variant
 
 
 def verdict(value: float, target: float, *, at_least: bool = False) -> str:

@@ -38,7 +38,7 @@ import torch
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401 - like the engines below
 from common import parser
 from gpu_rows import generation, machine, sglang_server, training, weights
-from gpu_rows.bench import MODEL, Bench, Figure, LeftOut, said
+from gpu_rows.bench import MODEL, Bench, Figure, LeftOut, one_line
 from transformers.utils.logging import disable_progress_bar
 
 import asyncrl.trainer.engines.flat
@@ -151,7 +151,7 @@ def _be_row(row: Row, bench: Bench, sender: Connection) -> None:
         sender.send(asdict(Figure("", "left out", str(reason))))
     except BaseException as error:
         bench.note(traceback.format_exc())
-        sender.send(asdict(Figure("", "", said(error), failed=True)))
+        sender.send(asdict(Figure("", "", one_line(error), failed=True)))
     sender.send(None)
     sender.close()
 
@@ -172,15 +172,15 @@ def measured(row: Row, bench: Bench) -> Generator[Figure]:
                 yield Figure("", "", f"took longer than {limit_s:.0f} s", failed=True)
                 return
             try:
-                told = receiver.recv()
+                received = receiver.recv()
             except EOFError:
                 process.join()
                 yield Figure("", "", f"its process ended with exit code {process.exitcode}", failed=True)
                 return
-            if told is None:
+            if received is None:
                 process.join(END_S)
                 return
-            yield Figure(**told)
+            yield Figure(**received)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # and what it has started

@@ -4,24 +4,18 @@
 
 One column per checkout, for figures before and after a change (`git worktree add /tmp/before ca32bb5`):
 
-- lines, files and rooms (folders with Python files) of `asyncrl/`; files below 40 lines; the largest file;
-- modules with one importer; modules in import circles, imports for types and inside functions included;
-- files that docs/walkthrough.md names for each route, those that a reader opens from end to end;
-- docstrings, and those that open with a relative clause (What, Who, Whether, How, That ...).
+- lines, files and packages (folders with Python files) of `asyncrl/`; files below 40 lines; the largest file;
+- modules with one importer; modules in import circles, imports for types and inside functions included.
 """
 
 from __future__ import annotations
 
 import ast
-import re
 import sys
 from collections import defaultdict
 from pathlib import Path
 
 SMALL = 40
-OPENERS = re.compile(r"(What|Who|Whose|Which|Whether|Where|How|That|Whoever|Of)\b")
-FILE = re.compile(r"`([\w/]+\.py)(?::[\w.]+)?`")
-ROUTES = ("rollout", "train step", "version")
 
 
 def modules(root: Path) -> dict[str, Path]:
@@ -73,20 +67,7 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
     return found
 
 
-def routes(root: Path) -> dict[str, int | None]:
-    """Files that the walkthrough names in the section of each route; None where there is no page."""
-    page = root / "docs" / "walkthrough.md"
-    if not page.exists():
-        return dict.fromkeys(ROUTES)
-    sections = re.split(r"^## ", page.read_text(), flags=re.MULTILINE)[1:]
-    by_route: dict[str, int | None] = {}
-    for route in ROUTES:
-        texts = [text for text in sections if route in text.partition("\n")[0].lower()]
-        by_route[route] = len({file for text in texts for file in FILE.findall(text)}) if texts else None
-    return by_route
-
-
-def figures(root: Path) -> dict[str, object]:
+def figures(root: Path) -> dict[str, int]:
     """All figures of a checkout, in the order of the table."""
     known = modules(root)
     trees = {module: ast.parse(path.read_text()) for module, path in known.items()}
@@ -96,24 +77,17 @@ def figures(root: Path) -> dict[str, object]:
         for module in wanted:
             importers[module] += 1
     lines = {module: path.read_text().count("\n") for module, path in known.items()}
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    texts = [ast.get_docstring(n) for tree in trees.values() for n in ast.walk(tree) if isinstance(n, kinds)]
-    docstrings = [text for text in texts if text]
-    opening = sum(OPENERS.match(text) is not None for text in docstrings)
     around = circles(graph)
     return {
         "lines": sum(lines.values()),
         "files": len(known),
-        "rooms": len({path.parent for path in known.values()}),
+        "packages": len({path.parent for path in known.values()}),
         "entries of asyncrl/": len([p for p in (root / "asyncrl").iterdir() if not p.name.startswith(("_", "."))]),
         f"files below {SMALL} lines": sum(0 < count < SMALL for count in lines.values()),
         "largest file": max(lines.values()),
         "modules with one importer": sum(count == 1 for count in importers.values()),
         "import circles": len(around),
         "modules in circles": sum(map(len, around)),
-        **{f"files on the route of a {route}": count for route, count in routes(root).items()},
-        "docstrings": len(docstrings),
-        "opening with a relative clause": f"{opening} ({100 * opening / len(docstrings):.1f} %)",
     }
 
 
@@ -123,7 +97,7 @@ def main(arguments: list[str]) -> None:
     columns = [figures(root) for root in roots]
     print(f"{'':36}" + "".join(f"{root.resolve().name:>16}" for root in roots))
     for name in columns[0]:
-        print(f"{name:36}" + "".join(f"{'–' if column[name] is None else column[name]!s:>16}" for column in columns))
+        print(f"{name:36}" + "".join(f"{column[name]:>16}" for column in columns))
 
 
 if __name__ == "__main__":

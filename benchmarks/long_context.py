@@ -23,7 +23,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from common import on_ranks, parser
+from common import on_ranks, parser, with_block
 
 from asyncrl.config.setting import Dtype
 from asyncrl.trainer.parallel.placement import Layout, WorkerGrid
@@ -165,9 +165,7 @@ def _batch(tokens: int) -> Any:
 
 def page(text: str, measured: Sequence[Mapping[str, Any]]) -> str:
     """`text`, that of docs/sizing.md, with its table made anew; `measured` are the rows of docs/long_context.json."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}{_table(measured)}{END}{after}"
+    return with_block(text, BEGIN, END, _table(measured))
 
 
 def _table(measured: Sequence[Mapping[str, Any]]) -> str:

@@ -41,6 +41,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import numpy as np
 import torch
 import transformers
+from common import with_block
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -449,10 +450,8 @@ def rows_of(page: str) -> list[Row]:
 
 def write_page(rows: Iterable[Found]) -> None:
     """Write the table anew."""
-    page = PAGE.read_text(encoding="utf-8")
-    before, _, rest = page.partition(BEGIN)
-    after = rest.partition(END)[2]
-    PAGE.write_text("\n".join([before + BEGIN, "", *table([*map(row, rows)]), "", END + after]), encoding="utf-8")
+    lines = "\n".join(["", "", *table([*map(row, rows)]), "", ""])
+    PAGE.write_text(with_block(PAGE.read_text(encoding="utf-8"), BEGIN, END, lines), encoding="utf-8")
 
 
 def main() -> None:

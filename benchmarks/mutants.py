@@ -1,9 +1,9 @@
-"""Do the tests notice a changed line? Changes one thing at a time in the rooms that decide, and runs the tests near it.
+"""Do the tests notice a changed line? Changes one thing at a time in the modules that decide, and runs tests near it.
 
-    python benchmarks/mutants.py [--sample 200] [--seed 1] [--rooms NAME ...] [--share I/N] [--out FILE] [--list]
+    python benchmarks/mutants.py [--sample 200] [--seed 1] [--groups NAME ...] [--share I/N] [--out FILE] [--list]
 
 A mutant is the package with one comparison, operator, condition, number, boundary or statement changed. It is killed if
-one of its tests fails or does not end. Of the tests in the folder of `tests/unit` that mirrors its room, its tests are
+one of its tests fails or does not end. Of the tests in the folder of `tests/unit` that mirrors its group, its tests are
 those that run the changed line: all are run once without a change, which tells the lines and seconds of each. The
 quickest come first. Where no test runs the line in its own process, all are run.
 
@@ -12,7 +12,7 @@ are in `mutants_equivalent.json`, with the line before and after the change and 
 What decides nothing is not changed: annotations, messages, assertions (`strict=` of `zip` among them), and numbers that
 a module names (`POLL_S = 10.0`), which a test could only repeat.
 
-The sample is drawn evenly from the rooms, by the seed alone. `--share I/N` tries the I-th of N parts of it, which have
+The sample is drawn evenly from the groups, by the seed alone. `--share I/N` tries the I-th of N parts of it, which have
 few modules in common. Results are lines of JSON in FILE, written as they come: the same command goes on where it was
 stopped. A changed module is tried again, and so is a survivor whose tests have changed. `--list` prints the survivors.
 
@@ -51,10 +51,10 @@ ROOT = Path(__file__).resolve().parents[1]
 EQUIVALENT = Path(__file__).with_name("mutants_equivalent.json")
 TARGET = 0.95
 LIMIT_S = 1800.0
-"""Seconds of a room's tests without a change; with one they have more, as each test has a limit."""
+"""Seconds of a group's tests without a change; with one they have more, as each test has a limit."""
 PATIENCE_S, PATIENCE = 20.0, 5.0
 """A mutant's test has so many seconds, and so many times what it took without a change; then it does not end."""
-ROOMS: dict[str, tuple[str, ...]] = {
+GROUPS: dict[str, tuple[str, ...]] = {
     "gate": ("manager/rollouts/staleness_gate.py", "manager/rollouts/rollout_state.py"),
     "pacing": ("manager/rollouts/pacing.py",),
     "queue": ("data/prompt_queue.py", "data/curriculum.py"),
@@ -125,7 +125,7 @@ class Mutant:
     """
 
     key: str
-    room: str
+    group: str
     file: str
     line: int
     first: int
@@ -141,7 +141,7 @@ class Mutant:
         return any((e["file"], e["before"], e["after"]) == (self.file, self.before, self.after) for e in equivalent)
 
 
-def mutants(room: str, file: str, text: str) -> list[Mutant]:
+def mutants(group: str, file: str, text: str) -> list[Mutant]:
     """Return the mutants of a module."""
     tree, starts, encoded = ast.parse(text), [0], text.encode()
     for line in encoded.splitlines(keepends=True):
@@ -158,7 +158,7 @@ def mutants(room: str, file: str, text: str) -> list[Mutant]:
             " ".join((lines[0] + middle + lines[1]).decode().split()) for middle in (encoded[start:end], after.encode())
         )
         key = hashlib.blake2b(encoded + f"{file}:{start}:{after}".encode(), digest_size=8).hexdigest()
-        found.append(Mutant(key, room, file, node.lineno, first, last, start, end, after, line_before, line_after))
+        found.append(Mutant(key, group, file, node.lineno, first, last, start, end, after, line_before, line_after))
     return found
 
 
@@ -251,7 +251,7 @@ def _of(node: ast.stmt | ast.expr) -> Iterator[ast.AST]:
 
 
 def tests_of(file: str, tests: Path) -> list[str]:
-    """Return the test files that may try a module: those of the folder that mirrors its room; where none of them
+    """Return the test files that may try a module: those of the folder that mirrors its group; where none of them
     imports it, also those elsewhere that do.
     """
     module = "asyncrl." + file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
@@ -279,30 +279,30 @@ def _imported(path: Path) -> set[str]:
     return _IMPORTED[path]
 
 
-def files_of(room: str) -> list[str]:
-    """Return the modules of a room, below `asyncrl/`.
+def files_of(group: str) -> list[str]:
+    """Return the modules of a group, below `asyncrl/`.
 
     Raises:
         SystemExit: one of its patterns names none.
     """
     files: list[Path] = []
-    for pattern in ROOMS[room]:
+    for pattern in GROUPS[group]:
         if not (found := sorted((ROOT / "asyncrl").glob(pattern))):
-            raise SystemExit(f"room {room!r}: no file {pattern}; it has moved: change ROOMS")
+            raise SystemExit(f"group {group!r}: no file {pattern}; it has moved: change GROUPS")
         files += found
     return [path.relative_to(ROOT / "asyncrl").as_posix() for path in files]
 
 
-def drawn(rooms: Sequence[str], sample: int, seed: int) -> list[Mutant]:
-    """Return `sample` mutants, as many of each room as there are of it, up to an even share."""
-    of_room: dict[str, list[Mutant]] = {}
-    for room in rooms:
-        named = [(file, (ROOT / "asyncrl" / file).read_text()) for file in files_of(room)]
-        of_room[room] = [mutant for file, text in named for mutant in mutants(room, file, text)]
-        random.Random(f"{seed}/{room}").shuffle(of_room[room])
+def drawn(groups: Sequence[str], sample: int, seed: int) -> list[Mutant]:
+    """Return `sample` mutants, as many of each group as there are of it, up to an even share."""
+    of_group: dict[str, list[Mutant]] = {}
+    for group in groups:
+        named = [(file, (ROOT / "asyncrl" / file).read_text()) for file in files_of(group)]
+        of_group[group] = [mutant for file, text in named for mutant in mutants(group, file, text)]
+        random.Random(f"{seed}/{group}").shuffle(of_group[group])
     chosen: list[Mutant] = []
-    while len(chosen) < sample and any(of_room.values()):
-        chosen += [each.pop() for each in of_room.values() if each][: sample - len(chosen)]
+    while len(chosen) < sample and any(of_group.values()):
+        chosen += [each.pop() for each in of_group.values() if each][: sample - len(chosen)]
     return chosen
 
 
@@ -315,7 +315,7 @@ def share_of(sample: Sequence[Mutant], share: str) -> list[Mutant]:
     part, _, parts = share.partition("/")
     if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
         raise SystemExit(f"--share {share}: name part I of N as I/N, with 1 <= I <= N")
-    sorted_ = sorted(sample, key=lambda mutant: (mutant.room, mutant.file, mutant.start))
+    sorted_ = sorted(sample, key=lambda mutant: (mutant.group, mutant.file, mutant.start))
     begin, end = (len(sample) * at // int(parts) for at in (int(part) - 1, int(part)))
     chosen = set(sorted_[begin:end])
     return [mutant for mutant in sample if mutant in chosen]
@@ -323,7 +323,7 @@ def share_of(sample: Sequence[Mutant], share: str) -> list[Mutant]:
 
 @dataclass(frozen=True)
 class Profile:
-    """A test without a change: its seconds, and the lines that it runs of each module of the rooms."""
+    """A test without a change: its seconds, and the lines that it runs of each module of the groups."""
 
     seconds: float
     lines: Mapping[str, Sequence[int]]
@@ -447,7 +447,7 @@ class Trial:
 
     def __init__(self, copied: Path, kept: Path) -> None:
         self._copied, self._kept = copied, kept
-        self._traced = sorted({file for room in ROOMS for file in files_of(room)})
+        self._traced = sorted({file for group in GROUPS for file in files_of(group)})
         self._modules = _digest([copied / "asyncrl" / file for file in self._traced])
         self._known: dict[str, dict[str, Any]] = json.loads(kept.read_text()) if kept.exists() else {}
 
@@ -546,17 +546,17 @@ def copy_of_checkout(scratch: Path) -> Path:
 
 
 def table(results: Sequence[dict[str, str]]) -> str:
-    """Return the table of results by room."""
+    """Return the table of results by group."""
     counts: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for result in results:
-        for room in (result["room"], "all"):
-            counts[room][result["outcome"]] += 1
-    rows = ["| room | mutants | killed | survived | equivalent | share |", "|---|--:|--:|--:|--:|--:|"]
-    for room in (*(room for room in ROOMS if room in counts), "all"):
-        of = counts[room]
+        for group in (result["group"], "all"):
+            counts[group][result["outcome"]] += 1
+    rows = ["| group | mutants | killed | survived | equivalent | share |", "|---|--:|--:|--:|--:|--:|"]
+    for group in (*(group for group in GROUPS if group in counts), "all"):
+        of = counts[group]
         killed, survived = of["killed"], of["survived"]
         share = f"{killed / (killed + survived):.3f}" if killed + survived else "-"
-        rows.append(f"| {room} | {sum(of.values())} | {killed} | {survived} | {of['equivalent']} | {share} |")
+        rows.append(f"| {group} | {sum(of.values())} | {killed} | {survived} | {of['equivalent']} | {share} |")
     return "\n".join(rows)
 
 
@@ -565,7 +565,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sample", type=int, default=200, help="mutants")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--rooms", nargs="*", default=list(ROOMS), choices=list(ROOMS), metavar="NAME")
+    parser.add_argument("--groups", nargs="*", default=list(GROUPS), choices=list(GROUPS), metavar="NAME")
     parser.add_argument("--share", default="1/1", metavar="I/N", help="the I-th of N parts of the sample")
     parser.add_argument("--out", type=Path, default=ROOT / "mutants.log", help="results, one line of JSON each")
     parser.add_argument("--list", action="store_true", help="print the survivors of --out, and try nothing")
@@ -573,7 +573,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     equivalent = json.loads(EQUIVALENT.read_text())
     lines = options.out.read_text().splitlines() if options.out.exists() else []
     known: dict[str, dict[str, Any]] = {row["key"]: row for row in map(json.loads, lines)}
-    sample = drawn(options.rooms, options.sample, options.seed)
+    sample = drawn(options.groups, options.sample, options.seed)
     if not options.list:
         os.environ |= {"OMP_NUM_THREADS": "1", "ASYNCRL_COLD_TESTS": "1"}
         for name in PRELOADED:
@@ -590,21 +590,21 @@ def main(argv: Sequence[str] | None = None) -> int:
                 known[mutant.key] = row
                 with options.out.open("a") as file:
                     file.write(json.dumps(row) + "\n")
-                print(f"{number}/{len(mine)} {outcome}: {said(mutant)}", file=sys.stderr, flush=True)
+                print(f"{number}/{len(mine)} {outcome}: {change_line(mutant)}", file=sys.stderr, flush=True)
     results = [
-        {"room": mutant.room, "outcome": "equivalent" if mutant.known(equivalent) else known[mutant.key]["outcome"]}
+        {"group": mutant.group, "outcome": "equivalent" if mutant.known(equivalent) else known[mutant.key]["outcome"]}
         for mutant in sample
         if mutant.known(equivalent) or mutant.key in known
     ]
     for mutant in sample if options.list else ():
         if mutant.key in known and known[mutant.key]["outcome"] == "survived" and not mutant.known(equivalent):
-            print(said(mutant))
+            print(change_line(mutant))
     print(table(results))
     killed, survived = (sum(row["outcome"] == outcome for row in results) for outcome in ("killed", "survived"))
     return int(killed < TARGET * (killed + survived))
 
 
-def said(mutant: Mutant) -> str:
+def change_line(mutant: Mutant) -> str:
     """Return the change in a line."""
     return f"asyncrl/{mutant.file}:{mutant.line}: {mutant.before}  ->  {mutant.after}"
 

@@ -1,10 +1,9 @@
 """Gain of asynchronous training on hundreds of devices: the control plane's real code in virtual time.
 
-    python benchmarks/simulate.py [--tables splits512 eta64 ...] [--quick] [--json PATH] [--docs DIR]
+    python benchmarks/simulate.py [--tables splits512 eta64 ...] [--quick] [--json PATH]
 
 Finished rows are in the JSON file, so that what was cut off continues where it stopped; a row of another setup is
-another row. `--docs` writes the tables and the plot of docs/results.md there. The parts, and what of them is real:
-`simulator/__init__.py`, `simulator/simulation.py`.
+another row. The parts, and what of them is real: `simulator/__init__.py`, `simulator/simulation.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import logging
 from pathlib import Path
 
 from common import parser
-from simulator.report import Kept, plot, tables
+from simulator.report import Kept, tables
 from simulator.scenarios import TABLES
 from simulator.simulation import Stalled, simulate
 
@@ -25,7 +24,6 @@ def main() -> None:
     command.add_argument("--tables", nargs="+", choices=list(TABLES), default=list(TABLES), help="only these")
     command.add_argument("--quick", action="store_true", help="few steps: shows that it runs, its figures mean nothing")
     command.add_argument("--json", type=Path, default=Path("simulate.json"), help="where finished rows are kept")
-    command.add_argument("--docs", type=Path, help="folder for tables.md and scale.png")
     args = command.parse_args()
     logging.basicConfig(level=logging.CRITICAL)
     gc.set_threshold(200_000, 20, 20)  # all that a run holds is looked at again and again otherwise
@@ -38,12 +36,7 @@ def main() -> None:
             except Stalled as stalled:
                 raise SystemExit(f"{cell.table}: {cell.label}: {stalled}") from stalled
             print(f"{cell.table}: {cell.label}: {kept.line(cell.setup)}", flush=True)
-    text = tables(cells, kept)
-    print(text)
-    if args.docs is not None:
-        args.docs.mkdir(parents=True, exist_ok=True)
-        (args.docs / "tables.md").write_text(text)
-        plot(cells, kept, args.docs / "scale.png")
+    print(tables(cells, kept))
 
 
 if __name__ == "__main__":

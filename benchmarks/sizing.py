@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from common import memory_of_process, on_ranks, parser
+from common import memory_of_process, on_ranks, parser, with_block
 
 from asyncrl.config.setting import Dtype
 from asyncrl.trainer.parallel.placement import Layout, WorkerGrid
@@ -202,10 +202,7 @@ def page(text: str, measured: Sequence[Mapping[str, Any]]) -> str:
     tables = {name: _layout_table(count(described), LAYOUTS[name]) for name, described in MODELS.items()}
     tables |= {"long contexts": _length_table(count(MODELS[LONG])), "measured": _measured_table(measured)}
     for name, table in tables.items():
-        begin, end = f"<!-- {name}: by benchmarks/sizing.py -->\n", "<!-- end -->"
-        before, _, rest = text.partition(begin)
-        _, _, after = rest.partition(end)
-        text = f"{before}{begin}{table}{end}{after}"
+        text = with_block(text, f"<!-- {name}: by benchmarks/sizing.py -->\n", "<!-- end -->", table)
     return text
 
 

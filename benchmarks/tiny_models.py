@@ -55,12 +55,9 @@ def batch_of(groups: Sequence[Sequence[Sample]], minibatches: int = 1) -> StepBa
     return build_step_batch(trajectories, dealt, version=0, num_minibatches=minibatches)
 
 
-def train_step(engine: PolicyEngine, batch: StepBatch, total: int | None = None) -> None:
-    """One optimizer step that raises log-probabilities.
-
-    `total`: trained tokens of the whole batch, where this rank has a part of it.
-    """
-    count = int(batch["loss_mask"].sum()) if total is None else total
+def train_step(engine: PolicyEngine, batch: StepBatch) -> None:
+    """One optimizer step that raises log-probabilities."""
+    count = int(batch["loss_mask"].sum())
 
     def loss(_: MicroBatch, outputs: PolicyOutputs) -> tuple[Tensor, dict[str, Any]]:
         return -outputs.logprobs_N.sum() / count, {}

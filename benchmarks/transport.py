@@ -1,6 +1,6 @@
 """Trajectories from pusher to puller, acknowledged, against plain ZMQ PUSH-PULL of the same bytes.
 
-    python benchmarks/transport.py [--asyncio] [--rounds 7] [--share 1]
+    python benchmarks/transport.py [--rounds 7] [--share 1]
 
 What moves: trajectories of 1k and of 16k tokens, as one sample and as a group of 8 samples, encryption off and on.
 
@@ -12,9 +12,6 @@ plain      the bytes alone: one PUSH socket sends the two frames of one encoded 
            time, one PULL socket receives them without a copy and looks at nothing. One message per trajectory, no
            acknowledgement. The sender lends the payload of 16k tokens to libzmq and lets it copy that of 1k tokens:
            each is the faster way.
-
-With `--asyncio` a third way takes turns with the two: asyncrl's, but that the sender's connection is one of zmq.asyncio
-(a task that awaits each message, a future per message) in place of asyncrl's own place in the loop.
 
 Alike on all sides: one sending and one receiving process, made afresh for each run; the settings of the allocator, of
 the garbage collector (what is loaded is frozen) and of numpy's threads (one; others would spin while the clock runs),
@@ -36,23 +33,20 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 import uvloop
 import zmq
-import zmq.asyncio
 from common import Table, in_turns, parser, verdict
 
 from asyncrl.api import Sample, Trajectory
-from asyncrl.comm import push_pull, sockets
 from asyncrl.comm.push_pull import TrajectoryPuller, TrajectoryPusher
 from asyncrl.comm.security import PeerGate, RunSecret, SocketSecurity
-from asyncrl.comm.sockets import Context, Frame
+from asyncrl.comm.sockets import Context
 from asyncrl.comm.trajectory_codec import encode_trajectories
 from asyncrl.runtime.plan import MALLOC
 
@@ -160,69 +154,6 @@ def plain_sender(case: Case, endpoint: str, results: Connection) -> None:
     results.send(time.process_time() - started)
 
 
-class AsyncioLink:
-    """Counterpart of `PeerRouter` and `PeerLink` for the pusher, by zmq.asyncio; a lost connection is not replaced."""
-
-    connected = True
-
-    def __init__(self, security: SocketSecurity | None, *, high_water: int) -> None:
-        self.router, self.writable, self._context = self, False, Context()
-        self._open_socket = partial(sockets.connecting, self._context, zmq.DEALER, security, high_water=high_water)
-
-    def connect(
-        self,
-        address: str,
-        *,
-        on_writable: Callable[[], None],
-        on_message: Callable[[list[memoryview]], None],
-        on_lost: object,
-    ) -> AsyncioLink:
-        self._on_writable, self._on_message = on_writable, on_message
-        plain = self._open_socket()
-        self._plain_monitor = plain.get_monitor_socket(int(zmq.Event.HANDSHAKE_SUCCEEDED))
-        self._socket = zmq.asyncio.Socket.from_socket(plain)
-        self._monitor = zmq.asyncio.Socket.from_socket(self._plain_monitor)
-        plain.connect(address)
-        self._plain = plain
-        self._tasks = [asyncio.ensure_future(each) for each in (self._receive(), self._await_connection())]
-        return self
-
-    def send(self, frames: Sequence[Frame]) -> bool:
-        copy = len(frames[-1]) < sockets.ZERO_COPY_BYTES
-        sent: Any = self._socket.send_multipart(frames, zmq.NOBLOCK, copy=copy)
-        self.writable = sent.exception() is None and bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLOUT)
-        if not self.writable:
-            self._tasks.append(asyncio.ensure_future(self._await_room()))
-        return sent.exception() is None
-
-    def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        self._plain.disable_monitor()
-        for socket in (self._socket, self._monitor, self._plain_monitor, self._plain):
-            socket.close(linger=0)
-        self._context.term()
-
-    async def _await_connection(self) -> None:
-        await self._monitor.recv_multipart()
-        await self._await_room()
-
-    async def _await_room(self) -> None:
-        await self._socket.poll(zmq.POLLOUT)
-        self.writable = True
-        self._on_writable()
-
-    async def _receive(self) -> None:
-        while True:
-            frames = await self._socket.recv_multipart(copy=False)
-            self._on_message([frame.buffer for frame in frames])
-
-
-def asyncio_sender(case: Case, endpoint: str, results: Connection) -> None:
-    vars(push_pull)["PeerRouter"] = AsyncioLink  # in this process alone
-    asyncrl_sender(case, endpoint, results)
-
-
 class Meter:
     """Rate and CPU time of this process from the first of `count` arrivals to the last."""
 
@@ -275,51 +206,32 @@ def _receive(connection: Connection) -> Any:
     return connection.recv()
 
 
-WAYS: dict[str, tuple[Receiver, Sender]] = {
+CONTENDERS: dict[str, tuple[Receiver, Sender]] = {
     "plain": (plain_receiver, plain_sender),
     "asyncrl": (asyncrl_receiver, asyncrl_sender),
-    "asyncio": (asyncrl_receiver, asyncio_sender),
 }
-
-
-def compare(case: Case, rounds: int, *, with_asyncio: bool) -> dict[str, list[Reading]]:
-    """The readings of each way, round by round."""
-    readings: dict[str, list[Reading]] = {way: [] for way in WAYS if way != "asyncio" or with_asyncio}
-    for _, way in in_turns(readings, rounds):
-        readings[way].append(measure(case, *WAYS[way]))
-    return readings
-
-
-def ratio(of: str, ways: list[Reading], others: list[Reading]) -> float:
-    """The median of the rounds' ratios of `rate` or `cpu_us`."""
-    return statistics.median(float(getattr(a, of)) / float(getattr(b, of)) for a, b in zip(ways, others, strict=True))
 
 
 def main() -> None:
     """Print the table."""
     command = parser(__doc__)
-    command.add_argument("--asyncio", action="store_true", help="also compare with sockets of zmq.asyncio")
     command.add_argument("--rounds", type=int, default=7)
     command.add_argument("--share", type=float, default=1.0, help="of the trajectories")
     args = command.parse_args()
     os.environ.update(MALLOC | {"OMP_NUM_THREADS": "1"})  # for the processes started from here
     heads = ["asyncrl/s", "plain/s", "ratio", "CPU us, asyncrl", "plain", f">= {TARGET_RATIO}"]
-    heads += ["zmq.asyncio to asyncrl: rate", "CPU"] if args.asyncio else []
     table = Table("tokens, samples", *heads)
     for encrypted in (False, True):
         for tokens, samples, count in CASES:
             case = Case(tokens, samples, encrypted, round(args.share * count))
-            found = compare(case, args.rounds, with_asyncio=args.asyncio)
+            found: dict[str, list[Reading]] = {contender: [] for contender in CONTENDERS}
+            for _, contender in in_turns(CONTENDERS, args.rounds):
+                found[contender].append(measure(case, *CONTENDERS[contender]))
             plain, own = found["plain"], found["asyncrl"]
-            rates, cpus = (
-                [statistics.median(getattr(each, of) for each in way) for way in (own, plain)]
-                for of in ("rate", "cpu_us")
-            )
-            share = ratio("rate", own, plain)
-            cells = [*(f"{each:.0f}" for each in rates), f"{share:.2f}", *(f"{each:.1f}" for each in cpus)]
+            share = statistics.median(a.rate / b.rate for a, b in zip(own, plain, strict=True))
+            cells = [f"{statistics.median(each.rate for each in of):.0f}" for of in (own, plain)]
+            cells += [f"{share:.2f}", *(f"{statistics.median(each.cpu_us for each in of):.1f}" for of in (own, plain))]
             cells.append("" if encrypted else verdict(share, TARGET_RATIO, at_least=True))
-            if args.asyncio:
-                cells += [f"{ratio(of, found['asyncio'], own):.2f}" for of in ("rate", "cpu_us")]
             table.row(f"{tokens}, {samples}{', encrypted' * encrypted}", *cells)
 
 

@@ -1,8 +1,6 @@
 """Agents of several turns and long prompts in the embedded engine, with and without what it keeps and cuts.
 
     python benchmarks/turns.py              both tables; --only turns, or --only long
-    python benchmarks/turns.py --sglang SGLANG_PYTHON --only turns
-                                            and what SGLang's radix cache makes of the agents
 
 16 agents at a time, 32 in all, play 8 turns each: they begin with a system prompt of 200 tokens that all share and a
 question of 20 tokens of their own, answer with 24 tokens, and get 40 tokens from a tool, which takes as long as 4
@@ -10,7 +8,6 @@ decode steps. One thread, fp32, random weights; the engine's default room (`gene
 
 `kept` is the engine as it is, `anew` prefills every turn's history. Rounds alternate; `speed-up` is the median of the
 rounds' ratios of CPU seconds, `prefilled` the tokens of prompts that were computed, `tokens` those of all prompts.
-SGLang is asked over HTTP, with a random model of its own and answers of the same lengths: only tokens are counted.
 `equal` is the part of the answers that are the same, `log-probs` the largest difference in these.
 
 Long prompts: 8 samples are decoded when a prompt of 4,096 or 8,192 tokens arrives, which is prefilled in parts of
@@ -21,44 +18,35 @@ arrival to that token, in parts against whole.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 import statistics
-import tempfile
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
-from common import Table, in_turns, parser, serving
+from common import Table, in_turns, parser
 from tiny_models import qwen2
 from transformers import PreTrainedModel
 
-from asyncrl.comm.http_client import JsonHttp
-from asyncrl.comm.security import HttpSecurity
-from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.setting import Device
 from asyncrl.inference.embedded.engine import CHUNKED_PREFILL_SIZE, GenerationEngine
 from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, Job, SamplingSpec
-from asyncrl.inference.settings import GenerationBackend
 
 AGENTS, AT_A_TIME, TURNS, TOOL_STEPS = 32, 16, 8, 4
 SYSTEM, QUESTION, ANSWER, OBSERVATION = 200, 20, 24, 40
 ROOM, CONTEXT, VOCABULARY = 65536, 1024, 512
 SIZES = ((96, 2), (256, 4))
 LENGTHS, LONG_CONTEXT, OTHERS = (4096, 8192), 8448, 8
-LIMIT_S = 300.0
 
 
-def model_of(hidden: int, layers: int, **more: Any) -> PreTrainedModel:
+def model_of(hidden: int, layers: int) -> PreTrainedModel:
     """A model with random weights, the same at every call."""
     fields: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-    return qwen2(hidden, layers, VOCABULARY, **fields | {"max_position_embeddings": LONG_CONTEXT} | more)
+    return qwen2(hidden, layers, VOCABULARY, max_position_embeddings=LONG_CONTEXT, **fields)
 
 
 @dataclass
@@ -83,13 +71,9 @@ class Agent:
         if self.pending is not None and self.pending.done():
             (output,) = self.pending.result()
             self.outputs.append(output)
-            self.observe(output.output_ids)
+            observed = (self.draw.randrange(1, VOCABULARY) for _ in range(OBSERVATION))
+            self.history = (*self.history, *output.output_ids, *observed)
             self.pending, self.ready_at = None, steps + TOOL_STEPS
-
-    def observe(self, answer: list[int]) -> None:
-        """Continue with an answer and what the tool says to it."""
-        observed = (self.draw.randrange(1, VOCABULARY) for _ in range(OBSERVATION))
-        self.history = (*self.history, *answer, *observed)
 
 
 def agents() -> list[Agent]:
@@ -139,7 +123,7 @@ def play(model: PreTrainedModel, keeps: bool) -> Played:
     return Played(outputs, seconds, stats.prefilled_tokens, stats.prompt_tokens)
 
 
-def turns(rounds: int, sglang: str | None) -> None:
+def turns(rounds: int) -> None:
     """Print the first table."""
     table = Table("model", "tokens", "prefilled anew", "prefilled, kept", "speed-up", "equal", "log-probs")
     for hidden, layers in SIZES:
@@ -155,48 +139,6 @@ def turns(rounds: int, sglang: str | None) -> None:
         tokens = (f"{each:,}" for each in (anew.tokens, anew.prefilled, kept.prefilled))
         figures = (f"{speed_up:.2f} x", f"{len(same) / len(pairs):.3f}", f"{worst:.1e}")
         table.row(f"{layers} layers, width {hidden}", *tokens, *figures)
-    if sglang:
-        computed, asked = play_on_sglang(sglang)
-        table.row("SGLang", f"{asked:,}", "", f"{computed:,}", "", "", "")
-
-
-def play_on_sglang(python: str) -> tuple[int, int]:
-    """Have all agents play on a real server; tokens that were prefilled, tokens of all prompts."""
-    config = ExperimentConfig()
-    config.generation.backend, config.generation.device = GenerationBackend.sglang, Device.cpu
-    config.generation.context_length, config.generation.max_running_requests = 4096, 32
-    config.generation.max_total_tokens, config.generation.sglang.python = ROOM, python
-    with tempfile.TemporaryDirectory() as folder:
-        config.model.path = f"{folder}/model"
-        model_of(256, 4, eos_token_id=2, max_position_embeddings=4096).save_pretrained(config.model.path)
-        with serving(config, Path(folder)) as (url, security):
-            return asyncio.run(ask_sglang(url, security))
-
-
-async def ask_sglang(url: str, security: HttpSecurity) -> tuple[int, int]:
-    """Have all agents ask the server at `url`; tokens that were prefilled, tokens of all prompts."""
-    http, places = JsonHttp(security), asyncio.Semaphore(AT_A_TIME)
-
-    async def one(agent: Agent) -> tuple[int, int]:
-        prefilled = tokens = 0
-        async with places:
-            for turn in range(TURNS):
-                body = {
-                    "input_ids": [list(agent.history)],
-                    "rid": [f"{agent.number}-{turn};"],
-                    "sampling_params": {"max_new_tokens": ANSWER, "ignore_eos": True},
-                }
-                (reply,) = await http.call("POST", f"{url}/generate", body, timeout_s=LIMIT_S)
-                tokens += len(agent.history)
-                prefilled += len(agent.history) - reply["meta_info"]["cached_tokens"]
-                agent.observe(reply["output_ids"])
-        return prefilled, tokens
-
-    try:
-        counts = await asyncio.gather(*map(one, agents()))
-    finally:
-        await http.close()
-    return sum(prefilled for prefilled, _ in counts), sum(tokens for _, tokens in counts)
 
 
 def pauses(model: PreTrainedModel, length: int, part: int) -> tuple[float, float]:
@@ -249,11 +191,10 @@ def main() -> None:
     command = parser(__doc__)
     command.add_argument("--rounds", type=int, default=5)
     command.add_argument("--only", choices=("turns", "long"), help="one table")
-    command.add_argument("--sglang", help="interpreter that has SGLang")
     args = command.parse_args()
     torch.set_num_threads(1)
     if args.only != "long":
-        turns(args.rounds, args.sglang)
+        turns(args.rounds)
     if args.only != "turns":
         long(args.rounds)
 

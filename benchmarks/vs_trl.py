@@ -179,7 +179,7 @@ def run_trl(python: Path, job: Job, seed: int, steps: int, slow: bool, out: Path
     scratch, config = out / f"trl-{job.name}-seed{seed}{'-slow' if slow else ''}", job.config
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
-    told: dict[str, Any] = {
+    job_file: dict[str, Any] = {
         "job": job.name,
         "model": str(job.model),
         "bf16": config.model.dtype == "bfloat16",
@@ -199,7 +199,7 @@ def run_trl(python: Path, job: Job, seed: int, steps: int, slow: bool, out: Path
         "keep_every": EVALUATE_EVERY,
         "slow_reward": SLOW if slow else None,
     }
-    (scratch / "job.json").write_text(json.dumps(told, indent=1))
+    (scratch / "job.json").write_text(json.dumps(job_file, indent=1))
     command = [str(python), str(HERE / "peers" / "trl_job.py"), str(scratch / "job.json")]
     code, memory_bytes = watched(command, scratch / "output.txt")
     events = [json.loads(line) for line in (scratch / "log.jsonl").read_text().splitlines()]

@@ -9,7 +9,7 @@ file and folder synced: the same promise for a power loss) and reading them take
 over rounds in ms, the ratio is the median of the rounds' ratios. Files are read back from the page cache on both sides,
 as they are in a run on one machine, and both processes have the allocator's settings that the launcher gives to a
 run's. `--dir` chooses the file system, by default the temporary one; /dev/shm measures tmpfs. A size that does not fit
-into memory is left out and named. `deltas.py` measures hosts without a shared folder.
+into memory is left out and named.
 """
 
 from __future__ import annotations

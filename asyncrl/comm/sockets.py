@@ -4,8 +4,7 @@ The connecting end has a `PeerLink` for each peer, of a `PeerRouter`: pushers to
 end is a `SocketThread`.
 
 zmq.asyncio is not used: for every message it creates a future, reads the socket's events and takes a turn of the event
-loop. Its rate of trajectories per second relative to this module, for one and for eight samples
-(`benchmarks/transport.py --asyncio`, medians of 7 rounds):
+loop. Its rate of trajectories per second relative to this module, for one and for eight samples (medians of 7 rounds):
 
 - 16k tokens: 0.73 and 0.88, at 1.33 and 1.15 times the CPU; encrypted 0.78 and 0.92.
 

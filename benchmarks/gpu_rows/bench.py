@@ -195,14 +195,14 @@ def tried(bench: Bench, name: str, measure: Callable[[], Iterator[Figure]]) -> I
         yield Figure(name, "left out", str(reason))
     except Exception as error:  # whatever a part raises is its result
         bench.note(traceback.format_exc())
-        yield Figure(name, "", said(error), failed=True)
+        yield Figure(name, "", one_line(error), failed=True)
 
 
-def said(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """An exception in one line: its message's first line, and the last two, where a server's log has the cause."""
     lines = str(error).strip().splitlines()
-    told = lines[:1] + lines[1:][-2:]
-    return f"{type(error).__name__}: {' | '.join(line[:300] for line in told)}"
+    shown = lines[:1] + lines[1:][-2:]
+    return f"{type(error).__name__}: {' | '.join(line[:300] for line in shown)}"
 
 
 class Calls:

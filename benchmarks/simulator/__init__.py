@@ -14,5 +14,5 @@
 
     devices      the parameters of engine and trainer models, derived from a model's and a device's figures
     scenarios    which runs the tables are made of
-    report       their tables and plot
+    report       their tables
 """

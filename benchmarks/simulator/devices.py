@@ -26,8 +26,6 @@ TRAIN_SHARE = 0.4
 """Share of the device's peak that training attains (model FLOPs utilisation)."""
 TRAIN_OPERATIONS = 8
 """For a token and parameter: 2 forward, 4 backward, 2 for the proximal log-probabilities."""
-REFERENCE_OPERATIONS = 2
-"""Added to those where a reference model scores each token."""
 LAUNCH_S = 0.001
 """Seconds that the host adds to a decode step: scheduling, sampling, launches."""
 MEMORY_SHARE = 0.88
@@ -74,10 +72,9 @@ class Model:
 
 QWEN_1B = Model("1.5B", 1.54e9, 28, 2, 128)
 QWEN_7B = Model("7B", 7.6e9, 28, 4, 128)
-QWEN_32B = Model("32B", 32.8e9, 64, 8, 128)
 
 
-def engine_model(model: Model, device: Device, tensor: int, max_running: int = 256) -> EngineModel:
+def engine_model(model: Model, device: Device, tensor: int) -> EngineModel:
     """A server of `tensor` devices."""
     operations = 2 * model.parameters / (tensor * device.operations * PREFILL_SHARE)
     reduces = 2 * model.layers * device.all_reduce_s * math.log2(2 * tensor) if tensor > 1 else 0.0
@@ -90,7 +87,7 @@ def engine_model(model: Model, device: Device, tensor: int, max_running: int = 2
         context_s=model.kv_bytes / (tensor * device.bandwidth * KV_READ_SHARE),
         prefill_s=0.002,
         prefill_token_s=operations,
-        max_running=max_running * tensor,
+        max_running=256 * tensor,
         kv_tokens=free / model.kv_bytes,
         update_s=0.5 + model.weight_bytes / (tensor * device.load_bandwidth),
     )

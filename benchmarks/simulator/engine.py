@@ -242,7 +242,7 @@ class ContinuousBatch:
         self._admit()
 
     def pause(self, mode: PauseMode) -> None:
-        """Compute nothing until `go_on`; end all sequences or put them back into the queue, according to `mode`."""
+        """Compute nothing until `resume_generation`; end all sequences or queue them again, according to `mode`."""
         self.advance()
         self._paused = True
         if mode == PauseMode.abort:
@@ -257,7 +257,7 @@ class ContinuousBatch:
             self._queue.extendleft(reversed(running))
         self.reschedule()
 
-    def go_on(self) -> None:
+    def resume_generation(self) -> None:
         """Continue after `pause`."""
         self.advance()
         self._paused = False

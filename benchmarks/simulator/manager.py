@@ -25,7 +25,7 @@ from simulator.setup import Setup
 from simulator.simulated_code import SimulatedCode
 from simulator.wire import Network, VerbsHost, VirtualHttp
 
-LEASE_TICK_S = 1.0
+LEASE_TICK_S, UPDATE_TIMEOUT_S, ROLLOUT_TIMEOUT_S = 1.0, 60.0, 3600.0
 
 _log = logging.getLogger(__name__)
 
@@ -41,30 +41,31 @@ class SimulatedManager:
 
     def __init__(self, setup: Setup, network: Network) -> None:
         clock = asyncio.get_running_loop().time
+        size = RequestSize(setup.prompt_units, setup.most_units, setup.group)
         self.service = ManagerService(
             batch_size=setup.batch,
             max_staleness=setup.eta,
-            routing=setup.routing,
+            routing="least_requests",
             lease_s=30.0,
             order=DataOrder(1_000_000, setup.seed),
-            first=None if setup.update_mode == UpdateMode.finish else _first_request(setup),
+            first=None if setup.update_mode == UpdateMode.finish else size,
             pacing=DeadlinePacing(setup.batch, setup.eta) if setup.pacing == Pacing.deadline else None,
             clock=clock,
         )
         guests = GuestTurns(range(setup.servers - setup.guests, setup.servers))
-        self.decisions = FleetDecisions(setup.update_mode, setup.update_timeout_s, setup.update_fraction, guests=guests)
+        self.decisions = FleetDecisions(setup.update_mode, UPDATE_TIMEOUT_S, setup.update_fraction, guests=guests)
         http = VirtualHttp(network)
         self.runner = FleetRunner(
             self.decisions,
             self.service,
-            ServerUpdater(http, ManagerEnd(), timeout_s=setup.update_timeout_s, check=None),
+            ServerUpdater(http, ManagerEnd(), timeout_s=UPDATE_TIMEOUT_S, check=None),
             http,
             health_interval_s=setup.health_interval_s,
             served_version=lambda: self.decisions.served_version,
             log=_log,
             clock=clock,
         )
-        network.hosts["http://manager"] = VerbsHost(self.service.verbs() | {"/status": (StatusRequest, self._status)})
+        network["http://manager"] = VerbsHost(self.service.verbs() | {"/status": (StatusRequest, self._status)})
 
     def announced(self, target: Target) -> None:
         """Make `target` the version that servers update to."""
@@ -84,11 +85,6 @@ class SimulatedManager:
         return StatusReply(self.service.gate_state(), self.runner.status(), newest, self.service.workers.alive)
 
 
-def _first_request(setup: Setup) -> RequestSize:
-    size = max(1, setup.prompt_tokens // setup.grain), max(1, setup.max_new_tokens // setup.grain)
-    return RequestSize(*size, setup.group)
-
-
 def manager_client(worker: str, network: Network) -> ManagerClient:
     """Return the real client of the manager, with calls in the process."""
     client = ManagerClient("http://manager", worker, None)
@@ -100,22 +96,11 @@ async def run_worker(index: int, setup: Setup, network: Network, push: Callable[
     """Run the RolloutWorker `index`; `push` sends its trajectories."""
     most = setup.in_flight or setup.batch * (setup.eta + 1)
     concurrent = -(-most // setup.workers)
-    code: Any = SimulatedCode(
-        setup.turns,
-        run_seed=setup.seed,
-        group_size=setup.group,
-        prompt_tokens=max(1, setup.prompt_tokens // setup.grain),
-        max_new_tokens=max(1, setup.max_new_tokens // setup.grain),
-    )
-    config = RolloutConfig(
-        max_concurrent=concurrent,
-        rollout_timeout_s=setup.rollout_timeout_s,
-        request_timeout_s=setup.request_timeout_s,
-    )
+    code: Any = SimulatedCode(setup)
+    limit_s = setup.request_timeout_s
+    config = RolloutConfig(max_concurrent=concurrent, rollout_timeout_s=ROLLOUT_TIMEOUT_S, request_timeout_s=limit_s)
     manager = manager_client(f"rollout_worker/{index}", network)
-    requests = concurrent if setup.turns is None else concurrent * setup.group
-    settings: dict[str, Any] = {"max_concurrent": requests, "request_timeout_s": setup.request_timeout_s}
-    client = RolloutClient(manager, security=None, **settings)
+    client = RolloutClient(manager, security=None, max_concurrent=concurrent, request_timeout_s=limit_s)
     client._servers.http = VirtualHttp(network)
     async with client:
         await RolloutLoop(code, manager, client, push, config).run()

@@ -33,7 +33,7 @@ from asyncrl.master.data.stall import StallWatch
 from asyncrl.master.settings import OnStale
 from asyncrl.trainer.messages import Discard, PollBuffer
 from asyncrl.trainer.rank.inbox import Inbox
-from simulator.setup import LONG, Setup
+from simulator.setup import LONG, STEP_LIMIT_S, Setup
 
 
 class DataHead:
@@ -126,9 +126,7 @@ def device_turns(
     simulated: Any = Turns(decisions, runner), announcer, clock
     turns, announces, time = simulated
     ahead = (setup.eta + 1) * setup.batch
-    stall = StallWatch(
-        setup.step_limit_s, time, stop, announces, turns, manager, buffer, collector, ahead, run_dir=Path()
-    )
+    stall = StallWatch(STEP_LIMIT_S, time, stop, announces, turns, manager, buffer, collector, ahead, run_dir=Path())
     return SharedDevices(turns, turns, stall, announces, stop, setup.guests, setup.servers - setup.guests)
 
 
@@ -238,7 +236,7 @@ class MasterLoop:
         has_data = now()
         await self.turns.take(self.version)
         tokens = sum(record.computed_tokens for record in batch.records)
-        await asyncio.sleep(self._trainer.step_s(tokens, has_data - begun))
+        await asyncio.sleep(self._trainer.step_s(tokens))
         self.buffer.mark_trained(batch)
         self.version += 1
         self.counts.add_batch(batch, setup.eta, setup.grain)
@@ -253,7 +251,7 @@ class MasterLoop:
         self.counts.train_s += published - has_data
         self.counts.steps.append(now() - begun)
 
-    async def take_rest(self) -> None:
+    async def drain(self) -> None:
         """Receive the rollouts that have arrived since the last step, and report the expired ones."""
         await self.collector.refresh()
         self.buffer.expire(self.version)

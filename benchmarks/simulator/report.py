@@ -1,4 +1,4 @@
-"""Finished rows, kept in a file; the tables and the plot that are made of them."""
+"""Finished rows, kept in a file, and the tables that are made of them."""
 
 from __future__ import annotations
 
@@ -56,16 +56,19 @@ class Kept:
 
 
 def _key(setup: Setup) -> str:
-    return hashlib.sha256(repr(_said(setup)).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr(_non_defaults(setup)).encode()).hexdigest()[:16]
 
 
-def _said(value: Any) -> Any:
+def _non_defaults(value: Any) -> Any:
     """Return the values of a setup that differ from their defaults, so that finished rows survive added settings."""
     if not is_dataclass(value):
         return value
     own = {field.name: getattr(value, field.name) for field in fields(value) if field.name != "name"}
     defaults = {field.name: field.default for field in fields(value)}
-    return [type(value).__name__, *((name, _said(each)) for name, each in own.items() if each != defaults[name])]
+    return [
+        type(value).__name__,
+        *((name, _non_defaults(each)) for name, each in own.items() if each != defaults[name]),
+    ]
 
 
 def tables(cells: Sequence[Cell], kept: Kept) -> str:
@@ -91,61 +94,3 @@ def _row(cell: Cell, found: Outcome, baseline: float) -> str:
         f"{found.training_idle:.0%} | {found.staleness_mean:.2f} ({found.staleness_max}) | {found.interrupted:.2f} | "
         f"{vain:.0%} | {answer:,.0f} | {found.long_share:.1%} |"
     )
-
-
-def _over_eta(cells: Sequence[Cell]) -> list[str]:
-    return list(dict.fromkeys(cell.table for cell in cells if cell.table.endswith(": η")))
-
-
-def plot(cells: Sequence[Cell], kept: Kept, file: Path) -> None:
-    """Speed-up over the split and over η, by number of devices, and how old trained tokens are."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    def found(cell: Cell) -> Outcome:
-        return kept.get(cell.setup)
-
-    def speed_up(cell: Cell) -> float:
-        baselines = (found(each).trained_per_s for each in cells if each.table == cell.table and each.baseline)
-        return found(cell).trained_per_s / max(baselines)
-
-    figure, (split, eta, age) = pyplot.subplots(1, 3, figsize=(13, 3.9))
-    for table in dict.fromkeys(cell.table for cell in cells if cell.table.endswith(": splits")):
-        runs = [cell for cell in cells if cell.table == table and not cell.baseline]
-        runs = [cell for cell in runs if cell.setup.devices[0] == 4 * cell.setup.servers]
-        shares = [100 * cell.setup.devices[0] / sum(cell.setup.devices) for cell in runs]
-        split.plot(shares, [speed_up(cell) for cell in runs], marker="o", label=table.partition(":")[0])
-    split.set_xlabel("devices that generate, %")
-    split.set_title("the split, η = 8")
-    for table in _over_eta(cells):
-        runs = [cell for cell in cells if cell.table == table and not cell.baseline]
-        etas = [cell.setup.eta for cell in runs]
-        eta.plot(etas, [speed_up(cell) for cell in runs], marker="o", label=table.partition(":")[0])
-    eta.set_xlabel("η, max_head_offpolicyness")
-    eta.set_title("what η buys, 11/16 generate")
-    for axis in (split, eta):
-        axis.axhline(3.0, color="grey", linewidth=1.0, linestyle="--")
-        axis.axhline(1.0, color="grey", linewidth=1.0)
-        axis.set_ylim(0.0, 3.5)
-        axis.annotate("goal", (0.01, 3.03), xycoords=("axes fraction", "data"), color="grey")
-        axis.annotate("synchronous", (0.01, 1.03), xycoords=("axes fraction", "data"), color="grey")
-        axis.set_ylabel("tokens trained, times synchronous")
-        axis.legend(loc="lower right", frameon=False)
-    largest = _over_eta(cells)[-1:]
-    for cell in cells:
-        if cell.table in largest and cell.setup.eta:
-            counts = found(cell).staleness
-            versions = range(cell.setup.eta + 1)
-            shares = [100 * counts[version] / counts.total() for version in versions]
-            age.plot(versions, shares, marker="o", label=f"η = {cell.setup.eta}")
-    age.set_xlabel("age, versions")
-    age.set_ylabel("of trained tokens, %")
-    age.set_title(f"how old they are, {''.join(largest).partition(':')[0]}")
-    age.legend(frameon=False)
-    for axis in (split, eta, age):
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(file, dpi=90)
-    pyplot.close(figure)

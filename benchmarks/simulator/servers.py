@@ -5,8 +5,7 @@ seed. The random choices of faults depend only on the run's seed.
 
 A server that dies breaks the calls to it. Its registration stays until its lease is over. Then a new process replaces
 it, at another address and with the initial model's weights, as after a restart by the launcher. A suspended server (a
-frozen virtual machine, a hanging driver) answers nothing, and later continues from the same state. A preempted server
-dies and returns much later, together with others.
+frozen virtual machine, a hanging driver) answers nothing, and later continues from the same state.
 """
 
 from __future__ import annotations
@@ -29,6 +28,9 @@ from asyncrl.manager.messages import BadRequest
 from simulator.engine import ContinuousBatch, EngineCounts, Running
 from simulator.setup import EngineModel, Faults, LogNormal
 from simulator.wire import Network
+
+LEASE_S = 10.0
+"""Seconds by which a registration outlives its process."""
 
 
 class Engine:
@@ -70,7 +72,7 @@ class Engine:
             case "/pause_generation", PauseRequest():
                 self._batch.pause(PauseMode(body.mode))
             case "/continue_generation", ContinueRequest():
-                self._batch.go_on()
+                self._batch.resume_generation()
             case "/update_weights_from_disk", UpdateWeightsRequest():
                 return await self._update(body)
             case "/model_info", _:
@@ -154,11 +156,11 @@ class Engine:
         self._batch.fail(ConnectionResetError("the process died"))
 
     def stop(self) -> None:
-        """Suspend the process: it computes and answers nothing until `go_on`."""
+        """Suspend the process: it computes and answers nothing until `resume`."""
         self.frozen = asyncio.Event()
         self._batch.suspend()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Resume the process after `stop`."""
         assert self.frozen is not None
         self.frozen.set()
@@ -180,7 +182,7 @@ class Fleet:
     """The servers of a run.
 
     Args:
-        models: speed of each server.
+        servers, model: their number, and the speed of each.
         tell: called with the registered servers: index to (URL, version at registration).
 
     Attributes:
@@ -189,12 +191,13 @@ class Fleet:
 
     def __init__(
         self,
-        models: Sequence[EngineModel],
+        servers: int,
+        model: EngineModel,
         lengths: LogNormal,
         network: Network,
         tell: Callable[[Mapping[int, tuple[str, int]]], None],
     ) -> None:
-        self._models, self._lengths, self._network, self._tell = models, lengths, network, tell
+        self._servers, self._model, self._lengths, self._network, self._tell = servers, model, lengths, network, tell
         self._lives = 0
         self._urls: dict[int, str] = {}
         self._registered: Mapping[int, tuple[str, int]] = {}
@@ -203,7 +206,7 @@ class Fleet:
 
     def __len__(self) -> int:
         """Number of servers, dead ones included."""
-        return len(self._models)
+        return self._servers
 
     def start(self) -> None:
         """Register all servers."""
@@ -214,7 +217,7 @@ class Fleet:
     def kill(self, index: int) -> None:
         """End the server's process; its registration stays."""
         engine = self.engines.pop(index)
-        del self._network.hosts[self._urls[index]]
+        del self._network[self._urls[index]]
         self._past.add(engine.settle())
         engine.die()
 
@@ -244,75 +247,47 @@ class Fleet:
     def _begin(self, index: int) -> None:
         self._lives += 1
         url = f"http://server{index}-{self._lives}"
-        engine = Engine(self._models[index], self._lengths)
-        self.engines[index] = self._network.hosts[url] = engine
+        engine = Engine(self._model, self._lengths)
+        self.engines[index] = self._network[url] = engine
         self._urls[index] = url
         self._registered = {**self._registered, index: (url, 0)}
 
 
 class ServerFaults:
-    """Causes the faults of a run's servers.
+    """Causes the faults of a run's servers; `deaths` counts them."""
 
-    Args:
-        servers: number of servers.
-        lease_s: seconds by which a registration outlives its process.
-
-    Attributes:
-        deaths: number of deaths so far.
-    """
-
-    def __init__(self, faults: Faults, servers: int, *, lease_s: float, seed: int) -> None:
-        self._faults, self._lease_s = faults, lease_s
-        self._random = random.Random(f"faults {seed}")
-        self._slow = frozenset(self._random.sample(range(servers), round(faults.slow_share * servers)))
+    def __init__(self, faults: Faults, seed: int) -> None:
+        self._faults, self._random = faults, random.Random(f"faults {seed}")
         self.deaths = 0
-
-    def model_of(self, index: int, model: EngineModel) -> EngineModel:
-        """Return the speed of the server `index`, if `model` is that of a server that is not slow."""
-        return model.slower(self._faults.slow_factor) if index in self._slow else model
 
     async def run(self, fleet: Fleet) -> None:
         """Cause the faults."""
-        faults, seeds = self._faults, [self._random.getrandbits(32) for _ in range(2 * len(fleet) + 1)]
         async with asyncio.TaskGroup() as tasks:
             for index in range(len(fleet)):
-                if faults.death_every_s:
-                    tasks.create_task(self._deaths(fleet, index, faults.death_every_s, random.Random(seeds[2 * index])))
-                if faults.silence_every_s:
-                    own = random.Random(seeds[2 * index + 1])
-                    tasks.create_task(self._silences(fleet, index, faults.silence_every_s, own))
-            if faults.preempted_share:
-                tasks.create_task(self._preemption(fleet, random.Random(seeds[-1])))
-
-    async def _die(self, fleet: Fleet, index: int, back_after_s: float) -> None:
-        """End the server's process; a new one starts later."""
-        fleet.kill(index)
-        self.deaths += 1
-        await asyncio.sleep(min(self._lease_s, back_after_s))
-        if back_after_s > self._lease_s:
-            fleet.unregister(index)
-            await asyncio.sleep(back_after_s - self._lease_s)
-        fleet.restart(index)
+                own = [random.Random(self._random.getrandbits(32)) for _ in range(2)]
+                if self._faults.death_every_s:
+                    tasks.create_task(self._deaths(fleet, index, self._faults.death_every_s, own[0]))
+                if self._faults.silence_every_s:
+                    tasks.create_task(self._silences(fleet, index, self._faults.silence_every_s, own[1]))
 
     async def _deaths(self, fleet: Fleet, index: int, every_s: float, own: random.Random) -> None:
         while True:
             await asyncio.sleep(own.expovariate(1 / every_s))
-            if index in fleet.engines:
-                await self._die(fleet, index, self._faults.restart_s)
+            fleet.kill(index)
+            self.deaths += 1
+            await asyncio.sleep(min(LEASE_S, self._faults.restart_s))
+            if self._faults.restart_s > LEASE_S:
+                fleet.unregister(index)
+                await asyncio.sleep(self._faults.restart_s - LEASE_S)
+            fleet.restart(index)
 
     async def _silences(self, fleet: Fleet, index: int, every_s: float, own: random.Random) -> None:
         while True:
             await asyncio.sleep(own.expovariate(1 / every_s))
             engine = fleet.engines.get(index)
-            if engine is None or engine.frozen is not None:
+            if engine is None:
                 continue
             engine.stop()
             await asyncio.sleep(self._faults.silence_s)
             if not engine.gone.is_set():
-                engine.go_on()
-
-    async def _preemption(self, fleet: Fleet, own: random.Random) -> None:
-        faults = self._faults
-        await asyncio.sleep(faults.preempted_at_s)
-        taken = own.sample(sorted(fleet.engines), round(faults.preempted_share * len(fleet)))
-        await asyncio.gather(*(self._die(fleet, index, faults.preempted_for_s) for index in taken))
+                engine.resume()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 
 from asyncrl.inference.random_streams import uniform
@@ -14,7 +14,8 @@ from asyncrl.rollout.settings import Pacing
 
 LONG = 16_384
 """Tokens of an answer that counts as long."""
-
+STEP_LIMIT_S = 7200.0
+"""A step that takes longer is a stall."""
 
 _NORMAL = NormalDist()
 
@@ -52,30 +53,22 @@ class EngineModel:
             kv_tokens=self.kv_tokens / grain,
         )
 
-    def slower(self, factor: float) -> EngineModel:
-        """Return a server that takes `factor` times as long for everything."""
-        times = [each.name for each in fields(self) if each.name.endswith("_s")]
-        return replace(self, **{name: getattr(self, name) * factor for name in times})
-
 
 @dataclass(frozen=True, slots=True)
 class TrainerModel:
     """Speed of training. A step takes `fixed_s`, plus `token_s` for each token of its batch including prompts. Then
     publishing its weights takes `publish_s`. If the same devices generate, changing from generation to training and
-    back takes `switch_s`. `ahead_share` is the part of `token_s` that does not need the newest weights (a frozen
-    reference) and is done while the trainer waits for data, as if all tokens had arrived by then.
+    back takes `switch_s`.
     """
 
     token_s: float
     fixed_s: float
     publish_s: float
     switch_s: float = 0.0
-    ahead_share: float = 0.0
 
-    def step_s(self, tokens: float, waited_s: float = 0.0) -> float:
-        """Return the seconds of a step on a batch of `tokens` after a wait of `waited_s`, without publishing."""
-        ahead_s = min(waited_s, self.ahead_share * self.token_s * tokens)
-        return self.fixed_s + self.token_s * tokens - ahead_s + self.switch_s
+    def step_s(self, tokens: float) -> float:
+        """Return the seconds of a step on a batch of `tokens`, without publishing."""
+        return self.fixed_s + self.token_s * tokens + self.switch_s
 
     def coarse(self, grain: int) -> TrainerModel:
         """Return the model in units of `grain` tokens."""
@@ -87,26 +80,19 @@ class Faults:
     """Faults of the servers; times in seconds, None: never.
 
     Attributes:
-        slow_share, slow_factor: this share of the servers takes this factor longer for everything. death_every_s: mean
-        time between two deaths of one server; `restart_s`: until its next process registers. silence_every_s: mean time
-        between two suspensions of one server, of `silence_s` each. preempted_share, preempted_at_s, preempted_for_s:
-        this share of the servers is taken away at this time, for this time.
+        death_every_s: mean time between two deaths of one server; `restart_s`: until its next process registers.
+        silence_every_s: mean time between two suspensions of one server, of `silence_s` each.
     """
 
-    slow_share: float = 0.0
-    slow_factor: float = 2.0
     death_every_s: float | None = None
     restart_s: float = 90.0
     silence_every_s: float | None = None
     silence_s: float = 60.0
-    preempted_share: float = 0.0
-    preempted_at_s: float = 300.0
-    preempted_for_s: float = 600.0
 
     @property
     def any(self) -> bool:
         """True if servers leave service at all."""
-        return bool(self.death_every_s or self.silence_every_s or self.preempted_share)
+        return bool(self.death_every_s or self.silence_every_s)
 
 
 def _normal(seed: int) -> float:
@@ -138,29 +124,6 @@ class LogNormal:
         return LogNormal(self.median / grain, self.sigma, max(1, self.limit // grain), self.alike)
 
 
-@dataclass(frozen=True, slots=True)
-class Turns:
-    """Episodes of `least` to `most` turns. Between two turns a tool takes `tool_s`, a log-normal time in seconds, and
-    returns `tool_tokens` tokens.
-    """
-
-    least: int
-    most: int
-    tool_median_s: float
-    tool_sigma: float
-    tool_limit_s: float
-    tool_tokens: int
-
-    def number(self, seed: int) -> int:
-        """Return the number of turns of the episode with this seed."""
-        return self.least + int(uniform(seed, 1) * (self.most - self.least + 1))
-
-    def tool_s(self, seed: int) -> float:
-        """Return the seconds of a tool call."""
-        thousandths = LogNormal(1e3 * self.tool_median_s, self.tool_sigma, int(1e3 * self.tool_limit_s), alike=0.0)
-        return 1e-3 * thousandths.tokens(0, seed)
-
-
 @dataclass(frozen=True)
 class Setup:
     """Setup of a simulation. Lengths are in tokens, times in seconds; settings are named as in an experiment.
@@ -173,10 +136,8 @@ class Setup:
         batch, group: rollouts per step, answers per rollout.
         guests: servers, the last ones, on the trainer's devices, which take turns with it (`generation.guests`).
         grain: tokens that one simulated token stands for.
-        turns: episodes of several turns; None: single answers.
         in_flight: rollouts at a time over all workers; None: as many as the gate can allow.
-        steps, warm_up: train steps, and the number of first steps that are not measured. step_limit_s: a step that
-        takes longer is a stall.
+        steps, warm_up: train steps, and the number of first steps that are not measured.
     """
 
     name: str
@@ -193,7 +154,6 @@ class Setup:
     grain: int = 1
     colocated: bool = False
     guests: int = 0
-    turns: Turns | None = None
     workers: int = 8
     in_flight: int | None = None
     steps: int = 12
@@ -201,17 +161,21 @@ class Setup:
     seed: int = 1
     update_mode: UpdateMode = UpdateMode.interrupt
     update_fraction: float = 1.0
-    update_timeout_s: float = 60.0
-    routing: str = "least_requests"
     pacing: Pacing = Pacing.eager
     on_stale: OnStale = OnStale.drop
     health_interval_s: float = 10.0
     request_timeout_s: float = 600.0
-    rollout_timeout_s: float = 3600.0
-    lease_s: float = 10.0
     faults: Faults = field(default_factory=Faults)
-    step_limit_s: float = 7200.0
-    encode: bool = False
+
+    @property
+    def prompt_units(self) -> int:
+        """Simulated tokens of a prompt."""
+        return max(1, self.prompt_tokens // self.grain)
+
+    @property
+    def most_units(self) -> int:
+        """Simulated tokens of the longest answer."""
+        return max(1, self.max_new_tokens // self.grain)
 
 
 @dataclass
@@ -222,8 +186,6 @@ class Outcome:
     wait_s: float
     generation_idle: float
     training_idle: float
-    idle: float
-    """Share of all devices' time in which they are idle."""
     running: float
     """Mean number of sequences at a server."""
     tokens_per_s: float

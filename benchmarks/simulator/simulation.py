@@ -27,10 +27,10 @@ from simulator.engine import EngineCounts
 from simulator.manager import SimulatedManager, manager_client, run_worker
 from simulator.master import DataHead, MasterLoop, TrainCounts, device_turns
 from simulator.servers import Fleet, ServerFaults
-from simulator.setup import Outcome, Setup
+from simulator.setup import STEP_LIMIT_S, Outcome, Setup
 from simulator.wire import Network
 
-REST_LIMIT_S = 7200.0
+DRAIN_LIMIT_S = 7200.0
 """Virtual time within which a run must come to rest after its last step."""
 
 
@@ -53,13 +53,12 @@ class Simulation:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self._loop = asyncio.get_running_loop()
-        self.network = Network(encode=setup.encode)
+        self.network: Network = {}
         self.manager = SimulatedManager(setup, self.network)
         lengths = setup.lengths.coarse(setup.grain)
-        self.faults = ServerFaults(setup.faults, setup.servers, lease_s=setup.lease_s, seed=setup.seed)
+        self.faults = ServerFaults(setup.faults, setup.seed)
         engine = setup.engine.coarse(setup.grain)
-        models = [self.faults.model_of(index, engine) for index in range(setup.servers)]
-        self.fleet = Fleet(models, lengths, self.network, self.manager.runner.registered)
+        self.fleet = Fleet(setup.servers, engine, lengths, self.network, self.manager.runner.registered)
         self.master = MasterLoop(
             setup,
             DataHead(4 * setup.batch * (setup.eta + 2)),
@@ -92,9 +91,9 @@ class Simulation:
         try:
             await self._unless_failed(training, background)
             first, last = training.result()
-            resting = asyncio.create_task(self._audit())
-            await self._unless_failed(resting, background)
-            faults = resting.result()
+            draining = asyncio.create_task(self._audit())
+            await self._unless_failed(draining, background)
+            faults = draining.result()
         finally:
             await cancel(training, *background)
             await self.master.close()
@@ -116,7 +115,7 @@ class Simulation:
             if step == self.setup.warm_up:
                 marks.append(self._mark())
             try:
-                async with asyncio.timeout(self.setup.step_limit_s):
+                async with asyncio.timeout(STEP_LIMIT_S):
                     await self.master.step()
             except TimeoutError:
                 raise Stalled(await self._diagnosis()) from None
@@ -130,7 +129,7 @@ class Simulation:
         )
         return (
             f"{self.setup.name}, seed {self.setup.seed}: no step {self.master.version} "
-            f"within {self.setup.step_limit_s:g} s; "
+            f"within {STEP_LIMIT_S:g} s; "
             f"at {self._loop.time():.0f} s: {self.master.buffer.describe()}; {gate[:300]}; servers: {states}"
         )
 
@@ -144,7 +143,7 @@ class Simulation:
         found: list[str] = []
         master = self.master
         await master.manager.close_gate()
-        deadline = self._loop.time() + REST_LIMIT_S
+        deadline = self._loop.time() + DRAIN_LIMIT_S
         gate, router = self.manager.service.gate, self.manager.service.router
         decisions = self.manager.decisions
         guests = [life for life in decisions.servers if life.index in decisions.guests]
@@ -153,9 +152,9 @@ class Simulation:
         ):
             await asyncio.sleep(1.0)
         if running := gate.counts().running:
-            found.append(f"{running} rollouts still run {REST_LIMIT_S:g} s after the gate was closed")
+            found.append(f"{running} rollouts still run {DRAIN_LIMIT_S:g} s after the gate was closed")
         await asyncio.sleep(5.0)
-        await master.take_rest()
+        await master.drain()
         counts = gate.counts()
         if not counts.balanced:
             found.append(f"the counts do not balance: {counts}")
@@ -182,9 +181,6 @@ class Simulation:
         served = last.served.since(first.served)
         before, after = first.trained, last.trained
         busy, trained = served.busy_s / servers_s, (after.train_s - before.train_s) / elapsed
-        generation, training = setup.devices
-        shared = generation if setup.colocated else generation * setup.guests / setup.servers
-        idle = 1.0 - (busy * generation + trained * training) / (generation + training - shared)
         steps = len(after.steps) - len(before.steps)
         staleness, answers = after.staleness - before.staleness, after.answers - before.answers
         return Outcome(
@@ -192,7 +188,6 @@ class Simulation:
             wait_s=(after.wait_s - before.wait_s) / steps,
             generation_idle=1.0 - busy,
             training_idle=1.0 - trained,
-            idle=idle,
             running=served.running_s / servers_s,
             tokens_per_s=served.generated * setup.grain / elapsed,
             trained_per_s=staleness.total() * setup.grain / elapsed,

@@ -1,23 +1,20 @@
 """Calls between the parts of a simulated run, like those of `asyncrl.comm.http_client.JsonHttp`, without sockets.
 
-A host is an object that answers under a URL. A call takes `latency_s` in each direction (both at its start, to save a
+A host is an object that answers under a URL. A call takes `LATENCY_S` in each direction (both at its start, to save a
 timer), keeps its time limit, and fails as over HTTP: an unknown host gives `HttpUnreachable`, silence `HttpTimeout`,
-and a refused request `HttpRefused`. With `encode` every message is written as JSON and read again, as on the wire,
-which is slower but exact.
+and a refused request `HttpRefused`.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
-import msgspec
-
-from asyncrl.comm.http_client import HttpRefused, HttpTimeout, HttpUnreachable, JsonHttp, decoded_reply
-from asyncrl.comm.typed import decode_json
+from asyncrl.comm.http_client import HttpRefused, HttpTimeout, HttpUnreachable, JsonHttp
 from asyncrl.manager.messages import BadRequest, Verb
 
+LATENCY_S = 0.0002
 LONGEST_S = 3600.0
 """Limit of a call whose caller has one of its own: a call that nobody ends is found."""
 
@@ -35,12 +32,8 @@ class Host(Protocol):
         ...
 
 
-class Network:
-    """Hosts by URL; `latency_s` is the time of one direction."""
-
-    def __init__(self, latency_s: float = 0.0002, *, encode: bool = False) -> None:
-        self.hosts: dict[str, Host] = {}
-        self.latency_s, self.encode = latency_s, encode
+Network: TypeAlias = dict[str, Host]
+"""Hosts by URL."""
 
 
 class VirtualHttp(JsonHttp):
@@ -52,24 +45,20 @@ class VirtualHttp(JsonHttp):
 
     async def call(self, method: str, url: str, body: Any = None, *, timeout_s: float, reply: Any = None) -> Any:
         """See `JsonHttp`."""
-        network = self._network
         base, slash, path = url.partition("/")[2].lstrip("/").partition("/")
-        if network.encode and body is not None:
-            body = decode_json(msgspec.json.encode(body), type(body))
         try:
             async with asyncio.timeout(min(timeout_s, LONGEST_S)):
-                await asyncio.sleep(2 * network.latency_s)  # both directions with one timer
-                host = network.hosts.get(f"http://{base}")
+                await asyncio.sleep(2 * LATENCY_S)  # both directions with one timer
+                host = self._network.get(f"http://{base}")
                 if host is None:
                     raise ConnectionRefusedError("nothing listens there")
-                answer = await host.answer(slash + path, body)
+                return await host.answer(slash + path, body)
         except TimeoutError as error:
             raise HttpTimeout(f"{url} did not answer within {timeout_s:g} s") from error
         except ConnectionError as error:
             raise HttpUnreachable(f"{url} cannot be reached: {type(error).__name__}: {error}") from error
         except BadRequest as error:
             raise HttpRefused(url, 400, str(error).encode()) from error
-        return decoded_reply(url, 200, msgspec.json.encode(answer), reply) if network.encode else answer
 
     async def pieces(
         self, url: str, *, silence_s: float, begin: int = 0, end: int | None = None

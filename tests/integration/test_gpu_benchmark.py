@@ -32,7 +32,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import gpu  # noqa: E402
 from gpu_rows import machine, sglang_server  # noqa: E402
-from gpu_rows.bench import Bench, Figure, LeftOut, said  # noqa: E402
+from gpu_rows.bench import Bench, Figure, LeftOut, one_line  # noqa: E402
 
 SGLANG_PYTHON = os.environ.get("ASYNCRL_SGLANG_PYTHON")
 
@@ -171,9 +171,9 @@ def test_what_has_no_room_is_left_out(tmp_path: Path) -> None:
 
 
 def test_an_error_is_said_with_its_end_where_the_cause_is() -> None:
-    assert said(ValueError("no kernel")) == "ValueError: no kernel"
+    assert one_line(ValueError("no kernel")) == "ValueError: no kernel"
     log = "SGLang ended; the end of its log:\nline\nline\nthe first error in its log: OutOfMemoryError\nlower it"
-    assert said(RuntimeError(log)) == (
+    assert one_line(RuntimeError(log)) == (
         "RuntimeError: SGLang ended; the end of its log: | the first error in its log: OutOfMemoryError | lower it"
     )
 

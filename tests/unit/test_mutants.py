@@ -94,8 +94,9 @@ def test_the_parts_of_a_sample_are_the_sample() -> None:
 
 def test_each_mutant_that_is_known_to_change_nothing_is_there_and_has_its_reason() -> None:
     entries = json.loads(mutants.EQUIVALENT.read_text())
-    in_rooms, of_file = {file for room in mutants.ROOMS for file in mutants.files_of(room)}, dict[str, list[Mutant]]()
-    for file in {each["file"] for each in entries} & in_rooms:
+    in_groups = {file for group in mutants.GROUPS for file in mutants.files_of(group)}
+    of_file = dict[str, list[Mutant]]()
+    for file in {each["file"] for each in entries} & in_groups:
         of_file[file] = mutants.mutants("any", file, (ROOT / "asyncrl" / file).read_text())
     found = [sum(mutant.known([each]) for mutant in of_file.get(each["file"], ())) for each in entries]
     assert not [each for each, count in zip(entries, found, strict=True) if not count], "changed since: say them anew"
@@ -109,7 +110,7 @@ import sys
 from pathlib import Path
 from benchmarks import mutants
 mutants.ROOT, mutants.EQUIVALENT = Path.cwd(), Path("equivalent.json")
-mutants.ROOMS, mutants.PRELOADED = {"toy": ("toy.py",)}, ("hypothesis", "pytest_asyncio")
+mutants.GROUPS, mutants.PRELOADED = {"toy": ("toy.py",)}, ("hypothesis", "pytest_asyncio")
 sys.exit(mutants.main(["--out", "out.log", *sys.argv[1:]]))
 """
 TOY = """
