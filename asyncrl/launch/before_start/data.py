@@ -8,6 +8,7 @@ import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 from asyncrl.config.experiment import ExperimentConfig
@@ -32,7 +33,8 @@ from asyncrl.rollout.user_code.rewards import load_rewards
 from asyncrl.rollout.user_code.tools import check_format
 from asyncrl.runtime.plan import BRING_INPUTS, INPUT_ERRORS, brings_inputs
 from asyncrl.runtime.trials.trial import newest_progress
-from asyncrl.trainer.parallel.checks import base_model_problems
+from asyncrl.trainer.checks import CUTS
+from asyncrl.trainer.parallel.placement import placement
 from asyncrl.trainer.supervised.base_model import described, existing_base_model
 
 
@@ -101,7 +103,9 @@ def base_model_faults(config: ExperimentConfig, folder: Path | None) -> Iterator
         ConfigError: see `base_model_config`.
     """
     base = base_model_config(config, folder)
-    yield from base_model_problems(config, load_graph(config), ModelFacts.of(described(base)))
+    graph = load_graph(config)
+    if (placed := placement(config, graph)).is_cut:
+        yield from import_module(CUTS).base_model_problems(config, graph, placed, ModelFacts.of(described(base)))
     if existing_base_model(base) is None:
         for fault in supervised_checks().wrong_rows(base):
             yield f"model.base_experiment={config.model.base_experiment!r}: {fault}"
