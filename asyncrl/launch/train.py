@@ -45,10 +45,9 @@ from asyncrl.observe.history import History
 from asyncrl.observe.metrics.learning import FlatSteps
 from asyncrl.observe.tail import read_rows
 from asyncrl.runtime.backends import backend_class
-from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_HELD, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.run_log import restarts_in, seconds_in
-from asyncrl.runtime.settings import Resume
+from asyncrl.runtime.settings import EXIT_CONFIG, EXIT_FAILED, EXIT_HELD, EXIT_INTERRUPTED, EXIT_OK, Resume
 from asyncrl.runtime.trials.claim import TrialError, TrialHeld, detached_holder
 from asyncrl.runtime.trials.trial import check_finished, check_run_files, newest_progress, read_summary
 from asyncrl.trainer.supervised.base_model import BaseModelError, ensure_base_model, existing_base_model

@@ -40,10 +40,10 @@ from asyncrl.inference.settings import guests_of
 from asyncrl.observe import observer
 from asyncrl.observe.display import Display
 from asyncrl.runtime.backends import LauncherBackend, WorkerHandle, open_backend
-from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STATE_LOST
 from asyncrl.runtime.plan import PROCESS_KINDS, Purpose, Restart, WorkerPlan, plan_workers
 from asyncrl.runtime.process.open_files import allow_all_files, check_files
 from asyncrl.runtime.run_log import BRAIN, WHOLE_RUN, RestartBudget, note_restart, note_went_on
+from asyncrl.runtime.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STATE_LOST
 from asyncrl.runtime.supervisor import STOP_SIGNAL
 from asyncrl.runtime.trials.claim import SAVE_LIMIT_S, TrialError, TrialHeld, describe_outage, open_resolver
 from asyncrl.runtime.trials.run_output import RunOutput

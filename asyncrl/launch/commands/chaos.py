@@ -30,8 +30,8 @@ from asyncrl.launch.commands import ERROR, refuse
 from asyncrl.launch.commands.audit import Audit, audit
 from asyncrl.launch.train import summary_lines
 from asyncrl.observe.tail import read_rows
-from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.plan import PROCESS_KINDS, Restart, plan_workers
+from asyncrl.runtime.settings import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.trials.trial import read_summary
 from asyncrl.trainer.parallel.placement import worker_grid
 from asyncrl.verify.audit.ledger_files import read_ledger
