@@ -18,7 +18,6 @@ from asyncrl.models.model_config import read_model_config, routing_shape
 from asyncrl.models.picture_rules import placeholder_in
 from asyncrl.runtime.plan import plan_workers, with_types
 from asyncrl.runtime.process.hardware import count_gpus, uncounted_gpus
-from asyncrl.runtime.process.stacks import py_spy
 from asyncrl.trainer import algorithm_checks
 from asyncrl.trainer.engines import ENGINES
 from asyncrl.trainer.model import lora_checks
@@ -78,8 +77,13 @@ def _profile(config: ExperimentConfig) -> Iterator[str]:
     for rank in profile.ranks:
         if not 0 <= rank < ranks:
             yield f"profile.ranks={profile.ranks}: there is no model_worker/{rank}; use 0 to {ranks - 1}"
-    if profile.stacks and py_spy() is None:
-        yield "profile.stacks=true: py-spy is not installed; install the `profile` extra, or use profile.stacks=false"
+    if profile.stacks:
+        from asyncrl.runtime.process.stacks import py_spy
+
+        if py_spy() is None:
+            yield (
+                "profile.stacks=true: py-spy is not installed; install the `profile` extra, or use profile.stacks=false"
+            )
 
 
 def _warmup(name: str, optimizer: OptimizerConfig) -> Iterator[str]:
