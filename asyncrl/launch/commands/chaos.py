@@ -16,6 +16,7 @@ import json
 import logging
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -250,7 +251,7 @@ def _as_json(
         "experiment": args.experiment,
         "seed": args.seed,
         "exit_code": watched.code,
-        "faults": [done.as_json() for done in sorted(watched.done, key=lambda each: each.at)],
+        "faults": [asdict(done) for done in sorted(watched.done, key=lambda each: each.at)],
         "left_out": left_out,
         "not_done": [{"number": fault.number, "why": why} for fault, why in watched.left],
         "steps": watched.steps,
