@@ -30,6 +30,7 @@ from collections import Counter
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameResolveError, NameResolveUnavailable, Subtree
@@ -47,7 +48,10 @@ from asyncrl.runtime.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXI
 from asyncrl.runtime.supervisor import STOP_SIGNAL
 from asyncrl.runtime.trials.claim import SAVE_LIMIT_S, TrialError, TrialHeld, describe_outage, open_resolver
 from asyncrl.runtime.trials.run_output import RunOutput
-from asyncrl.runtime.trials.trial import CheckFolder, Trial
+from asyncrl.runtime.trials.trial import Trial
+
+if TYPE_CHECKING:
+    from asyncrl.runtime.trials.resume import CheckFolder
 
 
 class Launcher:

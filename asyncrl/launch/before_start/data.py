@@ -32,7 +32,6 @@ from asyncrl.rollout.user_code.prompts import load_eval_set, load_prompt_format,
 from asyncrl.rollout.user_code.rewards import load_rewards
 from asyncrl.rollout.user_code.tools import check_format
 from asyncrl.runtime.plan import BRING_INPUTS, INPUT_ERRORS, brings_inputs
-from asyncrl.runtime.trials.trial import newest_progress
 from asyncrl.trainer.checks import CUTS
 from asyncrl.trainer.parallel.placement import placement
 from asyncrl.trainer.supervised.base_model import described, existing_base_model
@@ -236,8 +235,12 @@ def keep_data_record(config: ExperimentConfig) -> None:
     """Write a record of the training data, unless the trial continues from a checkpoint and has one."""
     run_dir = run_dir_of(config)
     file = run_dir / DATA_RECORD_FILE
-    if newest_progress(run_dir) is None or not file.is_file():
-        DataRecord.of(load_train_set(config)).write(file)
+    if file.is_file():
+        from asyncrl.runtime.trials.resume import newest_progress
+
+        if newest_progress(run_dir) is not None:
+            return
+    DataRecord.of(load_train_set(config)).write(file)
 
 
 def keep_inputs(config: ExperimentConfig, *, training: bool = True) -> None:

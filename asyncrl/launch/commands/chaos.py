@@ -24,7 +24,7 @@ from rich.console import Console
 
 from asyncrl.comm import names
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.run_dir import LEDGER_DIR, RESTARTS_FILE, run_dir_of
+from asyncrl.config.run_dir import LEDGER_DIR, RESTARTS_FILE, read_summary, run_dir_of
 from asyncrl.config.setting import ConfigError
 from asyncrl.launch.before_start.setting_checks import experiment_parser, load_rl
 from asyncrl.launch.commands import ERROR, refuse
@@ -33,7 +33,6 @@ from asyncrl.launch.train import summary_lines
 from asyncrl.observe.tail import read_rows
 from asyncrl.runtime.plan import PROCESS_KINDS, Restart, plan_workers
 from asyncrl.runtime.settings import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
-from asyncrl.runtime.trials.trial import read_summary
 from asyncrl.trainer.parallel.placement import worker_grid
 from asyncrl.verify.audit.ledger_files import read_ledger
 from asyncrl.verify.chaos.chaos_run import ChaosRun, Watched, why_no_disk_is_filled
