@@ -193,14 +193,11 @@ def read_settings(run_dir: Path) -> dict[str, Any]:
     Raises:
         DamagedFile: the file is missing or damaged.
     """
-    found = read_document(run_dir / CONFIG_FILE, parse=_yaml)
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    found = read_document(run_dir / CONFIG_FILE, parse=lambda text: yaml.load(text, loader))
     if found is None:
         raise DamagedFile(run_dir / CONFIG_FILE, "it is missing")
     return found
-
-
-def _yaml(text: str) -> Any:
-    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def _not_taken(written: dict[str, Any], taken: dict[str, Any], prefix: str = "") -> Iterator[str]:
