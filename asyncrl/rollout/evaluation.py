@@ -4,18 +4,24 @@ Each answer is a separate episode, also if a prompt gets several (`n_samples`): 
 rewards that compare a group see a group of one. A failed episode is retried. One that fails `ATTEMPTS` times, or that
 takes longer than `rollout.rollout_timeout_s`, ends the evaluation, because a mean over the other answers would be
 another measurement.
+
+Answers may be kept as files (`samples.eval_every`): each worker writes those of its share of a set.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from asyncrl.api import EpisodeTimeout, GenerationRequest, GenerationResult, Prompt, Sample
+from asyncrl.api import EpisodeTimeout, GenerationRequest, GenerationResult, Prompt, Sample, Trajectory
+from asyncrl.comm.files import remove_leftover
 from asyncrl.data.prompt_format import InvalidPrompt
+from asyncrl.observe.samples import Row, forget_after, rows_of, sample_files, write_samples
 from asyncrl.rollout.episode import metrics_of
 from asyncrl.rollout.messages import EvaluatedAnswer, EvaluationResult
 from asyncrl.rollout.rollout_client import RolloutClient
@@ -29,6 +35,8 @@ ATTEMPTS = 3
 
 _OF_THE_RUN = "rollout/"
 """Prefix of metrics that are left out: times depend on the machine, which also trains, rather than on the policy."""
+_WRITER = "worker-"
+_WRITTEN = re.compile(rf"step-(\d+)\.{_WRITER}(\d+)\.parquet", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +46,6 @@ class Answer:
     samples: Sequence[Sample]
     right: bool | None
     metrics: Mapping[str, float]
-
-
-Keep: TypeAlias = Callable[[str, int, Mapping[int, Sequence[Answer]]], Awaitable[None]]
-"""Keeps the answers to a set at a version, by row and then by member (`asyncrl.rollout.kept_answers`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +75,7 @@ class Evaluator:
         index: int,
         workers: int,
         max_concurrent: int,
-        keep: Keep | None = None,
+        keep: KeptAnswers | None = None,
     ) -> None:
         self._components, self._client = components, client
         self._index, self._workers = index, workers
@@ -112,7 +116,7 @@ class Evaluator:
         ended = {row: [episode.result() for episode in group] for row, group in episodes.items()}
         kept = {row: group for row, group in ended.items() if group and all(each.samples for each in group)}
         if self._keep is not None:
-            await self._keep(name, version, kept)
+            await self._keep.keep(name, version, kept)
         versions = [v for group in kept.values() for each in group for v in _versions(each.samples)]
         return EvaluationResult(
             tuple(_answer(row, each) for row, group in kept.items() for each in group),
@@ -159,3 +163,62 @@ def _answer(row: int, ended: Answer) -> EvaluatedAnswer:
 def _versions(samples: Sequence[Sample]) -> set[int]:
     """Return the versions that generated the tokens of `samples`."""
     return {int(version) for one in samples for version in one.versions[one.loss_mask.astype(bool)]}
+
+
+class KeptAnswers:
+    """Writes the answers of one worker.
+
+    Args:
+        folder: folder with a subfolder for each set.
+        every: keep every N-th row of a set.
+        max_bytes: limit on the size of this worker's files of one set.
+        index, workers: this worker's number, and the number of workers that share a set.
+        decode: turns token ids into text.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        every: int,
+        max_bytes: int,
+        decode: Callable[[Sequence[int]], str],
+        *,
+        index: int,
+        workers: int,
+    ) -> None:
+        self._folder, self._every, self._max_bytes, self._decode = folder, every, max_bytes, decode
+        self._index, self._workers = index, workers
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="answers")
+
+    async def keep(self, name: str, version: int, answers: Mapping[int, Sequence[Answer]]) -> None:
+        """Write `answers` to the set `name`, given by row and then by member; a failed write is only a warning."""
+        kept = {row: group for row, group in answers.items() if row % self._every == 0}
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._write, name, version, kept)
+        except OSError as error:
+            _log.warning("answers of version %d to %s are not kept: %s", version, name, error)
+
+    def _write(self, name: str, version: int, answers: Mapping[int, Sequence[Answer]]) -> None:
+        folder, writer = self._folder / name, f"{_WRITER}{self._index}"
+        forget_after(folder, version, writer)  # of an earlier launch that got further
+        if self._index == 0:
+            self._forget_workers(folder, version)
+        rows = [row for number, group in answers.items() for row in self._rows(name, version, number, group)]
+        write_samples(folder, version, writer, rows, self._max_bytes)
+
+    def _forget_workers(self, folder: Path, version: int) -> None:
+        """Remove the answers to `version` and later ones that a launch with more workers kept."""
+        for file in sample_files(folder):
+            written = _WRITTEN.fullmatch(file.name)  # None: not a file of this class
+            if written is not None and int(written[2]) >= self._workers and int(written[1]) >= version:
+                remove_leftover(file, _log)
+
+    def _rows(self, name: str, version: int, number: int, group: Sequence[Answer]) -> list[Row]:
+        members = [(member, answer, sample) for member, answer in enumerate(group) for sample in answer.samples]
+        samples = [replace(sample, episode=member) for member, _, sample in members]
+        rollout = Trajectory(f"{name}-{number}-v{version}", f"{name}-{number}", number, samples)
+        rows = rows_of(rollout, version, self._decode, {})
+        return [
+            row | {"set": name, "right": answer.right, "rollout_metrics": dict(answer.metrics), "staleness": None}
+            for row, (_, answer, _) in zip(rows, members, strict=True)
+        ]

@@ -20,7 +20,7 @@ from asyncrl.config.run_dir import ANSWERS_DIR, DATA_RECORD_FILE
 from asyncrl.manager.client import ManagerClient
 from asyncrl.observe import observer
 from asyncrl.observe.observer import Activity
-from asyncrl.rollout.evaluation import Evaluator, Keep
+from asyncrl.rollout.evaluation import Evaluator, KeptAnswers
 from asyncrl.rollout.generation_servers import capabilities_of
 from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.messages import Evaluate, EvaluationResult, StillThere
@@ -89,7 +89,7 @@ class RolloutWorker(AsyncWorker):
                     index=self.index,
                     workers=rollout.workers,
                     max_concurrent=self._evaluations_at_a_time,
-                    keep=self._keep_answers(),
+                    keep=self._kept_answers(),
                 )
                 server = RequestServer(
                     config.system.host,
@@ -145,17 +145,15 @@ class RolloutWorker(AsyncWorker):
             host=self.config.system.host,
         )
 
-    def _keep_answers(self) -> Keep | None:
+    def _kept_answers(self) -> KeptAnswers | None:
         """Open the writer of evaluations' answers; None if none are to be kept."""
         samples, workers = self.config.samples, self.config.rollout.workers
         if not samples.eval_every:
             return None
-        from asyncrl.rollout.kept_answers import KeptAnswers
-
         sets = len(self._components.prompts.eval_sets) or 1
         max_bytes, decode = int(samples.max_gb * 1e9 / workers / sets), self._components.tokenizer.decode
         folder = self.run_dir / ANSWERS_DIR
-        return KeptAnswers(folder, samples.eval_every, max_bytes, decode, index=self.index, workers=workers).keep
+        return KeptAnswers(folder, samples.eval_every, max_bytes, decode, index=self.index, workers=workers)
 
     async def _run(self, manager: ManagerClient, client: RolloutClient) -> None:
         """Play rollouts until a stop is requested."""

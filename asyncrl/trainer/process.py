@@ -15,7 +15,6 @@ import asyncio
 import os
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from transformers.utils.logging import disable_progress_bar
@@ -42,14 +41,11 @@ from asyncrl.trainer.model.layout_parity import layout_in_use
 from asyncrl.trainer.parallel.placement import placement
 from asyncrl.trainer.parallel.process_groups import Collectives
 from asyncrl.trainer.parallel.world import all_have_started, training_world
-from asyncrl.trainer.rank.current_step import CurrentStep
+from asyncrl.trainer.rank.current_step import CurrentStep, open_sample_logs
 from asyncrl.trainer.rank.measures import MemoryShortage, StepMeasures, StepProfile, Utilisation, gpu_memory, peak_flops
 from asyncrl.trainer.rank.receiver import TrajectoryCheck, TrajectoryReceiver
 from asyncrl.trainer.rank.requests import WAITING, ImmediateRequests, ModelCalls, QueuedRequests
 from asyncrl.trainer.rank.training_rank import TrainingRank, Versions, build_rank
-
-if TYPE_CHECKING:
-    from asyncrl.trainer.rank.sample_log import SampleLog
 
 _SERVE_S = 0.5  # longest wait for a request between two checks for a stop request
 _MEET_LOOK_S = 0.1
@@ -113,11 +109,7 @@ class ModelWorker(Worker):
         calls = ModelCalls(config, graph, self._rank)
         utilisation = Utilisation(self._rank.engines, peak_flops(device, dtype))
         observer.gauges(utilisation.gauges)
-        sample_logs: dict[str, SampleLog] = {}
-        if config.samples.every:
-            from asyncrl.trainer.rank.sample_log import open_sample_logs
-
-            sample_logs = open_sample_logs(config, self._world, self.run_dir)
+        sample_logs = open_sample_logs(config, self._world, self.run_dir)
         for log in sample_logs.values():
             self._open.callback(log.close)
         all_have_started(config)

@@ -48,8 +48,7 @@ def test_answers_that_are_not_there_are_told_by_their_number(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("pyarrow")
-    from asyncrl.rollout.evaluation import Answer
-    from asyncrl.rollout.kept_answers import KeptAnswers
+    from asyncrl.rollout.evaluation import Answer, KeptAnswers
 
     config, out = ExperimentConfig(fileroot=str(tmp_path)), tmp_path / "answers.jsonl"
     tokens = np.array([1, 2], np.int32)

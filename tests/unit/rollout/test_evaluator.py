@@ -30,7 +30,7 @@ from asyncrl.data.tokenizers import CharTokenizer
 from asyncrl.plugins.agents.single_turn import SingleTurnAgent
 from asyncrl.plugins.envs.single_turn import SingleTurnEnv
 from asyncrl.rollout.episode import run_group
-from asyncrl.rollout.evaluation import Answer, Evaluator
+from asyncrl.rollout.evaluation import Answer, Evaluator, KeptAnswers
 from asyncrl.rollout.messages import EvaluatedAnswer
 from asyncrl.rollout.rollout_client import RolloutClient
 from asyncrl.rollout.settings import EvalConfig, EvalSetConfig
@@ -111,11 +111,16 @@ async def test_each_worker_answers_its_share_of_a_set_under_that_version(
 async def test_the_answers_are_kept_by_row_and_member_with_their_verdicts() -> None:
     seen: list[tuple[str, int, dict[int, list[bool | None]]]] = []
 
-    async def keep(name: str, version: int, answers: Mapping[int, Sequence[Answer]]) -> None:
-        seen.append((name, version, {row: [each.right for each in group] for row, group in answers.items()}))
+    class Keeps(KeptAnswers):
+        def __init__(self) -> None: ...
+
+        async def keep(self, name: str, version: int, answers: Mapping[int, Sequence[Answer]]) -> None:
+            seen.append((name, version, {row: [each.right for each in group] for row, group in answers.items()}))
 
     components = cast(UserComponents, FakeComponents(SINGLE_TURN, 2))
-    keeping = Evaluator(components, cast(RolloutClient, FakeClient()), index=1, workers=2, max_concurrent=2, keep=keep)
+    keeping = Evaluator(
+        components, cast(RolloutClient, FakeClient()), index=1, workers=2, max_concurrent=2, keep=Keeps()
+    )
     await keeping.evaluate("all", 7)
     assert seen == [("all", 7, {1: [True, False]})], "row 3 makes no prompt"
 

@@ -13,8 +13,7 @@ pytest.importorskip("pyarrow")
 
 from asyncrl.api import Sample
 from asyncrl.observe.samples import answer_files, read_samples, step_of
-from asyncrl.rollout.evaluation import Answer
-from asyncrl.rollout.kept_answers import KeptAnswers
+from asyncrl.rollout.evaluation import Answer, KeptAnswers
 
 GB = 10**9
 
