@@ -121,6 +121,16 @@ def read_document(
     return found
 
 
+def read_summary(run_dir: Path) -> dict[str, Any] | None:
+    """Return the summary that the MasterWorker wrote at its end; None if it did not get there.
+
+    Raises:
+        DamagedFile: the file is damaged.
+    """
+    required = {"steps": int, "eval": dict, "evaluations_failed": list, "books": dict}
+    return read_document(run_dir / SUMMARY_FILE, required)
+
+
 def run_dir_of(config: ExperimentConfig) -> Path:
     """Return `<fileroot>/<experiment>/<trial>` as an absolute path."""
     return Path(config.fileroot).expanduser().resolve() / config.experiment_name / config.trial_name
@@ -183,14 +193,11 @@ def read_settings(run_dir: Path) -> dict[str, Any]:
     Raises:
         DamagedFile: the file is missing or damaged.
     """
-    found = read_document(run_dir / CONFIG_FILE, parse=_yaml)
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    found = read_document(run_dir / CONFIG_FILE, parse=lambda text: yaml.load(text, loader))
     if found is None:
         raise DamagedFile(run_dir / CONFIG_FILE, "it is missing")
     return found
-
-
-def _yaml(text: str) -> Any:
-    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def _not_taken(written: dict[str, Any], taken: dict[str, Any], prefix: str = "") -> Iterator[str]:

@@ -116,12 +116,12 @@ def read_typed(text: str, kind: Any) -> Any:
             reason = " ".join(str(error).split()).partition(' in "<unicode string>"')[0]
             raise ConfigError(f"not valid YAML: {reason}; put texts with special characters in quotes") from error
         return text if is_text and not isinstance(read, str) else read
-    value = text if is_text or not text else _Loader("").construct_object(_scalar(text))
+    if is_text or not text:
+        return text
+    loader = _Loader("")
+    node = yaml.ScalarNode(loader.resolve(yaml.ScalarNode, text.strip(), (True, False)), text)
+    value = loader.construct_object(node)
     return value if isinstance(value, str) else Plain(text, value)
-
-
-def _scalar(text: str) -> yaml.ScalarNode:
-    return yaml.ScalarNode(_Loader("").resolve(yaml.ScalarNode, text.strip(), (True, False)), text)
 
 
 def _read(source: Any, folder: str | None) -> Any:

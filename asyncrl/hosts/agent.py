@@ -59,8 +59,8 @@ from asyncrl.hosts.link import (
     Start,
     Stop,
 )
-from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_LOST
 from asyncrl.runtime.process.hardware import bind_error
+from asyncrl.runtime.settings import EXIT_FAILED, EXIT_LOST
 from asyncrl.runtime.supervisor import (
     GONE_LIMIT_S,
     STOP_SIGNAL,

@@ -62,9 +62,8 @@ from asyncrl.hosts.link import (
     Stop,
 )
 from asyncrl.runtime.backends import LauncherBackend, WorkerHandle, last_lines, open_backend
-from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_LOST
 from asyncrl.runtime.plan import HOST_VARIABLE, WorkerPlan, plan_workers
-from asyncrl.runtime.settings import HostConfig
+from asyncrl.runtime.settings import EXIT_FAILED, EXIT_LOST, HostConfig
 from asyncrl.runtime.trials.claim import TrialError
 
 OLDEST_PYTHON = (3, 11)

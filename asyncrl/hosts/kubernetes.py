@@ -24,9 +24,8 @@ from asyncrl.config.run_dir import AGENTS_FILE, run_dir_of
 from asyncrl.config.secrets import hide
 from asyncrl.config.setting import ConfigError
 from asyncrl.hosts.agent_backend import AgentBackend
-from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED
 from asyncrl.runtime.plan import HOST_VARIABLE, WorkerPlan
-from asyncrl.runtime.settings import HostConfig
+from asyncrl.runtime.settings import EXIT_CONFIG, EXIT_FAILED, HostConfig
 from asyncrl.runtime.trials.claim import SAVE_LIMIT_S
 
 LAUNCHER = "launcher"

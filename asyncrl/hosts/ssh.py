@@ -29,9 +29,8 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.hosts.agent_backend import AgentBackend, agent_command
 from asyncrl.hosts.link import OLD_PYTHON, Findings, Question
-from asyncrl.runtime.exit_codes import EXIT_LOST
 from asyncrl.runtime.process.hardware import bind_error
-from asyncrl.runtime.settings import HostConfig
+from asyncrl.runtime.settings import EXIT_LOST, HostConfig
 from asyncrl.runtime.trials.claim import TrialError
 
 _OPTIONS = {

@@ -23,7 +23,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError
 from asyncrl.launch.commands import COMMANDS, program, refuse
-from asyncrl.runtime.exit_codes import EXIT_CONFIG
+from asyncrl.runtime.settings import EXIT_CONFIG
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -35,7 +35,7 @@ from asyncrl.observe.doctor import Diagnosis, examine
 from asyncrl.observe.history import History
 from asyncrl.observe.samples import read_samples, sample_files
 from asyncrl.observe.tail import JsonlTail
-from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK
+from asyncrl.runtime.settings import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.trials.claim import SAVE_LIMIT_S
 
 Row = dict[str, Any]

@@ -34,9 +34,9 @@ from asyncrl.inference.settings import guests_of
 from asyncrl.launch.before_start.models import base_model_config
 from asyncrl.master.graph import Graph, load_graph
 from asyncrl.models.model_config import ModelFacts, read_model_config
-from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_OK
 from asyncrl.runtime.plan import plan_workers, with_types
 from asyncrl.runtime.process.hardware import gpu_details
+from asyncrl.runtime.settings import EXIT_CONFIG, EXIT_OK
 from asyncrl.runtime.trials.memory_checkpoint import uses_memory_checkpoint
 from asyncrl.trainer.parallel.placement import Placement, engine_of, model_of, placement
 from asyncrl.trainer.settings import ALL_LINEAR, KeptOn, ReferenceMode

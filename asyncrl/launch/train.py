@@ -30,6 +30,7 @@ from asyncrl.config.run_dir import (
     WEIGHTS_DIR,
     DamagedFile,
     read_document,
+    read_summary,
     run_dir_of,
 )
 from asyncrl.config.setting import ConfigError
@@ -45,12 +46,10 @@ from asyncrl.observe.history import History
 from asyncrl.observe.metrics.learning import FlatSteps
 from asyncrl.observe.tail import read_rows
 from asyncrl.runtime.backends import backend_class
-from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_HELD, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.run_log import restarts_in, seconds_in
-from asyncrl.runtime.settings import Resume
+from asyncrl.runtime.settings import EXIT_CONFIG, EXIT_FAILED, EXIT_HELD, EXIT_INTERRUPTED, EXIT_OK, Resume
 from asyncrl.runtime.trials.claim import TrialError, TrialHeld, detached_holder
-from asyncrl.runtime.trials.trial import check_finished, check_run_files, newest_progress, read_summary
 from asyncrl.trainer.supervised.base_model import BaseModelError, ensure_base_model, existing_base_model
 from asyncrl.trainer.supervised.settings import SFTConfig
 from asyncrl.weights.manifest import verify
@@ -95,15 +94,18 @@ def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | N
     run_dir = run_dir_of(config)
     if detached_holder(run_dir) is not None and (code := _attaching().attach_again(config)) is not None:
         return int(code)
-    if config.resume == Resume.auto:
+    resumes = config.resume == Resume.auto and run_dir.is_dir() and any(run_dir.iterdir())
+    if resumes:
+        from asyncrl.runtime.trials.resume import check_finished, check_run_files
+
         check_run_files(run_dir)
-    if config.resume == Resume.auto and check_finished(run_dir, config):
-        console.print(f"{config.experiment_name}/{config.trial_name} is complete; nothing was run. Its summary:")
-        show_summary(run_dir, console)
-        console.print(
-            "raise total_train_steps to continue, choose another trial_name, or start over with resume=restart"
-        )
-        return EXIT_OK
+        if check_finished(run_dir, config):
+            console.print(f"{config.experiment_name}/{config.trial_name} is complete; nothing was run. Its summary:")
+            show_summary(run_dir, console)
+            console.print(
+                "raise total_train_steps to continue, choose another trial_name, or start over with resume=restart"
+            )
+            return EXIT_OK
     with StartChecks(config) as checks:
         notes = checks.notes()
     if again is not None:
@@ -112,7 +114,7 @@ def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | N
     display = make_display(config.logging.display, title, config.total_train_steps, config.max_head_offpolicyness)
     launcher = Launcher(config, display, detached=detached, check_checkpoint=verify)
     try:
-        if config.resume == Resume.auto and newest_progress(run_dir) is not None:
+        if resumes:
             from asyncrl.launch.before_start.continued import check_continued
 
             notes += [f"WARNING: {note}" for note in check_continued(config)]

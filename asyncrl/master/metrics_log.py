@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,10 +29,13 @@ from asyncrl.data.prompt_queue import epoch_of
 from asyncrl.master.data.collector import Collector, Reports
 from asyncrl.master.data.sample_buffer import SampleBuffer, TrainBatch
 from asyncrl.master.evaluations import Evaluations, Outcomes, Row, evaluation_statistics
-from asyncrl.observe.metrics.sinks import MetricsWriter, SampleTables
+from asyncrl.observe.metrics.sinks import MetricsWriter
 from asyncrl.observe.tail import read_rows
 from asyncrl.runtime.run_log import remark, restarts_in, seconds_in
 from asyncrl.trainer.messages import EndedStep
+
+if TYPE_CHECKING:
+    from asyncrl.observe.metrics.sample_tables import SampleTables
 
 _log = logging.getLogger(__name__)
 
@@ -201,6 +204,8 @@ class MetricsLog:
         told = partial(remark, self._run_dir)
         self._metrics = MetricsWriter.open(self._run_dir / METRICS_FILE, self._config, first_step, told)
         if samples.every and samples.tables:
+            from asyncrl.observe.metrics.sample_tables import SampleTables
+
             self._tables = SampleTables(self._run_dir / SAMPLES_DIR, samples.tables, version)
         self._started_at = now
         self._totals = _Totals(now, dropped=dropped, idle_s=idle_s)

@@ -22,7 +22,7 @@ import math
 import pkgutil
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -57,7 +57,6 @@ from asyncrl.master.step import Dealing, Executor, column_moves, plan_batch
 from asyncrl.observe import observer
 from asyncrl.observe.observer import Activity
 from asyncrl.runtime.plan import BUFFER_ORDER, SHARED_DEVICES, WIN_RATES
-from asyncrl.runtime.process.stacks import profiled
 from asyncrl.runtime.process.waiting import StopRequested, cancel, or_stop
 from asyncrl.runtime.process.worker import StateLost
 from asyncrl.runtime.run_log import remark
@@ -272,10 +271,14 @@ class TrainLoop:
         buffered = buffered_s(batch, time.time())
         self._model_in_step = True
         config = self.config
-        dealing = Dealing.of(config)
-        training = observer.doing(f"trains step {self.run_state.version + 1}", "train", step=self.run_state.version + 1)
-        async with profiled(config.profile, self.run_dir, self.run_state.version + 1):
-            with training:
+        dealing, step = Dealing.of(config), self.run_state.version + 1
+        profiling: AbstractAsyncContextManager[None] = nullcontext()
+        if step in config.profile.steps:
+            from asyncrl.runtime.process.stacks import profiled
+
+            profiling = profiled(config.profile, self.run_dir, step)
+        async with profiling:
+            with observer.doing(f"trains step {step}", "train", step=step):
                 await self.ranks.each(plan_batch(batch, self.peers.placement, dealing))
                 stats: Row = await self.executor.run(config.idle_policies(self.run_state.version))
                 ended = await self.ranks.all(EndStep())

@@ -23,9 +23,8 @@ from asyncrl.comm.files import retry_write
 from asyncrl.comm.waits import STOP_S
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import log_file
-from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_LOST, EXIT_STATE_LOST
 from asyncrl.runtime.plan import WorkerPlan
-from asyncrl.runtime.settings import LAUNCHERS, HostConfig
+from asyncrl.runtime.settings import EXIT_FAILED, EXIT_LOST, EXIT_STATE_LOST, LAUNCHERS, HostConfig
 from asyncrl.runtime.supervisor import (
     STOP_SIGNAL,
     TOLD_OUT_OF_MEMORY,

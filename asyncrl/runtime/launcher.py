@@ -30,6 +30,7 @@ from collections import Counter
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameResolveError, NameResolveUnavailable, Subtree
@@ -40,14 +41,17 @@ from asyncrl.inference.settings import guests_of
 from asyncrl.observe import observer
 from asyncrl.observe.display import Display
 from asyncrl.runtime.backends import LauncherBackend, WorkerHandle, open_backend
-from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STATE_LOST
 from asyncrl.runtime.plan import PROCESS_KINDS, Purpose, Restart, WorkerPlan, plan_workers
 from asyncrl.runtime.process.open_files import allow_all_files, check_files
 from asyncrl.runtime.run_log import BRAIN, WHOLE_RUN, RestartBudget, note_restart, note_went_on
+from asyncrl.runtime.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STATE_LOST
 from asyncrl.runtime.supervisor import STOP_SIGNAL
 from asyncrl.runtime.trials.claim import SAVE_LIMIT_S, TrialError, TrialHeld, describe_outage, open_resolver
 from asyncrl.runtime.trials.run_output import RunOutput
-from asyncrl.runtime.trials.trial import CheckFolder, Trial
+from asyncrl.runtime.trials.trial import Trial
+
+if TYPE_CHECKING:
+    from asyncrl.runtime.trials.resume import CheckFolder
 
 
 class Launcher:

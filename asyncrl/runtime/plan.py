@@ -172,10 +172,6 @@ class ProcessKind:
     placed_as: str = ""
 
 
-def _training_ranks(config: ExperimentConfig) -> int:
-    return 0 if config.samples.only else placement(config).workers
-
-
 def _training_rank(config: ExperimentConfig, index: int, here: Share) -> Resources:
     """Return the resources of a rank: the first GPUs of the host are assigned by worker index, one each."""
     ours = here.gpus if config.trainer.device != Device.cpu else ()
@@ -272,7 +268,10 @@ PROCESS_KINDS = {
         restart=Restart.alone,
     ),
     MODEL_WORKER: ProcessKind(
-        "asyncrl.trainer.process:ModelWorker", _training_ranks, _training_rank, restart=Restart.together
+        "asyncrl.trainer.process:ModelWorker",
+        lambda config: 0 if config.samples.only else placement(config).workers,
+        _training_rank,
+        restart=Restart.together,
     ),
     GENERATION_SERVER: ProcessKind(
         "asyncrl.inference.process:GenerationServer",

@@ -1,4 +1,4 @@
-"""Settings of the processes and of how they find each other."""
+"""Settings of the processes and of how they find each other; the codes with which they exit."""
 
 from __future__ import annotations
 
@@ -35,6 +35,21 @@ PLACED = (MASTER_WORKER, MODEL_WORKER, GSERVER_MANAGER, GENERATION_SERVER, ROLLO
 """Kinds of processes that every run has; of several hosts, at least one runs each."""
 PLACEABLE = (*PLACED, ENCODER_SERVER)
 """Kinds of processes that a host of several may run."""
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_CONFIG = 2
+"""A setting is wrong; nothing was started."""
+EXIT_HELD = 4
+"""Another run holds the trial; nothing was started. The same command works once that run has ended."""
+EXIT_STATE_LOST = 75
+"""The last step is lost: the whole run must begin again with its newest checkpoint. Raised as `StateLost`."""
+EXIT_LOST = 255
+"""The process is lost, and its end is not known: the connection to its host ended or never existed, or the process
+found that another one has taken its name. ssh uses the same code.
+"""
+EXIT_INTERRUPTED = 130
+"""Stopped by Ctrl-C after a checkpoint."""
 
 
 class Resume(StrEnum):

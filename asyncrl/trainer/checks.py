@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 
-from asyncrl.algorithms.registry import ProximalMode
+from asyncrl.algorithms.registry import WHOLE_DISTRIBUTIONS, ProximalMode, ValueNormalisation
 from asyncrl.comm.names import ACTOR, MODEL_WORKER
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError, Device, Dtype
@@ -17,20 +18,22 @@ from asyncrl.models.model_config import read_model_config, routing_shape
 from asyncrl.models.picture_rules import placeholder_in
 from asyncrl.runtime.plan import plan_workers, with_types
 from asyncrl.runtime.process.hardware import count_gpus, uncounted_gpus
-from asyncrl.runtime.process.stacks import py_spy
 from asyncrl.trainer import algorithm_checks
 from asyncrl.trainer.engines import ENGINES
 from asyncrl.trainer.model import lora_checks
-from asyncrl.trainer.parallel import checks as layout_checks
 from asyncrl.trainer.parallel.placement import Placement, engine_of, placement, role_placement
 from asyncrl.trainer.settings import (
     AttentionImplementation,
     KeptOn,
     OptimizerConfig,
     OptimizerName,
+    ReferenceMode,
     RoleRanks,
     VisionMode,
 )
+
+CUTS = "asyncrl.trainer.parallel.checks"
+"""Checks of layouts in which some rank has a part of a model, or of the tokens of a sequence."""
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:
@@ -74,8 +77,13 @@ def _profile(config: ExperimentConfig) -> Iterator[str]:
     for rank in profile.ranks:
         if not 0 <= rank < ranks:
             yield f"profile.ranks={profile.ranks}: there is no model_worker/{rank}; use 0 to {ranks - 1}"
-    if profile.stacks and py_spy() is None:
-        yield "profile.stacks=true: py-spy is not installed; install the `profile` extra, or use profile.stacks=false"
+    if profile.stacks:
+        from asyncrl.runtime.process.stacks import py_spy
+
+        if py_spy() is None:
+            yield (
+                "profile.stacks=true: py-spy is not installed; install the `profile` extra, or use profile.stacks=false"
+            )
 
 
 def _warmup(name: str, optimizer: OptimizerConfig) -> Iterator[str]:
@@ -174,9 +182,50 @@ def _layouts(config: ExperimentConfig) -> Iterator[str]:
     except ConfigError as error:
         yield str(error)
         return
-    yield from layout_checks.problems(config, graph, placed)
+    for role in sorted(config.algorithm.reward_models.keys() - placed.grids.keys()):
+        yield (
+            f"algorithm.reward_models.{role}: graph {graph.name!r} has no such role; its roles are "
+            f"{', '.join(placed.roles)}"
+        )
+    if placed.is_cut:
+        yield from import_module(CUTS).problems(config, graph, placed)
+    yield from _not_supported(config, placed)
     yield from lora_checks.problems(config)
     yield from _too_few_gpus(config, placed)
+
+
+def _not_supported(config: ExperimentConfig, placed: Placement) -> Iterator[str]:
+    """Yield an error message for each setting that works only in another layout."""
+    algorithm, actor = config.algorithm, placed.actor
+    together = placed.grid("ref") == actor
+    if (
+        algorithm.kl_estimator.name in WHOLE_DISTRIBUTIONS
+        and algorithm.kl_coef
+        and (ENGINES[engine_of(config)].in_parts or not together)
+    ):
+        yield (
+            f"algorithm.kl={algorithm.kl_estimator.name!r}: whole distributions are compared where each rank has the "
+            "whole model; use trainer.engine=flat with the reference on the actor's ranks, or another estimator, for "
+            "example k3"
+        )
+    if config.trainer.compile and ENGINES[engine_of(config)].in_parts:
+        yield (
+            "trainer.compile=true: compiled parts of sharded layers are not supported; use trainer.engine=flat, or "
+            "trainer.compile=false"
+        )
+    if algorithm.reference.mode == ReferenceMode.ema:
+        if not together:
+            yield (
+                "algorithm.reference.mode='ema': the reference follows the actor part by part, so it needs the actor's "
+                "layout; leave algorithm.reference.parallel null and its ranks shared"
+            )
+        if config.model.lora.rank:
+            yield "algorithm.reference.mode='ema': the base of adapters does not move; use frozen, or model.lora.rank=0"
+    if algorithm.critic.value_norm != ValueNormalisation.none and actor.first not in placed.grid("critic").members:
+        yield (
+            f"algorithm.critic.value_norm={str(algorithm.critic.value_norm)!r}: it is kept on the actor's first rank; "
+            "use algorithm.critic.ranks=shared, or value_norm=none"
+        )
 
 
 def _too_few_gpus(config: ExperimentConfig, placed: Placement) -> Iterator[str]:

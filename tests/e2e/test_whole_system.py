@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from asyncrl.observe.tail import JsonlTail
-from asyncrl.runtime.exit_codes import EXIT_HELD
+from asyncrl.runtime.settings import EXIT_HELD
 
 from ..conftest import LIMIT_S, SHARED_MEMORY, Gate, left_in_memory
 from .clusters import await_that

@@ -24,7 +24,7 @@ from asyncrl.comm.name_resolve import NameResolver, make_resolver
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import SECRET_FILE, write_run_config
-from asyncrl.runtime.exit_codes import EXIT_LOST
+from asyncrl.runtime.settings import EXIT_LOST
 from asyncrl.runtime.supervisor import STOP_SIGNAL
 
 from ..warm import WarmProcess

@@ -56,7 +56,7 @@ from asyncrl.manager.rollouts.ledger import Ledger
 from asyncrl.manager.service import ManagerService, answering
 from asyncrl.observe.tail import read_rows
 from asyncrl.rollout.user_code_pool import child as user_code
-from asyncrl.runtime.trials.trial import newest_progress
+from asyncrl.runtime.trials.resume import newest_progress
 from asyncrl.trainer.messages import RolloutRecord
 from asyncrl.trainer.rank.inbox import InboxStore, StoredTrajectoryDamaged
 from asyncrl.verify.audit.ledger_files import read_ledger, surviving

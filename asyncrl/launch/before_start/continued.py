@@ -12,7 +12,7 @@ from asyncrl.master.graph import load_graph
 from asyncrl.observe.tail import read_rows
 from asyncrl.rollout.user_code.prompts import load_train_set
 from asyncrl.runtime.trials.claim import TrialError
-from asyncrl.runtime.trials.trial import ADVICE, newest_progress
+from asyncrl.runtime.trials.resume import ADVICE, newest_progress
 from asyncrl.verify.audit.ledger_files import read_ledger
 
 

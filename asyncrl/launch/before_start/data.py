@@ -8,6 +8,7 @@ import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 from asyncrl.api import ToolSchema
@@ -30,8 +31,8 @@ from asyncrl.rollout.user_code.agents import offers_tools
 from asyncrl.rollout.user_code.prompts import load_eval_set, load_prompt_format, load_train_set
 from asyncrl.rollout.user_code.rewards import load_rewards
 from asyncrl.runtime.plan import BRING_INPUTS, INPUT_ERRORS, brings_inputs
-from asyncrl.runtime.trials.trial import newest_progress
-from asyncrl.trainer.parallel.checks import base_model_problems
+from asyncrl.trainer.checks import CUTS
+from asyncrl.trainer.parallel.placement import placement
 from asyncrl.trainer.supervised.base_model import described, existing_base_model
 
 
@@ -102,7 +103,9 @@ def base_model_faults(config: ExperimentConfig, folder: Path | None) -> Iterator
         ConfigError: see `base_model_config`.
     """
     base = base_model_config(config, folder)
-    yield from base_model_problems(config, load_graph(config), ModelFacts.of(described(base)))
+    graph = load_graph(config)
+    if (placed := placement(config, graph)).is_cut:
+        yield from import_module(CUTS).base_model_problems(config, graph, placed, ModelFacts.of(described(base)))
     if existing_base_model(base) is None:
         for fault in supervised_checks().wrong_rows(base):
             yield f"model.base_experiment={config.model.base_experiment!r}: {fault}"
@@ -246,8 +249,12 @@ def keep_data_record(config: ExperimentConfig) -> None:
     """Write a record of the training data, unless the trial continues from a checkpoint and has one."""
     run_dir = run_dir_of(config)
     file = run_dir / DATA_RECORD_FILE
-    if newest_progress(run_dir) is None or not file.is_file():
-        DataRecord.of(load_train_set(config)).write(file)
+    if file.is_file():
+        from asyncrl.runtime.trials.resume import newest_progress
+
+        if newest_progress(run_dir) is not None:
+            return
+    DataRecord.of(load_train_set(config)).write(file)
 
 
 def keep_inputs(config: ExperimentConfig, *, training: bool = True) -> None:

@@ -4,25 +4,21 @@ hosts, adopted servers.
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from http import HTTPStatus
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
 
-from asyncrl.comm.http_client import HttpError, HttpRefused
 from asyncrl.comm.names import GENERATION_SERVER, MODEL_WORKER
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.machine import host_memory
+from asyncrl.config.optional_checks import CHECKS
 from asyncrl.config.run_dir import run_dir_of, write_run_config
 from asyncrl.config.setting import ConfigError, Dtype
-from asyncrl.data.tokenizers import vocabulary, vocabulary_difference
-from asyncrl.inference.client import connect
-from asyncrl.inference.messages import ModelInfo
 from asyncrl.inference.settings import guests_of
 from asyncrl.models.model_config import read_model_config
 from asyncrl.runtime.backends import backend_class
@@ -169,7 +165,9 @@ def check_reachable(config: ExperimentConfig) -> list[str]:
         faults.append(str(error))
     if faults := [*faults, *_servers(config)]:
         raise ConfigError("\n".join(faults))
-    return [*notes, *check_served_policies(config)]
+    if any(policy.url is not None for policy in config.policies):
+        notes += import_module(CHECKS["policies"]).check_served(config)
+    return notes
 
 
 def _servers(config: ExperimentConfig) -> Iterator[str]:
@@ -197,68 +195,3 @@ def _servers(config: ExperimentConfig) -> Iterator[str]:
                 f"{urls}={url!r}: no server answers there ({why}); start it first, or leave urls out "
                 "and the run starts its own"
             )
-
-
-_LIMIT_S = 10.0
-
-
-def check_served_policies(config: ExperimentConfig) -> list[str]:
-    """Ask each `url` of `policies` what it serves.
-
-    Returns:
-        Sentences for the user, about tokenizers that cannot be compared: a server reports only the folder of its
-        tokenizer, which this machine may not have.
-
-    Raises:
-        ConfigError: a server does not answer, or its tokenizer is another than that of `model.path`, or cannot be
-            compared although the policy is a teacher.
-    """
-    faults, notes, model = list[str](), list[str](), config.model.path
-    teachers = {teacher.policy for teacher in config.algorithm.teachers}
-    for policy in config.policies:
-        if policy.url is None:
-            continue
-        setting = f"policies: {policy.name!r}: url={policy.url!r}"
-        try:
-            info = asyncio.run(_model_info(policy.url))
-        except HttpError as error:
-            faults.append(f"{setting}: {_what_to_do(error)}")
-            continue
-        folder = info.tokenizer_path or info.model_path
-        unknown = ""
-        if model is None or vocabulary(model) is None:
-            unknown = f"model.path={model!r} has no tokenizer.json here"
-        elif folder is None or vocabulary(folder) is None:
-            unknown = f"the server names {folder!r}, which has no tokenizer.json here"
-        if unknown and policy.name in teachers:
-            faults.append(
-                f"{setting}: a teacher scores the policy's tokens, so it needs the same tokenizer, and {unknown}; copy "
-                "that folder to this machine, or use path"
-            )
-        elif unknown:
-            notes.append(
-                f"{setting}: its tokenizer was not compared with that of the run's model, as {unknown}. With another "
-                "tokenizer it would read other text than the agent sent, so make sure that they are the same"
-            )
-        elif model is not None and folder is not None and (difference := vocabulary_difference(model, folder)):
-            faults.append(f"{setting}: {difference}")
-    if faults:
-        raise ConfigError("\n".join(faults))
-    return notes
-
-
-async def _model_info(url: str) -> ModelInfo:
-    """Return the model that the server at `url` names.
-
-    Raises:
-        HttpError: it does not take requests, or does not name its model.
-    """
-    async with connect(url, None) as client:
-        await client.ready(timeout_s=_LIMIT_S)
-        return await client.model_info()
-
-
-def _what_to_do(error: HttpError) -> str:
-    if isinstance(error, HttpRefused) and error.status == HTTPStatus.UNAUTHORIZED:
-        return "the server asks for a token, and it gets none of the run; start it without --api-key"
-    return f"no generation server answers there ({error}); start it first, or use path and the run starts one"

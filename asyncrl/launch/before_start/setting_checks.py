@@ -86,6 +86,7 @@ _CHECKS: tuple[Callable[[ExperimentConfig], Iterator[str]], ...] = (
     manager.check,
     observe.check,
     runtime.check,
+    optional_problems,
 )
 
 
@@ -101,7 +102,7 @@ def validate(config: Config) -> None:
     if not messages:
         messages += _names(config)
         if isinstance(config, ExperimentConfig):
-            for check in (*_CHECKS, optional_problems):
+            for check in _CHECKS:
                 messages += check(config)
         else:
             messages += supervised_checks().check(config)

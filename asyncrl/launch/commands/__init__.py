@@ -12,7 +12,7 @@ import textwrap
 from pathlib import Path
 
 from asyncrl.config.secrets import hide
-from asyncrl.runtime.exit_codes import EXIT_CONFIG
+from asyncrl.runtime.settings import EXIT_CONFIG
 
 USES = {
     "init FOLDER": "write a small project of your own, which runs at once",

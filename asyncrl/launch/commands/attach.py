@@ -24,11 +24,10 @@ from asyncrl.config.run_dir import EXIT_FILE, LAUNCHER_LOCK_FILE, LAUNCHER_LOG, 
 from asyncrl.launch.commands import refuse
 from asyncrl.observe.history import ProcessHistory
 from asyncrl.observe.tail import Appended
-from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_OK
-from asyncrl.runtime.settings import Resume
+from asyncrl.runtime.settings import EXIT_FAILED, EXIT_OK, Resume
 from asyncrl.runtime.supervisor import identity_of
 from asyncrl.runtime.trials.claim import TrialError, detached_holder, is_here, read_holder
-from asyncrl.runtime.trials.trial import changed_settings
+from asyncrl.runtime.trials.resume import changed_settings
 
 START_LIMIT_S = 600.0
 """Longest time, in s, to watch a run that starts in the background until its processes have started."""

@@ -16,6 +16,7 @@ import json
 import logging
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,15 @@ from rich.console import Console
 
 from asyncrl.comm import names
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.run_dir import LEDGER_DIR, RESTARTS_FILE, run_dir_of
+from asyncrl.config.run_dir import LEDGER_DIR, RESTARTS_FILE, read_summary, run_dir_of
 from asyncrl.config.setting import ConfigError
 from asyncrl.launch.before_start.setting_checks import experiment_parser, load_rl
 from asyncrl.launch.commands import ERROR, refuse
 from asyncrl.launch.commands.audit import Audit, audit
 from asyncrl.launch.train import summary_lines
 from asyncrl.observe.tail import read_rows
-from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.plan import PROCESS_KINDS, Restart, plan_workers
-from asyncrl.runtime.trials.trial import read_summary
+from asyncrl.runtime.settings import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.trainer.parallel.placement import worker_grid
 from asyncrl.verify.audit.ledger_files import read_ledger
 from asyncrl.verify.chaos.chaos_run import ChaosRun, Watched, why_no_disk_is_filled
@@ -250,7 +250,7 @@ def _as_json(
         "experiment": args.experiment,
         "seed": args.seed,
         "exit_code": watched.code,
-        "faults": [done.as_json() for done in sorted(watched.done, key=lambda each: each.at)],
+        "faults": [asdict(done) for done in sorted(watched.done, key=lambda each: each.at)],
         "left_out": left_out,
         "not_done": [{"number": fault.number, "why": why} for fault, why in watched.left],
         "steps": watched.steps,

@@ -27,7 +27,7 @@ from asyncrl.config.run_dir import (
 )
 from asyncrl.launch.commands import refuse
 from asyncrl.observe.history import History
-from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_OK
+from asyncrl.runtime.settings import EXIT_FAILED, EXIT_OK
 
 _MIB = 1 << 20
 

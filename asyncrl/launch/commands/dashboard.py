@@ -19,7 +19,7 @@ from asyncrl.data.tokenizers import load_tokenizer
 from asyncrl.launch.commands import refuse
 from asyncrl.observe.dashboard import Dashboard, Decode, html, page_data, serve
 from asyncrl.observe.history import History
-from asyncrl.runtime.exit_codes import EXIT_OK
+from asyncrl.runtime.settings import EXIT_OK
 
 PORT = 8265
 LEAST_TOKEN = 16

@@ -41,9 +41,9 @@ from asyncrl.observe.samples import Row, answer_files, read_samples
 from asyncrl.observe.settings import SamplesConfig
 from asyncrl.observe.tail import read_rows
 from asyncrl.plugins.named_inputs import is_file, named_inputs, texts_in_args
-from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.plan import Purpose, with_types
+from asyncrl.runtime.settings import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.trials.claim import TrialError, read_holder
 from asyncrl.trainer.settings import LoraConfig
 

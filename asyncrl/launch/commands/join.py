@@ -32,11 +32,10 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import CONFIG_FILE, read_run_config
 from asyncrl.launch.commands import refuse
 from asyncrl.runtime.backends import WorkerHandle, open_backend
-from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.plan import PROCESS_KINDS, Share, WorkerPlan
 from asyncrl.runtime.process.hardware import LOOPBACK, visible_gpus
 from asyncrl.runtime.run_log import RestartBudget
-from asyncrl.runtime.settings import HostConfig
+from asyncrl.runtime.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, HostConfig
 from asyncrl.runtime.trials.claim import open_resolver, read_holder
 
 GONE_S = 60.0

@@ -24,8 +24,8 @@ from asyncrl.launch.before_start.pipeline import StartChecks
 from asyncrl.launch.before_start.setting_checks import experiment_parser, load_rl, validate
 from asyncrl.launch.commands import refuse
 from asyncrl.observe.display import make_display
-from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED
 from asyncrl.runtime.launcher import Launcher
+from asyncrl.runtime.settings import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED
 from asyncrl.runtime.trials.claim import TrialError
 from asyncrl.trainer.supervised.base_model import BaseModelError
 

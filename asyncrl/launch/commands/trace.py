@@ -36,7 +36,7 @@ from asyncrl.observe.timeline import (
     Timeline,
     timeline,
 )
-from asyncrl.runtime.exit_codes import EXIT_OK
+from asyncrl.runtime.settings import EXIT_OK
 
 
 def main(argv: Sequence[str], program: str) -> int:

@@ -15,93 +15,31 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pkgutil
 import queue
-import secrets
 import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import Any
-
-import msgspec
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.comm.files import AppendedFile, retry_write_blocking
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.secrets import hide, without_secrets
-from asyncrl.observe.samples import read_samples, sample_files, step_of
+from asyncrl.config.secrets import hide
+
+if TYPE_CHECKING:
+    from asyncrl.observe.metrics.sample_tables import Table
 
 _log = logging.getLogger(__name__)
-_MARKS = frozenset("&<>\\|`*_[]#")
-COLUMNS = ("prompt", "sample", "reward", "staleness", "text")
-Table = Sequence[Sequence[str]]
-"""Rows of cells, in the order of `COLUMNS`."""
-
-
-class SampleTables:
-    """Finds the steps whose samples are new.
-
-    Args:
-        folder: folder of the samples.
-        size: limit on the samples of a step.
-        after: steps up to this one already have their table.
-    """
-
-    def __init__(self, folder: Path, size: int, after: int) -> None:
-        self._folder, self._size, self._after = folder, size, after
-        self._unread: set[int] = set()
-
-    def new(self, before: int) -> list[tuple[int, Table]]:
-        """Return new tables of steps below `before`, in order; later steps may still be being written.
-
-        A step with a file that cannot be read is logged, and tried once more by the next call.
-        """
-        steps: dict[int, list[Path]] = {}
-        for file in sample_files(self._folder):
-            if (step := step_of(file)) in self._unread or self._after < step < before:
-                steps.setdefault(step, []).append(file)
-        self._after = max(self._after, before - 1)
-        tables: list[tuple[int, Table]] = []
-        unread: set[int] = set()
-        for step, files in steps.items():
-            try:
-                tables.append((step, self._table(files)))
-            except (OSError, ValueError) as error:
-                _log.warning("kept samples of step %d could not be shown: %s", step, error)
-                unread.add(step)
-        self._unread = unread - self._unread
-        return tables
-
-    def _table(self, files: Sequence[Path]) -> Table:
-        columns = ["prompt", "sample", "total_reward", "staleness", "text"]
-        rows = islice(read_samples(files, columns), self._size)
-        return [[_shown(row[name]) for name in columns] for row in rows]
-
-
-def as_markdown(table: Table) -> str:
-    """Return the table as TensorBoard shows it: Markdown, in which a sample's text stays text."""
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    lines += ["| " + " | ".join(_cell(cell) for cell in row) + " |" for row in table]
-    return "\n".join(lines)
-
-
-def _shown(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else "" if value is None else str(value)
-
-
-def _cell(text: str) -> str:
-    return "".join(f"&#{ord(char)};" if char in _MARKS else char for char in text).replace("\n", "<br>")
-
-
 Row = Mapping[str, Any]
 """Numbers by name; a few entries are lists of numbers, which only `metrics.jsonl` keeps."""
 TENSORBOARD_DIR = "tensorboard"
 _VERSION = "brain.Event:2"
 """Version of the format of event files."""
-WANDB_ID_FILE = "wandb_id"
+_WANDB = "asyncrl.observe.metrics.wandb_sink:WandbSink"
 _HELD_ROWS = 10_000
 """Rows that wait for a sink, which may take two minutes to find out that its server does not answer."""
 _CLOSE_S = 60.0
@@ -165,10 +103,12 @@ class TensorBoardSink(Sink):
             self._add(Event(wall_time=now, step=first_step, session_log=start))
 
     def write(self, step: int, row: Row) -> None:
-        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in _scalars(row).items()]
+        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars(row).items()]
         self._add(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
 
     def samples(self, step: int, table: Table) -> None:
+        from asyncrl.observe.metrics.sample_tables import as_markdown
+
         text = self._tensor(dtype=self._string, string_val=[as_markdown(table).encode()])
         value = self._summary.Value(tag="samples", tensor=text, metadata=self._metadata)
         self._add(self._event(wall_time=time.time(), step=step, summary=self._summary(value=[value])))
@@ -178,49 +118,6 @@ class TensorBoardSink(Sink):
 
     def _add(self, event: Any) -> None:
         self._records.write(event.SerializeToString())
-
-
-class WandbSink(Sink):
-    """A Weights & Biases run with the resolved config, continued by a launch that resumes the trial.
-
-    Its id is in the trial's folder, so a wiped trial is a new run. The x axis is `step`. If a launch goes back and
-    trains steps again, the new points come after the old ones and are not dropped.
-    """
-
-    def __init__(self, project: str, run_dir: Path, config: ExperimentConfig) -> None:
-        import wandb
-
-        self._table = wandb.Table
-        self._run: Any = wandb.init(
-            project=project,
-            name=f"{config.experiment_name}/{config.trial_name}",
-            group=config.experiment_name,
-            id=_wandb_id(run_dir / WANDB_ID_FILE),
-            dir=str(run_dir),
-            resume="allow",
-        )
-        shown = without_secrets(msgspec.to_builtins(config))
-        self._run.config.update(shown, allow_val_change=True)  # type: ignore[no-untyped-call,unused-ignore]
-        self._run.define_metric("*", step_metric="step")
-
-    def write(self, step: int, row: Row) -> None:
-        self._run.log(_scalars(row) | {"step": step})
-
-    def samples(self, step: int, table: Table) -> None:
-        rows = [list(row) for row in table]
-        self._run.log({"samples": self._table(columns=list(COLUMNS), data=rows), "step": step})
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def _wandb_id(file: Path) -> str:
-    """Return the id in `file`, which is written if it is absent, or empty because a launch crashed as it wrote it."""
-    kept = file.read_text().strip() if file.exists() else ""
-    if not kept:
-        kept = secrets.token_hex(8)
-        retry_write_blocking(lambda: file.write_text(kept), f"{file}", _log)
-    return kept
 
 
 class Watcher:
@@ -295,7 +192,7 @@ class MetricsWriter:
             folder = file.parent / TENSORBOARD_DIR
             watchers.append(Watcher("TensorBoard", partial(TensorBoardSink, folder, first_step), warn))
         if logging.wandb_project:
-            make = partial(WandbSink, logging.wandb_project, file.parent, config)
+            make = partial(pkgutil.resolve_name(_WANDB), logging.wandb_project, file.parent, config)
             watchers.append(Watcher("Weights & Biases", make, warn))
         return cls(jsonl, *watchers)
 
@@ -330,7 +227,7 @@ class MetricsWriter:
             watcher.close()
 
 
-def _scalars(row: Row) -> dict[str, float]:
+def scalars(row: Row) -> dict[str, float]:
     return {key: value for key, value in row.items() if isinstance(value, (int, float))}
 
 

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from asyncrl.comm.name_resolve import NameResolver, NameResolveTimeout
 from asyncrl.comm.waits import LOOK_S, STOP_S, running_wait
-from asyncrl.runtime.exit_codes import EXIT_OK
+from asyncrl.runtime.settings import EXIT_OK
 from asyncrl.runtime.supervisor import STOP_SIGNAL
 
 _T = TypeVar("_T")

@@ -109,7 +109,9 @@ class TrialClaim:
         number = 1 if former is None else former.number + 1
         claim = cls(_this_launch(run_dir, number, detached), *locks, former, config.system.claim_s)
         try:
-            if shares_names(config):
+            if (
+                config.system.name_resolve == NameBackend.etcd3 or config.system.name_resolve_root
+            ):  # others see the names
                 claim._take_names(config, run_dir)
             claim._sign()
         except BaseException:
@@ -264,11 +266,6 @@ def describe_outage(error: NameResolveUnavailable, config: ExperimentConfig) -> 
     """Return the message for an outage of name resolution that lasted too long."""
     limit_s = config.system.name_resolve_timeout_s
     return f"{error}; the run ends, as system.name_resolve_timeout_s={limit_s:g} allows no longer outage"
-
-
-def shares_names(config: ExperimentConfig) -> bool:
-    """True if launches in other folders see the trial's names too."""
-    return config.system.name_resolve == NameBackend.etcd3 or bool(config.system.name_resolve_root)
 
 
 def read_holder(run_dir: Path) -> names.TrialHolder | None:

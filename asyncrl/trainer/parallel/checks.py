@@ -1,4 +1,5 @@
-"""Check layouts before anything starts: by architecture, the model's `config.json`, engine and features. Torch-free.
+"""Check layouts that cut a model, or the tokens of a sequence, before anything starts: by architecture, the model's
+`config.json` and engine. Torch-free. A run whose ranks all have whole models imports nothing of it.
 
 Architectures
 -------------
@@ -24,7 +25,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from asyncrl.algorithms.registry import WHOLE_DISTRIBUTIONS, ValueNormalisation
 from asyncrl.comm.names import ACTOR
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.graph import Graph
@@ -34,12 +34,10 @@ from asyncrl.trainer.engines import AUTO, ENGINES
 from asyncrl.trainer.parallel.placement import (
     Layout,
     Placement,
-    engine_of,
     layout_setting,
     model_of,
-    placement,
 )
-from asyncrl.trainer.settings import AttentionImplementation, ReferenceMode, VisionMode
+from asyncrl.trainer.settings import AttentionImplementation, VisionMode
 
 _BOTH = frozenset(
     {
@@ -165,21 +163,15 @@ def _reasons(tensor: int, shape: ModelFacts) -> Iterator[str]:
 
 
 def problems(config: ExperimentConfig, graph: Graph, placed: Placement) -> Iterator[str]:
-    """Yield an error message for each problem of the layouts of `placed`."""
-    for role in sorted(config.algorithm.reward_models.keys() - placed.grids.keys()):
-        yield (
-            f"algorithm.reward_models.{role}: graph {graph.name!r} has no such role; its roles are "
-            f"{', '.join(placed.roles)}"
-        )
+    """Yield an error message for each problem of the layouts of `placed`, some of which cut a model or its tokens."""
     yield from _models_that_do_not_fit(config, graph, placed, None)
     yield from _not_cut(config, placed)
     yield from _not_in_parts(config, graph, placed)
-    yield from _not_supported(config, placed)
 
 
-def base_model_problems(config: ExperimentConfig, graph: Graph, base: ModelFacts) -> Iterator[str]:
+def base_model_problems(config: ExperimentConfig, graph: Graph, placed: Placement, base: ModelFacts) -> Iterator[str]:
     """Yield error messages about layouts of the base model, which the run makes first if `model.path` is null."""
-    yield from _models_that_do_not_fit(config, graph, placement(config, graph), base)
+    yield from _models_that_do_not_fit(config, graph, placed, base)
 
 
 def _models_that_do_not_fit(
@@ -235,37 +227,3 @@ def _not_in_parts(config: ExperimentConfig, graph: Graph, placed: Placement) -> 
                 f"{name}={str(grid)!r}: {whose}the model in {path!r} takes pictures, whose tokens are not cut into "
                 "parts (c); use c1, or model.vision=none for text alone"
             )
-
-
-def _not_supported(config: ExperimentConfig, placed: Placement) -> Iterator[str]:
-    """Yield an error message for each setting that works only in another layout."""
-    algorithm, actor = config.algorithm, placed.actor
-    together = placed.grid("ref") == actor
-    if (
-        algorithm.kl_estimator.name in WHOLE_DISTRIBUTIONS
-        and algorithm.kl_coef
-        and (ENGINES[engine_of(config)].in_parts or not together)
-    ):
-        yield (
-            f"algorithm.kl={algorithm.kl_estimator.name!r}: whole distributions are compared where each rank has the "
-            "whole model; use trainer.engine=flat with the reference on the actor's ranks, or another estimator, for "
-            "example k3"
-        )
-    if config.trainer.compile and ENGINES[engine_of(config)].in_parts:
-        yield (
-            "trainer.compile=true: compiled parts of sharded layers are not supported; use trainer.engine=flat, or "
-            "trainer.compile=false"
-        )
-    if algorithm.reference.mode == ReferenceMode.ema:
-        if not together:
-            yield (
-                "algorithm.reference.mode='ema': the reference follows the actor part by part, so it needs the actor's "
-                "layout; leave algorithm.reference.parallel null and its ranks shared"
-            )
-        if config.model.lora.rank:
-            yield "algorithm.reference.mode='ema': the base of adapters does not move; use frozen, or model.lora.rank=0"
-    if algorithm.critic.value_norm != ValueNormalisation.none and actor.first not in placed.grid("critic").members:
-        yield (
-            f"algorithm.critic.value_norm={str(algorithm.critic.value_norm)!r}: it is kept on the actor's first rank; "
-            "use algorithm.critic.ranks=shared, or value_norm=none"
-        )

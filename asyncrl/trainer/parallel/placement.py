@@ -260,6 +260,11 @@ class Placement:
         return max(grid.members.stop for grid in self.grids.values())
 
     @property
+    def is_cut(self) -> bool:
+        """True if some rank has a part of a model, or of the tokens of a sequence."""
+        return any(grid.copy > 1 or grid.replicas > 1 for grid in self.grids.values())
+
+    @property
     def roles(self) -> tuple[str, ...]:
         """All roles, the actor among them."""
         return tuple(self.grids)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 import yaml  # type: ignore[import-untyped]
@@ -321,11 +321,18 @@ class Gate(msgspec.Struct, frozen=True):
     dropped: dict[str, int] = {}
 
 
+class HeldRows(msgspec.Struct, frozen=True):
+    """Rows of metrics that wait for an evaluation."""
+
+    rows: list[dict[str, Any]] = []
+
+
 class MasterState(msgspec.Struct, frozen=True):
     """The checked part of the MasterWorker's state in a checkpoint."""
 
     version: int
     gate: Gate
+    metrics_log: HeldRows = HeldRows()
 
 
 class CheckpointState(msgspec.Struct, frozen=True):
@@ -333,6 +340,14 @@ class CheckpointState(msgspec.Struct, frozen=True):
 
     version: int
     master_state: MasterState
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Read that of the checkpoint in `folder`; raises OSError, ValueError or RecursionError if it cannot be."""
+        try:
+            return convert(json.loads((folder / STATE_FILE).read_bytes()), cls)
+        except msgspec.ValidationError as error:
+            raise ValueError(str(error)) from error
 
 
 def versions_in(root: Path) -> list[Path]:
@@ -430,10 +445,10 @@ def check_folder(folder: Path, role: str, report: Report) -> bool:
 def _check_state(folder: Path, outcome: Outcome, entries: Sequence[Entry], report: Report) -> None:
     place = f"{folder.parent.name}/{folder.name}"
     try:
-        state = convert(json.loads((folder / STATE_FILE).read_bytes()), CheckpointState)
+        state = CheckpointState.read(folder)
         master = state.master_state
         used = master.gate.used.ids()
-    except (OSError, ValueError, RecursionError, zlib.error, msgspec.ValidationError) as error:
+    except (OSError, ValueError, RecursionError, zlib.error) as error:
         report(place, f"{STATE_FILE} cannot be read: {one_line(error)}")
         return
     version = master.version

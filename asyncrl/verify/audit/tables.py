@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from asyncrl.comm.ended_rollouts import Trained
-from asyncrl.config.run_dir import CHECKPOINT_STATE_FILE
 from asyncrl.observe.samples import TOKEN_SCORES, per_token_columns
 from asyncrl.observe.tail import Appended
 from asyncrl.verify.audit.ledger_files import Report
 from asyncrl.verify.audit.outcome import Outcome, StepTotals
-from asyncrl.verify.audit.run_files import Settings, Summary, one_line
+from asyncrl.verify.audit.run_files import CheckpointState, Settings, Summary, one_line
 
 _TOLERANCE = 1e-6
 """Relative tolerance, since sums are computed in another order."""
@@ -74,7 +73,7 @@ def held_rows(checkpoints: Path, outcome: Outcome) -> list[Row]:
     """
     folder = checkpoints / f"v{outcome.version}"
     try:
-        held = json.loads((folder / CHECKPOINT_STATE_FILE).read_bytes())["master_state"]["metrics_log"]["rows"]
+        held = CheckpointState.read(folder).master_state.metrics_log.rows
         return [(f"{checkpoints.name}/{folder.name}", _checked({"step": each["step"]} | each["row"])) for each in held]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return []

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -302,46 +301,48 @@ class FaultInjector:
     async def _pause(self, fault: Fault) -> None:
         process = await self._find(fault.target)
         process.suspend()
-        done = self._note(fault, f"SIGSTOP {fault.target} for {fault.seconds:g} s", f"pid {process.pid}")
-        try:
-            await asyncio.sleep(fault.seconds)
-        finally:
+
+        def resume() -> None:
             with contextlib.suppress(psutil.NoSuchProcess):  # killed meanwhile
                 process.resume()
-            done.over = time.time()
+
+        what = f"SIGSTOP {fault.target} for {fault.seconds:g} s"
+        await self._for_a_while(fault, what, f"pid {process.pid}", resume)
 
     async def _cut(self, fault: Fault) -> None:
         proxy = self._links.proxy(fault.target)
         proxy.refuses = True
         what = f"cut from {fault.target}, none let through for {fault.seconds:g} s"
-        done = self._note(fault, what, f"{proxy.cut()} connections")
-        try:
-            await asyncio.sleep(fault.seconds)
-        finally:
-            proxy.refuses = False
-            done.over = time.time()
+        await self._for_a_while(fault, what, f"{proxy.cut()} connections", lambda: setattr(proxy, "refuses", False))
 
     async def _delay(self, fault: Fault) -> None:
         proxy = self._links.proxy(fault.target)
         proxy.delay_s = DELAY_S
         what = f"{DELAY_S:g} s late to and from {fault.target} for {fault.seconds:g} s"
-        done = self._note(fault, what, f"{proxy.connections} connections")
-        try:
-            await asyncio.sleep(fault.seconds)
-        finally:
-            proxy.delay_s = 0.0
-            done.over = time.time()
+        await self._for_a_while(fault, what, f"{proxy.connections} connections", lambda: setattr(proxy, "delay_s", 0.0))
 
     async def _fill_disk(self, fault: Fault) -> None:
         ballast = Ballast(self._run_dir.parent / f"{self._run_dir.name}.ballast")
-        done = self._note(fault, f"no room on the disk for {fault.seconds:g} s", "")
+        what = f"no room on the disk for {fault.seconds:g} s"
+        await self._for_a_while(fault, what, "", ballast.drop, meanwhile=ballast.grow)
+
+    async def _for_a_while(
+        self,
+        fault: Fault,
+        what: str,
+        details: str,
+        undo: Callable[[], None],
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Note the fault, and undo it after its seconds, or if the run ends before; call `meanwhile` repeatedly."""
+        done = self._note(fault, what, details)
         try:
             until = time.monotonic() + fault.seconds
-            while time.monotonic() < until:
-                ballast.grow()
-                await asyncio.sleep(LOOK_S)
+            while (left_s := until - time.monotonic()) > 0:
+                meanwhile()
+                await asyncio.sleep(min(left_s, LOOK_S))
         finally:
-            ballast.drop()
+            undo()
             done.over = time.time()
 
     async def _find(self, target: str) -> psutil.Process:
@@ -405,7 +406,7 @@ class ChaosRun:
         self._seen = Watched(time.time())
         self._stepped_at = time.monotonic()
         run_dir = run_dir_of(config)
-        self._rows = _NewRows(run_dir / METRICS_FILE)
+        self._rows = JsonlTail(run_dir / METRICS_FILE)
         self._restarts = JsonlTail(run_dir / RESTARTS_FILE)
         self._restarts.read()  # those of earlier runs
         self._launcher = RunLauncher(command, again, run_dir, self._seen.lines.append)
@@ -448,7 +449,7 @@ class ChaosRun:
     def _due(self) -> Iterator[Fault]:
         """Read new rows; yield the faults that are due."""
         now = time.monotonic()
-        for step in self._rows.read():
+        for step in (row["step"] for row in self._rows.read() if row["step"]):
             self._seen.steps.append((time.time(), step))
             self._clock.step_done(step, now)
             self._stepped_at = now
@@ -495,25 +496,3 @@ class ChaosRun:
             with contextlib.suppress(NameResolveError):  # the run has not begun, or its disk is full
                 self._links.look(self._processes.names())
             await asyncio.sleep(LINK_LOOK_S)
-
-
-class _NewRows:
-    """The steps of new rows in `file`, which a launch may truncate."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._offset = 0
-
-    def read(self) -> list[int]:
-        """Return the steps of the rows added since the last call."""
-        try:
-            with self._file.open("rb") as stream:
-                self._offset = min(self._offset, stream.seek(0, os.SEEK_END))
-                stream.seek(self._offset)
-                data = stream.read()
-        except OSError:  # there is none yet
-            return []
-        whole, newline, _ = data.rpartition(b"\n")
-        self._offset += len(whole) + len(newline)
-        steps = [int(json.loads(line)["step"]) for line in whole.splitlines()]
-        return [step for step in steps if step]

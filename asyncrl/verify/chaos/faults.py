@@ -24,7 +24,7 @@ import random
 import statistics
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -225,10 +225,6 @@ class InjectedFault:
     """Tokens of those of these rollouts that had reached the trainer. Tokens of running rollouts are not recorded."""
     steps_again: int = 0
     """Number of complete steps that were trained again, without the running step."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the fields, for a file."""
-        return asdict(self)
 
     @property
     def kind(self) -> str:

@@ -16,7 +16,7 @@ from asyncrl.master.data import collector
 from asyncrl.master.data.collector import BooksError
 from asyncrl.runtime.process.worker import StateLost
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
-from asyncrl.runtime.trials.trial import newest_progress
+from asyncrl.runtime.trials.resume import newest_progress
 from asyncrl.trainer.messages import (
     MEMORY_CHECKPOINT_LOST,
     CollectWeights,

@@ -14,7 +14,7 @@ from asyncrl.comm.request_reply import Request
 from asyncrl.comm.waits import RunningClock
 from asyncrl.manager import messages as m
 from asyncrl.manager.messages import StatusReply
-from asyncrl.observe.metrics.sinks import SampleTables
+from asyncrl.observe.metrics.sample_tables import SampleTables
 from asyncrl.runtime.run_log import note_restart, note_went_on
 from asyncrl.trainer.messages import (
     BeginStep,

@@ -20,7 +20,7 @@ from asyncrl.launch.before_start.setting_checks import is_hub_name, validate
 from asyncrl.launch.commands import COMMANDS
 from asyncrl.launch.help import experiment_help, fitted, help_page, list_experiments
 from asyncrl.rollout.checks import code_problems
-from asyncrl.runtime.exit_codes import EXIT_CONFIG
+from asyncrl.runtime.settings import EXIT_CONFIG
 from asyncrl.trainer.parallel.placement import worker_grid
 
 

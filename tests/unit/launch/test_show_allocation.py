@@ -36,9 +36,9 @@ from asyncrl.launch.show_allocation import (
     warnings,
 )
 from asyncrl.master.graph import load_graph
-from asyncrl.runtime.exit_codes import EXIT_CONFIG
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.process import hardware
+from asyncrl.runtime.settings import EXIT_CONFIG
 from asyncrl.trainer.parallel.placement import placement
 from asyncrl.trainer.settings import KeptOn, ReferenceMode, RoleRanks
 from asyncrl.trainer.sizing import MemoryNeed

@@ -16,7 +16,7 @@ from asyncrl.launch import train
 from asyncrl.launch.commands import COMMANDS
 from asyncrl.launch.train import what_next
 from asyncrl.observe.settings import DisplayMode
-from asyncrl.runtime.exit_codes import EXIT_INTERRUPTED, EXIT_OK
+from asyncrl.runtime.settings import EXIT_INTERRUPTED, EXIT_OK
 
 
 @pytest.mark.parametrize("folder", ["/runs/demo/trial0", "/my runs/demo/trial0"])

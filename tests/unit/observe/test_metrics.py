@@ -19,13 +19,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from asyncrl.comm import files
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.observe.metrics import sinks
+from asyncrl.observe.metrics import sinks, wandb_sink
+from asyncrl.observe.metrics.sample_tables import Table
 from asyncrl.observe.metrics.sinks import (
     JsonlSink,
     MetricsWriter,
     Row,
     Sink,
-    Table,
     Watcher,
 )
 from asyncrl.observe.tail import read_rows
@@ -261,9 +261,9 @@ def test_wandb_has_the_config_and_goes_on_with_the_same_run_until_the_trial_is_w
 def test_an_empty_file_of_the_wandb_id_counts_as_absent(tmp_path: Path) -> None:
     file = tmp_path / "wandb_id"
     file.touch()
-    first = sinks._wandb_id(file)
+    first = wandb_sink._wandb_id(file)
     assert first
-    assert sinks._wandb_id(file) == first == file.read_text()
+    assert wandb_sink._wandb_id(file) == first == file.read_text()
 
 
 class Broken(Sink):

@@ -17,7 +17,7 @@ from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.launch.commands import show
 from asyncrl.launch.commands.eval import write_answers
 from asyncrl.observe import dashboard
-from asyncrl.observe.metrics.sinks import SampleTables, as_markdown
+from asyncrl.observe.metrics.sample_tables import SampleTables, as_markdown
 from asyncrl.observe.samples import (
     answer_files,
     forget_after,

@@ -21,10 +21,10 @@ from asyncrl.config.run_dir import METRICS_FILE, run_dir_of
 from asyncrl.observe.display import Row
 from asyncrl.runtime import launcher as launcher_module
 from asyncrl.runtime.backends import LauncherBackend, WorkerHandle
-from asyncrl.runtime.exit_codes import EXIT_LOST, EXIT_STATE_LOST
 from asyncrl.runtime.launcher import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Launcher
 from asyncrl.runtime.plan import PROCESS_KINDS, ProcessKind, Restart, WorkerPlan
 from asyncrl.runtime.run_log import BRAIN, WHOLE_RUN, count_restarts, remark
+from asyncrl.runtime.settings import EXIT_LOST, EXIT_STATE_LOST
 from asyncrl.runtime.supervisor import STOP_SIGNAL
 from asyncrl.runtime.trials import memory_checkpoint as memory_checkpoint_module
 from asyncrl.runtime.trials.claim import TrialClaim, TrialHeld, open_resolver

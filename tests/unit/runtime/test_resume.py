@@ -16,7 +16,7 @@ from asyncrl.launch.help import experiment_help
 from asyncrl.observe.display import make_display
 from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.trials.claim import TrialError
-from asyncrl.runtime.trials.trial import check_finished, continuation
+from asyncrl.runtime.trials.resume import check_finished, continuation
 from asyncrl.weights.manifest import Manifest, file_entry, verify, write_manifest
 
 Make = Callable[..., ExperimentConfig]

@@ -12,7 +12,7 @@ from asyncrl.comm.name_files import FileResolver
 from asyncrl.comm.names import WorkerStatus, incarnation_key, status_key
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import NAMES_DIR, write_run_config
-from asyncrl.runtime.exit_codes import EXIT_LOST
+from asyncrl.runtime.settings import EXIT_LOST
 
 STOPPED_AT_ONCE = """
 import os, signal, sys

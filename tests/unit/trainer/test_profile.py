@@ -117,7 +117,7 @@ async def test_a_host_without_py_spy_says_so(tmp_path: Path, monkeypatch: pytest
 
 
 def test_what_there_is_not_is_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "py_spy", lambda: None)
+    monkeypatch.setattr(stacks, "py_spy", lambda: None)
     config = ExperimentConfig(total_train_steps=5)
     assert not [line for line in checks.check(config) if "profile" in line]
     config.profile = ProfileConfig(steps=[5, 6], ranks=[0, 1])

@@ -14,7 +14,7 @@ from asyncrl.launch.commands import attach, audit, dashboard, doctor, export, tr
 from asyncrl.launch.train import summary_lines
 from asyncrl.observe.doctor import examine
 from asyncrl.observe.history import History
-from asyncrl.runtime.trials.trial import check_run_files, newest_progress
+from asyncrl.runtime.trials.resume import check_run_files, newest_progress
 
 NAMED = ("config.yaml", "metrics.jsonl", "summary.json", "books.json", "restarts.jsonl")
 """Files that a launch names if they are damaged; those below are checked by their checksums and seals."""

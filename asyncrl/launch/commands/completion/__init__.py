@@ -21,7 +21,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import experiment_folders, settings
 from asyncrl.launch.commands import COMMANDS, OF_EXPERIMENTS
 from asyncrl.launch.help import help_page
-from asyncrl.runtime.exit_codes import EXIT_OK
+from asyncrl.runtime.settings import EXIT_OK
 from asyncrl.trainer.supervised.settings import SFTConfig
 
 SHELLS = ("bash", "zsh")

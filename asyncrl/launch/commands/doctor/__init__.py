@@ -23,7 +23,7 @@ from asyncrl.launch.commands import refuse
 from asyncrl.observe.doctor import Diagnosis, examine
 from asyncrl.observe.doctor.finding import Finding, Level
 from asyncrl.observe.history import History
-from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_OK
+from asyncrl.runtime.settings import EXIT_FAILED, EXIT_OK
 
 _STYLE = {Level.problem: "bold red", Level.bottleneck: "bold yellow", Level.remark: "bold green"}
 _BAR = 10

@@ -43,7 +43,7 @@ from asyncrl.launch.commands import refuse
 from asyncrl.observe.doctor.bottleneck import STARVED
 from asyncrl.observe.doctor.measured import Measured, measure, window
 from asyncrl.observe.history import History, Process
-from asyncrl.runtime.exit_codes import EXIT_OK
+from asyncrl.runtime.settings import EXIT_OK
 from asyncrl.trainer.parallel.placement import Layout
 
 ETAS = (0, 1, 2, 4, 8)

@@ -22,8 +22,8 @@ from asyncrl.launch.before_start.machine import space_line
 from asyncrl.launch.before_start.models import base_model_config, check_models
 from asyncrl.launch.before_start.pipeline import Outcome, StartChecks
 from asyncrl.launch.before_start.setting_checks import complete, experiment_parser, warnings
-from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_OK
 from asyncrl.runtime.plan import with_types
+from asyncrl.runtime.settings import EXIT_CONFIG, EXIT_OK
 from asyncrl.runtime.trials.claim import TrialError
 from asyncrl.trainer.supervised.base_model import existing_base_model
 

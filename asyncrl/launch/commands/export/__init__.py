@@ -8,7 +8,7 @@ from pathlib import Path
 
 from asyncrl.config.variants import CRITIC
 from asyncrl.launch.commands import refuse
-from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_OK
+from asyncrl.runtime.settings import EXIT_FAILED, EXIT_OK
 
 
 def main(argv: Sequence[str], program: str) -> int:

@@ -13,7 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from asyncrl.launch.commands import refuse
-from asyncrl.runtime.exit_codes import EXIT_OK
+from asyncrl.runtime.settings import EXIT_OK
 
 TEMPLATES = ("README.md", "mine.yaml", "reward.py", "agent.py", "test_project.py")
 ROWS_FILE = "rows.jsonl"
