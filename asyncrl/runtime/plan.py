@@ -73,11 +73,15 @@ KEPT_SAMPLES: Final = "asyncrl.offline.replay:summary_of"
 REPLAY: Final = "asyncrl.offline.replay:replay"
 """What a RolloutWorker does in place of rollouts, with `samples.replay`; nothing else of a run names that module."""
 SHARED_DEVICES: Final = "asyncrl.colocated.master:SharedDevices"
-"""The MasterWorker's turns on devices that it shares with servers. This and the part of the GserverManager are all that
-names the optional package `asyncrl.colocated`; they are resolved only with such servers (`generation.guests`).
+"""The MasterWorker's turns on devices that it shares with servers. This and the parts below are all that names the
+optional package `asyncrl.colocated`; they are resolved only with such servers (`generation.guests`).
 """
 COLOCATED_SERVERS: Final = "asyncrl.colocated.manager:ColocatedServers"
 """A part of the GserverManager."""
+COLOCATED_SERVER: Final = "asyncrl.colocated.server:Guest"
+"""A part of such a server."""
+COLOCATED_CHECK: Final = "asyncrl.colocated.checks:guest_problems"
+"""A check of the launcher's."""
 MODEL: Final = "model"
 """Name of the initial model's folder, for which a generation server waits."""
 _STAGED = frozenset({GENERATION_SERVER, ROLLOUT_WORKER})
@@ -271,7 +275,7 @@ PROCESS_KINDS = {
         restart=Restart.alone,
     ),
     POLICY_SERVER: ProcessKind(
-        "asyncrl.inference.process:PolicyServer",
+        "asyncrl.inference.policy_server:PolicyServer",
         lambda config: 0 if config.samples.replay else len(config.policy_of_server),
         _policy_server,
         runs=_TRAIN | _EVALUATE,

@@ -265,6 +265,11 @@ class EngineStats:
     encoded_pictures: int = 0
     """Pictures that the vision tower has computed: each once per version of the weights, while it is in use."""
 
+    @property
+    def cached_share(self) -> float:
+        """Share of prompt tokens that were copied instead of prefilled."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
 
 @dataclass(slots=True)
 class PartialOutput:

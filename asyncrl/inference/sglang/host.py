@@ -37,7 +37,7 @@ from asyncrl.config.memory import context_length, in_order, is_out_of_memory
 from asyncrl.config.setting import Device
 from asyncrl.inference.child_host import ChildHost, PortBlock, ServerCommand
 from asyncrl.inference.client import GenerationServerClient, connect
-from asyncrl.inference.engine_host import BASE_VERSION, EngineStartError
+from asyncrl.inference.process import BASE_VERSION, EngineStartError
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.models.model_config import read_model_config
 from asyncrl.models.picture_rules import PictureRules, PictureRulesError, placeholder_id

@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from asyncrl.inference.embedded import prefix, step
-from asyncrl.inference.embedded.cache import SlotStates
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, Job, SamplingSpec
 from asyncrl.inference.embedded.served_models import check_parity
+from asyncrl.inference.embedded.states import SlotStates
 from asyncrl.inference.messages import PauseMode
 from asyncrl.models.parity import UnsupportedModelError
 from tests.engine_steps import drain, run

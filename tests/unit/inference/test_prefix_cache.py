@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from asyncrl.inference.embedded.prefix_cache import Match, Node, Prefix, PrefixCache, Rows
+from asyncrl.inference.embedded.cache import Prefix
+from asyncrl.inference.embedded.prefix_cache import Match, Node, PrefixCache, Rows
 from tests.examples import examples
 
 prefixes = st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple)
