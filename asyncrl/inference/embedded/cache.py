@@ -195,7 +195,7 @@ class RowTensors:
     positions_M: Tensor
     rows_M: Tensor
     places_M: Tensor
-    _indices: dict[int, Tensor] = field(default_factory=dict)
+    _indices: dict[int, Tensor] = field(init=False, default_factory=dict)
 
     @classmethod
     def of(
@@ -439,6 +439,11 @@ class SlotCache(Cache):
         of_layers = [buffer for layer in self._slot_layers for buffer in (layer.key_buffer, layer.value_buffer)]
         return sum(storage.nbytes() for _, storage in storages([*of_layers, *self.layout.spares.values()]))
 
+    @property
+    def _positional(self) -> list[SlotLayer | RoutingSlots]:
+        """What has data for every position: keys and values, recorded experts."""
+        return [*self._slot_layers, *self.companions]
+
     def reserve(self, rows: int, length: int, live_rows: int, live_length: int) -> None:
         """Make room for `rows` x `length`, keeping the first `live_length` positions of the first `live_rows` slots."""
         layout = self.layout
@@ -458,7 +463,7 @@ class SlotCache(Cache):
         if laid_out and tokens == layout.tokens:
             return
         layout.change(planned, tokens)
-        for layer in (*self._slot_layers, *self.companions):
+        for layer in self._positional:
             layer.relayout(live_rows, min(live_length, planned))
 
     def _allocation(self, now: int, needed: int, most: int | None) -> int:
@@ -494,8 +499,7 @@ class SlotCache(Cache):
         """Return the rows and states that the part's forward has made, as `read` and as `read_states`."""
         plan = self.plan
         assert isinstance(plan, PartPlan)
-        layers = (*self._slot_layers, *self.companions)
-        return [tensor for layer in layers for tensor in plan.made.get(layer, ())], plan.states
+        return [tensor for layer in self._positional for tensor in plan.made.get(layer, ())], plan.states
 
     def begin_decode(self, rows: int, positions: Tensor) -> DecodePlan:
         """Set the plan, and return it: one token for each of the first `rows` slots, at `positions[R]`."""
@@ -530,19 +534,19 @@ class SlotCache(Cache):
 
     def move(self, targets: Tensor, sources: Tensor, length: int) -> None:
         """Copy the first `length` positions of slots `sources`, and their states, into slots `targets`."""
-        for layer in (*self._slot_layers, *self.companions):
+        for layer in self._positional:
             layer.move(targets, sources, length)
         for states in self.states:
             states.copy(targets, sources)
 
     def read(self, slot: int, start: int, end: int) -> list[Tensor]:
         """Return copies of the positions `[start, end)` of a slot."""
-        return [rows for layer in (*self._slot_layers, *self.companions) for rows in layer.read(slot, start, end)]
+        return [rows for layer in self._positional for rows in layer.read(slot, start, end)]
 
     def write(self, targets: Sequence[int], start: int, rows: Sequence[Tensor], length: int) -> None:
         """Write the first `length` positions of a result of `read` to slots `targets`, from position `start`."""
         left = iter(rows)
-        for layer in (*self._slot_layers, *self.companions):
+        for layer in self._positional:
             layer.write(targets, start, left, length)
 
     def read_states(self, slot: int) -> list[Tensor]:

@@ -328,7 +328,11 @@ class GenerationEngine:
 
     def resume_memory(self, tags: Collection[MemoryTag]) -> Future[None]:
         """Allocate the memory of these kinds again. Released weights have no values before they are updated."""
-        return self._mailbox.post(lambda: None if self._memory is None else self._memory.resume(tags))
+        return self._mailbox.post(lambda: self._resume_memory(tags))
+
+    def _resume_memory(self, tags: Collection[MemoryTag]) -> None:
+        if self._memory is not None:
+            self._memory.resume(tags)
 
     def _release_memory(self, tags: Collection[MemoryTag]) -> int:
         if self._memory is None:

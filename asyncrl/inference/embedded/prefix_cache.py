@@ -38,7 +38,6 @@ from __future__ import annotations
 import heapq
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Sequence as Collection
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress, count
@@ -64,8 +63,8 @@ Rows = list[Tensor]
 """Tensors in which positions are the dimension before the last."""
 ReadRows = Callable[[int, int], Rows]
 """Copies the rows at positions `[start, end)`."""
-FindPictures = Callable[[Prefix], Collection[Any]]
-"""Finds the pictures that begin within these ids."""
+FindPictures = Callable[[Prefix], Iterable[tuple[Any, Any]]]
+"""Finds the places and pictures that begin within these ids."""
 
 
 @dataclass(slots=True, eq=False)
@@ -303,7 +302,7 @@ class PrefixCache:
         return head
 
     def _pictures_of(self, tokens: Prefix) -> tuple[weakref.ref[Any], ...]:
-        return () if self._pictures_in is None else tuple(map(weakref.ref, self._pictures_in(tokens)))
+        return () if self._pictures_in is None else tuple(weakref.ref(seen) for _, seen in self._pictures_in(tokens))
 
     def _make_room(self, tokens: int, states: int) -> bool:
         """Evict leaves, except those used now, until there is room for this number of further tokens and states."""
@@ -382,14 +381,9 @@ class Prefills:
         self.epoch = 0
         self.kept: PrefixCache | None = None
         if forward.goes_on:
-            pictures, find = self._runner.pictures, None
-            if pictures is not None:
-                ids = pictures.ids
-
-                def find(tokens: Prefix) -> list[object]:
-                    return [seen for _, seen in ids.within(tokens)]
-
-            self.kept = PrefixCache(has_states=bool(self._runner.cache.states), pictures_in=find)
+            pictures = self._runner.pictures
+            within = None if pictures is None else pictures.ids.within
+            self.kept = PrefixCache(has_states=bool(self._runner.cache.states), pictures_in=within)
             self._runner.cache.make_room = self._fit
 
     @property

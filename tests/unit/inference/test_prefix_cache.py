@@ -145,7 +145,9 @@ class Seen:
 
 def test_rows_of_a_picture_that_nobody_holds_are_gone() -> None:
     held = {100: Seen(), 200: Seen()}
-    cache = PrefixCache(pictures_in=lambda tokens: [held[token] for token in tokens if token in held])
+    cache = PrefixCache(
+        pictures_in=lambda tokens: [(at, held[token]) for at, token in enumerate(tokens) if token in held]
+    )
     cache.fit(100, 0)
     first, second = (1, 100, 101, 2, 3), (1, 200, 201, 2, 3)
     for tokens in (first, second, (1, 100, 101, 2, 4)):
