@@ -1,23 +1,17 @@
-"""Servers that somebody else started: checks of their addresses, their adoption, and the wait for one that answers."""
+"""A server that somebody else started, and the wait for one that answers."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from http import HTTPStatus
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from asyncrl.comm.http_client import HttpError, HttpRefused
 from asyncrl.comm.security import HttpSecurity
-from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.client import connect
 from asyncrl.inference.process import BASE_VERSION, EngineStartError, ServedEngine
-from asyncrl.models.picture_rules import placeholder_in
-from asyncrl.runtime.process.hardware import LOOPBACK
 from asyncrl.runtime.process.starting import LONGEST_STARTS
-from asyncrl.runtime.settings import SystemConfig
-from asyncrl.trainer.settings import VisionMode
 
 _READY_POLL_S, _LAST_READY_POLL_S = 0.2, 2.0
 """First and last interval of the readiness check, in s. It grows, so that answering the check does not count as
@@ -105,46 +99,3 @@ async def wait_ready(
         raise EngineStartError(
             f"server {url} made no progress towards being ready for generation.start_timeout_s={timeout_s:g}: {last}"
         ) from None
-
-
-def address_problems(config: ExperimentConfig) -> Iterator[str]:
-    """Yield an error message for each address that the run cannot use, and for what such servers may not support."""
-    model, allowed = config.model, config.rollout.sampling.allowed_token_ids
-    for policy in config.policies:
-        if policy.url is None:
-            continue
-        setting = f"policies: {policy.name!r}: url"
-        yield from _addresses(setting, [policy.url], config.system)
-        if allowed:
-            yield (
-                f"{setting}={policy.url!r}: rollout.sampling.allowed_token_ids={allowed!r} is not in SGLang's API, and "
-                "that server would answer with any token; leave it out, or use path"
-            )
-        if model.path is not None and model.vision != VisionMode.none and placeholder_in(model.path) is not None:
-            yield (
-                f"{setting}={policy.url!r}: model.path={model.path!r} takes pictures, which a server of somebody "
-                "else may not read; use model.vision=none, or path"
-            )
-    setting, urls = config.generation.engine.named("urls"), config.generation.engine.urls
-    yield from _addresses(setting, urls, config.system)
-    servers = [url.rstrip("/") for url in urls]
-    for url in sorted({url for url in servers if servers.count(url) > 1}):
-        yield f"{setting}={url!r}: given {servers.count(url)} times; name each server once"
-
-
-def _addresses(setting: str, urls: Sequence[str], system: SystemConfig) -> Iterator[str]:
-    """Yield an error message for each address of `setting` that the run cannot use."""
-    for url in urls:
-        try:
-            parts = urlsplit(url)
-            whole = parts.scheme in ("http", "https") and parts.hostname and parts.port
-        except ValueError:  # the port is not a valid number
-            whole = False
-        if not whole:
-            yield f"{setting}={url!r}: not the address of a server; give http://host:port"
-        elif system.encrypt and parts.scheme == "http" and parts.hostname not in {system.host, *LOOPBACK}:
-            yield (
-                f"{setting}={url!r}: what it is sent, prompts and answers too, would cross the network in the "
-                "clear; use https:// (verified with this machine's authorities and SSL_CERT_FILE), a tunnel to "
-                "127.0.0.1, or system.encrypt=false"
-            )

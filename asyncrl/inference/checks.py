@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import import_module
-from pkgutil import resolve_name
 from types import ModuleType
+from urllib.parse import urlsplit
 
 from asyncrl.comm.names import GENERATION_SERVER, MODEL_WORKER
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.memory import context_length, needed_context, single_answer
 from asyncrl.config.setting import Device
-from asyncrl.inference.settings import BACKENDS, NO_GUESTS, GenerationConfig, guests_of
+from asyncrl.inference.settings import ALL_GUESTS, BACKENDS, GenerationConfig, guests_of
+from asyncrl.manager.settings import UpdateMode
 from asyncrl.models.model_config import read_model_config
-from asyncrl.runtime.plan import COLOCATED_CHECK, WorkerPlan, plan_workers
-from asyncrl.runtime.process.hardware import count_gpus
+from asyncrl.models.picture_rules import placeholder_in
+from asyncrl.runtime.plan import WorkerPlan, plan_workers
+from asyncrl.runtime.process.hardware import LOOPBACK, count_gpus
+from asyncrl.runtime.settings import SystemConfig
+from asyncrl.trainer.settings import VisionMode
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:
@@ -29,8 +33,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
             f"rollout.sampling.max_new_tokens = {least}; use 0 or {needed} or more"
         )
     yield from _positions(config)
-    if generation.guests != NO_GUESTS:
-        yield from resolve_name(COLOCATED_CHECK)(config)
+    yield from guest_problems(config)
     if (
         generation.engine.fixed_cache or generation.max_running_requests
     ) and generation.running_limit < config.group_size:
@@ -40,14 +43,13 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         )
     if (limit := generation.cache_limit) is not None and limit < needed:
         yield f"generation.max_total_tokens={limit}: one sample may take {needed}; use {needed} or more"
+    yield from _frozen_servers(config)
     yield from _quantised(config)
     yield from _unused_urls(generation)
     yield from _checks_of(generation).check(config)
-    if generation.engine.urls or any(policy.url for policy in config.policies):
-        from asyncrl.inference.adopted import address_problems
-
-        yield from address_problems(config)
-    if not generation.engine.urls:
+    if generation.engine.urls:
+        yield from _urls(config)
+    else:
         yield from gpu_problems(config)
 
 
@@ -154,6 +156,35 @@ def first_shared_gpu(plans: list[WorkerPlan]) -> tuple[str, tuple[str, str]] | N
     return None
 
 
+def _frozen_servers(config: ExperimentConfig) -> Iterator[str]:
+    """Yield an error message for each setting that servers of `policies` at a URL may not support."""
+    model, allowed = config.model, config.rollout.sampling.allowed_token_ids
+    for policy in config.policies:
+        if policy.url is None:
+            continue
+        setting = f"policies: {policy.name!r}: url"
+        yield from _addresses(setting, [policy.url], config.system)
+        if allowed:
+            yield (
+                f"{setting}={policy.url!r}: rollout.sampling.allowed_token_ids={allowed!r} is not in SGLang's API, and "
+                "that server would answer with any token; leave it out, or use path"
+            )
+        if model.path is not None and model.vision != VisionMode.none and placeholder_in(model.path) is not None:
+            yield (
+                f"{setting}={policy.url!r}: model.path={model.path!r} takes pictures, which a server of somebody "
+                "else may not read; use model.vision=none, or path"
+            )
+
+
+def _urls(config: ExperimentConfig) -> Iterator[str]:
+    """Yield an error message for each of the adopted servers that the run cannot use."""
+    setting, urls = config.generation.engine.named("urls"), config.generation.engine.urls
+    yield from _addresses(setting, urls, config.system)
+    servers = [url.rstrip("/") for url in urls]
+    for url in sorted({url for url in servers if servers.count(url) > 1}):
+        yield f"{setting}={url!r}: given {servers.count(url)} times; name each server once"
+
+
 def _unused_urls(generation: GenerationConfig) -> Iterator[str]:
     """Yield an error message for servers of another engine than the chosen one."""
     for name, kind in BACKENDS.items():
@@ -163,3 +194,64 @@ def _unused_urls(generation: GenerationConfig) -> Iterator[str]:
                 f"generation.{name}.urls={list(urls)}: servers of {kind.label}, which generation.backend="
                 f"{str(generation.backend)!r} does not use; set generation.backend={name}, or leave them out"
             )
+
+
+def _addresses(setting: str, urls: Sequence[str], system: SystemConfig) -> Iterator[str]:
+    """Yield an error message for each address of `setting` that the run cannot use."""
+    for url in urls:
+        try:
+            parts = urlsplit(url)
+            whole = parts.scheme in ("http", "https") and parts.hostname and parts.port
+        except ValueError:  # the port is not a valid number
+            whole = False
+        if not whole:
+            yield f"{setting}={url!r}: not the address of a server; give http://host:port"
+        elif system.encrypt and parts.scheme == "http" and parts.hostname not in {system.host, *LOOPBACK}:
+            yield (
+                f"{setting}={url!r}: what it is sent, prompts and answers too, would cross the network in the "
+                "clear; use https:// (verified with this machine's authorities and SSL_CERT_FILE), a tunnel to "
+                "127.0.0.1, or system.encrypt=false"
+            )
+
+
+def guest_problems(config: ExperimentConfig) -> Iterator[str]:
+    """Yield an error message for each setting that guests exclude: `setting=value: what is wrong; what to do`."""
+    try:
+        guests = guests_of(config.generation)
+    except ValueError as error:
+        yield str(error)
+        return
+    if not guests:
+        return
+    setting = f"generation.guests={config.generation.guests!r}"
+    if config.generation.engine.urls:
+        yield (
+            f"{setting}: {config.generation.engine.named('urls')} names servers that others started, and where they "
+            "run is not known; leave the urls out, or use guests=none"
+        )
+    if len(guests) < config.generation.servers and config.system.hosts:
+        yield f"{setting}: of servers on several hosts (system.hosts) only all can be guests; use {ALL_GUESTS}"
+    if config.samples.only or config.samples.replay:
+        yield f"{setting}: samples.only and samples.replay have no trainer or no servers to take turns; use guests=none"
+    if config.manager.update_mode in (UpdateMode.in_place, UpdateMode.finish):
+        yield (
+            f"{setting}: guests are interrupted before each step and lose their cache, which "
+            f"manager.update_mode={str(config.manager.update_mode)!r} promises not to do; use interrupt or retract"
+        )
+    if config.manager.weight_transport != "disk":
+        yield (
+            f"{setting}: manager.weight_transport={config.manager.weight_transport!r} sends weights from the trainer's "
+            "memory, which a guest needs by then; use disk"
+        )
+    if config.trainer.score_ahead:
+        yield (
+            f"{setting}: trainer.score_ahead=true computes on the devices while guests generate there; use "
+            "trainer.score_ahead=false"
+        )
+    if config.policies:
+        yield f"{setting}: servers of `policies` do not rest, and may be on the same devices; use guests=none"
+    if not config.system.shared_filesystem:
+        yield (
+            f"{setting}: versions that are brought to hosts are not kept for a server that rests; use "
+            "system.shared_filesystem=true"
+        )

@@ -37,7 +37,7 @@ import copy
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,10 +45,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from asyncrl.api.picture import Picture
+from asyncrl.models.pictures import Pictures, SeenPicture
 from asyncrl.models.transformers_internals import attention, context_limit, new_model, text_part, text_settings
-
-if TYPE_CHECKING:
-    from asyncrl.models.pictures import Pictures, SeenPicture
 
 Tokens = Sequence[int]
 _SIDE = 32

@@ -80,8 +80,6 @@ COLOCATED_SERVERS: Final = "asyncrl.colocated.manager:ColocatedServers"
 """A part of the GserverManager."""
 COLOCATED_SERVER: Final = "asyncrl.colocated.server:Guest"
 """A part of such a server."""
-COLOCATED_CHECK: Final = "asyncrl.colocated.checks:guest_problems"
-"""A check of the launcher's."""
 MODEL: Final = "model"
 """Name of the initial model's folder, for which a generation server waits."""
 _STAGED = frozenset({GENERATION_SERVER, ROLLOUT_WORKER})

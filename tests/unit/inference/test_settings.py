@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.colocated.checks import guest_problems
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device, Dtype
-from asyncrl.inference.checks import check
+from asyncrl.inference.checks import check, guest_problems
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.manager.settings import PolicyConfig
 from asyncrl.runtime.process import hardware
