@@ -91,8 +91,8 @@ class GenerationServer(AsyncWorker):
 
     async def main(self) -> None:
         """Keep the engine up until a stop is requested."""
-        self._figures = EngineFigures()
-        observer.gauges(self._figures)
+        self._figures: dict[str, float] = {}
+        observer.gauges(lambda: self._figures)
         if self._is_guest:
             guest = pkgutil.resolve_name(COLOCATED_SERVER)
             self._guest = guest(self.resolver, self.index, self.name, self.config.system.lease_s)
@@ -156,13 +156,27 @@ class GenerationServer(AsyncWorker):
         """Observe the engine until it is gone; return the reason."""
         observer.stage(observer.SERVES, Activity.serves)
         async with connect(served.url, self.http_security) as client:
-            following = [asyncio.create_task(self._figures.follow(client))]
+            following = [asyncio.create_task(self._follow_figures(client))]
             if self._guest is not None:
                 following.append(asyncio.create_task(self._guest.follow_rests(served.url)))
             try:
                 return await host.failed()
             finally:
                 await cancel(*following)
+
+    async def _follow_figures(self, client: GenerationServerClient) -> Never:
+        """Keep the engine's figures up to date until cancelled; there are none while it does not answer."""
+        limits: dict[str, float] = {}
+        try:
+            while True:
+                try:
+                    limits = limits or await client.limits(timeout_s=TIMEOUT_S)
+                    self._figures = limits | await client.figures(timeout_s=TIMEOUT_S)
+                except (HttpError, ValueError):
+                    self._figures = {"silent": 1.0}
+                await asyncio.sleep(EVERY_S)
+        finally:
+            self._figures = {}
 
     async def _check(self, url: str) -> None:
         """Check that the server at `url` can do what the run needs.
@@ -198,28 +212,3 @@ class GenerationServer(AsyncWorker):
 
         limit_s = self.config.generation.start_timeout_s
         return AdoptedHost(url, model_dir=model_dir, security=self.http_security, timeout_s=limit_s)
-
-
-class EngineFigures:
-    """The newest figures of one engine; `follow` keeps them up to date."""
-
-    def __init__(self) -> None:
-        self.newest: dict[str, float] = {}
-
-    def __call__(self) -> dict[str, float]:
-        """Return the newest figures; none while the engine does not answer."""
-        return self.newest
-
-    async def follow(self, client: GenerationServerClient) -> Never:
-        """Ask the engine at intervals until cancelled."""
-        limits: dict[str, float] = {}
-        try:
-            while True:
-                try:
-                    limits = limits or await client.limits(timeout_s=TIMEOUT_S)
-                    self.newest = limits | await client.figures(timeout_s=TIMEOUT_S)
-                except (HttpError, ValueError):
-                    self.newest = {"silent": 1.0}
-                await asyncio.sleep(EVERY_S)
-        finally:
-            self.newest = {}
