@@ -82,7 +82,7 @@ class GenerationServer(AsyncWorker):
     always_reports = True  # the GserverManager waits for its weight updates
     _scratch: ClassVar[str] = "server"
     _guest: Any = None
-    """A `asyncrl.colocated.server.Guest`, if the trainer needs the device from time to time."""
+    """An `asyncrl.colocated.server.Guest`, if the trainer needs the device from time to time."""
 
     @property
     def _key(self) -> str:

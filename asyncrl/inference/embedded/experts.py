@@ -59,22 +59,18 @@ class RoutingSlots:
         return choices.reshape(-1, self._shape.layers, self._shape.per_token)
 
     def relayout(self, rows: int, length: int) -> None:
-        """As `SlotLayer.relayout`."""
         layout = self.owner.layout
         slots = self._slots.new_zeros(layout.rows, layout.length, self._width)
         slots[:rows, :length] = self._slots[:rows, :length]
         self._slots = slots
 
     def move(self, targets: Tensor, sources: Tensor, length: int) -> None:
-        """As `SlotLayer.move`."""
         self._slots[targets, :length] = self._slots[sources, :length]
 
     def read(self, slot: int, start: int, end: int) -> list[Tensor]:
-        """As `SlotLayer.read`, `[end - start, layers * per_token]`."""
         return [self._slots[slot, start:end].clone()]
 
     def write(self, targets: Sequence[int], start: int, rows: Iterator[Tensor], length: int) -> None:
-        """As `SlotLayer.write`."""
         choices = next(rows)[:length]
         for target in targets:
             self._slots[target, start : start + length] = choices

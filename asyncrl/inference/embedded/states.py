@@ -135,7 +135,6 @@ class StateLayer(LinearAttentionLayer, SlotStates):
         LinearAttentionLayer.__init__(self, number_of_states=count)
 
     def expose(self, states: States) -> None:
-        """As `SlotStates.expose`."""
         for number in range(self.number_of_states):
             convolved, recurrent = states.get(("conv", number)), states.get(("recurrent", number))
             self.conv_states[number], self.recurrent_states[number] = convolved, recurrent
@@ -145,7 +144,6 @@ class StateLayer(LinearAttentionLayer, SlotStates):
             self.has_previous_state[number] = convolved is not None or recurrent is not None
 
     def exposed(self) -> States:
-        """As `SlotStates.exposed`."""
         kinds = (("conv", self.conv_states), ("recurrent", self.recurrent_states))
         return {
             (kind, number): state
@@ -167,13 +165,11 @@ class ModuleStates(SlotStates):
         self._places = places
 
     def expose(self, states: States) -> None:
-        """As `SlotStates.expose`."""
         for place in self._places:
             module, name = place
             setattr(module, name, states.get(place))
 
     def exposed(self) -> States:
-        """As `SlotStates.exposed`."""
         return {place: getattr(*place) for place in self._places}
 
 
