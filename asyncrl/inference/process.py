@@ -98,7 +98,8 @@ class GenerationServer(AsyncWorker):
             self._guest = guest(self.resolver, self.index, self.name, self.config.system.lease_s)
         try:
             if not self.config.system.shared_filesystem:
-                self.config.model.path = await self._model_on_this_host()
+                staged = names.staged_key(MODEL, self.config.system.host)
+                self.config.model.path = await self.registered(staged, names.STAGING_SERVER)
             host = self._make_host()
             try:
                 await or_stop(self._keep_up(host), self.stop, math.inf)
@@ -106,14 +107,6 @@ class GenerationServer(AsyncWorker):
                 await host.stop()
         except StopRequested:
             self.log.info("asked to stop; the engine is ended")
-
-    async def _model_on_this_host(self) -> str:
-        """Wait until the host's staging server has the initial model; return its folder.
-
-        Raises:
-            NotStarted: no staging server makes progress for `system.start_timeout_s`.
-        """
-        return await self.registered(names.staged_key(MODEL, self.config.system.host), names.STAGING_SERVER)
 
     async def _keep_up(self, host: EngineHost) -> Never:
         """Start the engine and register it, again after each end.
