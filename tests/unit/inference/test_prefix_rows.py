@@ -121,7 +121,7 @@ def test_slots_hold_the_keys_and_values_that_each_prefix_has_alone(kind: str) ->
         slots: dict[Prefix, list[int]] = {}
         for number, prefix in enumerate(found):
             slots.setdefault(prefix, []).append(number)
-        runner.cache = runner.caches.make(4096)
+        runner.cache = runner.make_cache(4096)
         runner.cache.reserve(len(found), max(map(len, found)) + 1, 0, 0)
         begun: dict[Prefix, list[int]] = {}
         for prefix, own in slots.items():
