@@ -31,5 +31,6 @@ back if an evaluation begins.
 The bound on staleness holds. The gate counts by the least version among serving servers. A resting server does not
 serve. It comes back at the newest announced version, so the least version never falls because of a rest.
 
-`master` has the MasterWorker's part, `manager` the GserverManager's; `asyncrl.runtime.plan` names both.
+`master` has the MasterWorker's part, `manager` the GserverManager's, `server` that of a colocated server;
+`asyncrl.runtime.plan` names them.
 """

@@ -43,7 +43,8 @@ from asyncrl.comm.security import HttpSecurity
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.memory import is_out_of_memory
 from asyncrl.config.setting import Device
-from asyncrl.inference.engine_host import EngineStartError, ServedEngine, wait_ready
+from asyncrl.inference.adopted import wait_ready
+from asyncrl.inference.process import EngineStartError, ServedEngine
 from asyncrl.runtime import reaper, supervisor
 from asyncrl.runtime.process.hardware import count_gpus, visible_gpus
 from asyncrl.runtime.process.starting import Effort

@@ -298,16 +298,10 @@ class GenerationServerClient:
         reply = await self._http.call("POST", f"{self.url}/generate", body, timeout_s=timeout_s)
         return isinstance(reply, dict) and "weight_versions" in reply.get("meta_info", {})
 
-    async def shares_older_prefixes(self) -> bool:
-        """True if new requests reuse what earlier ones cached under older weights (SGLang's radix cache)."""
-        info = await self._http.call("GET", f"{self.url}/server_info", timeout_s=CONTROL_TIMEOUT_S)
-        known = info if isinstance(info, dict) else {}
-        return not (known.get("disable_radix_cache") or known.get("prefix_cache_by_version"))
-
-    async def computes_head_in_float32(self) -> bool:
-        """True if this SGLang server was started with `--enable-fp32-lm-head`."""
-        info = await self._http.call("GET", f"{self.url}/server_info", timeout_s=CONTROL_TIMEOUT_S)
-        return isinstance(info, dict) and info.get("enable_fp32_lm_head") is True
+    async def server_info(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> dict[str, Any]:
+        """Return the server's settings and load; empty if it answers in another form."""
+        info = await self._http.call("GET", f"{self.url}/server_info", timeout_s=timeout_s)
+        return info if isinstance(info, dict) else {}
 
     async def pause(self, mode: PauseMode = PauseMode.abort, *, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         """Stop generating. With `abort`, running requests are answered with their tokens so far. Later requests are
@@ -413,9 +407,9 @@ class GenerationServerClient:
 
     async def limits(self, *, timeout_s: float) -> dict[str, float]:
         """Return `max_running` samples and `max_tokens` of the KV cache, as far as the server reports them."""
-        info = await self._http.call("GET", f"{self.url}/server_info", timeout_s=timeout_s)
-        states = info.get("internal_states") if isinstance(info, dict) else None
-        told = [info, *(states if isinstance(states, list) else ())] if isinstance(info, dict) else []
+        info = await self.server_info(timeout_s=timeout_s)
+        states = info.get("internal_states")
+        told = [info, *(states if isinstance(states, list) else ())]
         names = {"max_running_requests": "max_running", "max_total_num_tokens": "max_tokens"}
         found: dict[str, float] = {}
         for each in told:

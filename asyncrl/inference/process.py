@@ -12,84 +12,68 @@ registers its new address, and the GserverManager brings it to the newest versio
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import pkgutil
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Never
+from typing import Any, ClassVar, Final, Never, Protocol
 
 from asyncrl.comm import names
 from asyncrl.comm.http_client import HttpError
-from asyncrl.comm.name_resolve import NameEntryNotFound, NameResolver, NameResolveTimeout
-from asyncrl.comm.waits import LOOK_S
 from asyncrl.inference.client import GenerationServerClient, connect
-from asyncrl.inference.engine_host import BASE_VERSION, AdoptedHost, EngineHost, ServedEngine
 from asyncrl.inference.settings import guests_of
 from asyncrl.observe import observer
 from asyncrl.observe.observer import EVERY_S, Activity
-from asyncrl.runtime.plan import MODEL
+from asyncrl.runtime.plan import COLOCATED_SERVER, MODEL
 from asyncrl.runtime.process.waiting import StopRequested, cancel, or_stop
-from asyncrl.runtime.process.worker import AsyncWorker, CannotContinue, WorkerSpec, lasting_imports
+from asyncrl.runtime.process.worker import AsyncWorker, CannotContinue, lasting_imports
 from asyncrl.runtime.run_log import RestartBudget, remark
 
+BASE_VERSION: Final = "0"
+"""Label of the weights that an engine starts with: policy version 0 is the initial model."""
 TIMEOUT_S = 5.0
 """Limit of a question for the engine's figures."""
 
 
-class EngineFailed(CannotContinue):
-    """The engine ended and was not started again."""
+class EngineStartError(RuntimeError):
+    """An engine did not become ready."""
 
 
-class Guest:
-    """The turns of a guest (`asyncrl.colocated`) on a device that the trainer uses too.
+@dataclass(frozen=True, slots=True)
+class ServedEngine:
+    """An engine that takes requests. `pid` is None if this process did not start it."""
 
-    They follow entries that the trainer and the GserverManager publish.
+    url: str
+    pid: int | None
 
-    Args:
-        resolver: name resolution of the run.
-        index: index of the server.
-        name: name of this process.
-        lease_s: time in seconds after which an entry of a dead process is gone.
+
+class EngineHost(Protocol):
+    """An engine behind SGLang's HTTP API: its start, failure and end.
+
+    Attributes:
+        shortage: what happened and the settings to lower, if the engine failed for lack of memory.
     """
 
-    def __init__(self, resolver: NameResolver, index: int, name: str, lease_s: float) -> None:
-        self._resolver, self._name, self._lease_s = resolver, name, lease_s
-        self._loading, self._memory = f"{names.LOADING_GUESTS}/{index}", names.guest_memory_key(index)
+    shortage: tuple[str, str] | None
 
-    async def await_turn(self, waiting: Callable[[], None]) -> None:
-        """Wait until the guest may take its device, and record that it does; call `waiting` from time to time."""
-        last = None
-        while True:
-            self._resolver.add(self._loading, self._name, lease_s=self._lease_s, replace=True)
-            try:
-                last = self._resolver.get(names.TRAINER_TURN_KEY)
-                if not names.TrainerTurn.decode(last).training:
-                    return
-            except NameEntryNotFound:
-                pass  # the ranks load their models
-            self._resolver.delete(self._loading, own=True)
-            observer.stage("waits for the trainer to free the device's memory", Activity.blocked)
-            while True:
-                waiting()
-                with contextlib.suppress(NameResolveTimeout):
-                    await asyncio.to_thread(self._resolver.watch, names.TRAINER_TURN_KEY, LOOK_S, last)
-                    break
+    async def start(self) -> ServedEngine:
+        """Start it with the initial model under label `BASE_VERSION`; may be called again after `failed`.
 
-    def loaded(self) -> None:
-        """Record that the engine holds the device now."""
-        self._resolver.delete(self._loading, own=True)
-
-    async def follow_rests(self, url: str) -> Never:
-        """Set this process's stage until cancelled: the guest at `url` rests while its memory is released, and
-        otherwise serves. The GserverManager records both (`names.GuestMemory`).
+        Raises:
+            EngineStartError: it did not start; the message has the reason.
         """
-        released, last = names.GuestMemory(url, released=True).encode(), None
-        while True:
-            with contextlib.suppress(NameResolveTimeout):
-                last = await asyncio.to_thread(self._resolver.watch, self._memory, LOOK_S, last)
-                observer.stage(observer.RESTS if last == released else observer.SERVES, Activity.serves)
+
+    async def failed(self) -> str:
+        """Wait until the engine is gone; return the reason."""
+
+    async def stop(self) -> None:
+        """Release the engine, and end it if it was started here. May be repeated."""
+
+
+class EngineFailed(CannotContinue):
+    """The engine ended and was not started again."""
 
 
 class GenerationServer(AsyncWorker):
@@ -97,7 +81,8 @@ class GenerationServer(AsyncWorker):
 
     always_reports = True  # the GserverManager waits for its weight updates
     _scratch: ClassVar[str] = "server"
-    _guest: Guest | None = None
+    _guest: Any = None
+    """An `asyncrl.colocated.server.Guest`, if the trainer needs the device from time to time."""
 
     @property
     def _key(self) -> str:
@@ -106,13 +91,15 @@ class GenerationServer(AsyncWorker):
 
     async def main(self) -> None:
         """Keep the engine up until a stop is requested."""
-        self._figures = EngineFigures()
-        observer.gauges(self._figures)
+        self._figures: dict[str, float] = {}
+        observer.gauges(lambda: self._figures)
         if self._is_guest:
-            self._guest = Guest(self.resolver, self.index, self.name, self.config.system.lease_s)
+            guest = pkgutil.resolve_name(COLOCATED_SERVER)
+            self._guest = guest(self.resolver, self.index, self.name, self.config.system.lease_s)
         try:
             if not self.config.system.shared_filesystem:
-                self.config.model.path = await self._model_on_this_host()
+                staged = names.staged_key(MODEL, self.config.system.host)
+                self.config.model.path = await self.registered(staged, names.STAGING_SERVER)
             host = self._make_host()
             try:
                 await or_stop(self._keep_up(host), self.stop, math.inf)
@@ -120,14 +107,6 @@ class GenerationServer(AsyncWorker):
                 await host.stop()
         except StopRequested:
             self.log.info("asked to stop; the engine is ended")
-
-    async def _model_on_this_host(self) -> str:
-        """Wait until the host's staging server has the initial model; return its folder.
-
-        Raises:
-            NotStarted: no staging server makes progress for `system.start_timeout_s`.
-        """
-        return await self.registered(names.staged_key(MODEL, self.config.system.host), names.STAGING_SERVER)
 
     async def _keep_up(self, host: EngineHost) -> Never:
         """Start the engine and register it, again after each end.
@@ -170,13 +149,27 @@ class GenerationServer(AsyncWorker):
         """Observe the engine until it is gone; return the reason."""
         observer.stage(observer.SERVES, Activity.serves)
         async with connect(served.url, self.http_security) as client:
-            following = [asyncio.create_task(self._figures.follow(client))]
+            following = [asyncio.create_task(self._follow_figures(client))]
             if self._guest is not None:
                 following.append(asyncio.create_task(self._guest.follow_rests(served.url)))
             try:
                 return await host.failed()
             finally:
                 await cancel(*following)
+
+    async def _follow_figures(self, client: GenerationServerClient) -> Never:
+        """Keep the engine's figures up to date until cancelled; there are none while it does not answer."""
+        limits: dict[str, float] = {}
+        try:
+            while True:
+                try:
+                    limits = limits or await client.limits(timeout_s=TIMEOUT_S)
+                    self._figures = limits | await client.figures(timeout_s=TIMEOUT_S)
+                except (HttpError, ValueError):
+                    self._figures = {"silent": 1.0}
+                await asyncio.sleep(EVERY_S)
+        finally:
+            self._figures = {}
 
     async def _check(self, url: str) -> None:
         """Check that the server at `url` can do what the run needs.
@@ -207,66 +200,8 @@ class GenerationServer(AsyncWorker):
             make: Callable[..., EngineHost] = pkgutil.resolve_name(generation.engine.host)
         return make(self, scratch=f"{self._scratch}{self.index}", guest=self._guest is not None)
 
-    def _adopted(self, url: str, model_dir: Path | None) -> AdoptedHost:
+    def _adopted(self, url: str, model_dir: Path | None) -> EngineHost:
+        from asyncrl.inference.adopted import AdoptedHost
+
         limit_s = self.config.generation.start_timeout_s
         return AdoptedHost(url, model_dir=model_dir, security=self.http_security, timeout_s=limit_s)
-
-
-class PolicyServer(GenerationServer):
-    """A server of one of `policies`: a further trained policy, a fixed model, or older versions.
-
-    It begins with the folder `path`, or with the run's initial model. The GserverManager drains a server of older
-    versions before each update, so an answer is of one version. A server of a trained policy is updated like the run's
-    own. A server at `url` is not the run's: nothing is loaded there, and it counts as version 0.
-    """
-
-    _scratch = "policy"
-
-    def __init__(self, spec: WorkerSpec) -> None:
-        super().__init__(spec)
-        policy = self.config.policy_of_server[self.index]
-        if policy.path is not None:
-            self.config.model.path = str(Path(policy.path).expanduser())
-        self.config.moe.replay_routing = False  # its tokens are not trained
-        self._trained, self._url = policy.trained, policy.url
-
-    _is_guest = False
-
-    @property
-    def _key(self) -> str:
-        return f"{names.POLICY_SERVERS}/{self.index}"
-
-    def _make_host(self) -> EngineHost:
-        if self._url is None:
-            return super()._make_host()
-        return self._adopted(self._url, None)
-
-    async def _check(self, url: str) -> None:
-        """Check a trained policy only: no answer of the others spans a weight update. All of them read text."""
-        if self._trained:
-            await super()._check(url)
-
-
-class EngineFigures:
-    """The newest figures of one engine; `follow` keeps them up to date."""
-
-    def __init__(self) -> None:
-        self.newest: dict[str, float] = {}
-
-    def __call__(self) -> dict[str, float]:
-        """Return the newest figures; none while the engine does not answer."""
-        return self.newest
-
-    async def follow(self, client: GenerationServerClient) -> Never:
-        """Ask the engine at intervals until cancelled."""
-        limits: dict[str, float] = {}
-        try:
-            while True:
-                try:
-                    limits = limits or await client.limits(timeout_s=TIMEOUT_S)
-                    self.newest = limits | await client.figures(timeout_s=TIMEOUT_S)
-                except (HttpError, ValueError):
-                    self.newest = {"silent": 1.0}
-                await asyncio.sleep(EVERY_S)
-        finally:
-            self.newest = {}

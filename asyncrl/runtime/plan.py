@@ -73,8 +73,8 @@ KEPT_SAMPLES: Final = "asyncrl.offline.replay:summary_of"
 REPLAY: Final = "asyncrl.offline.replay:replay"
 """What a RolloutWorker does in place of rollouts, with `samples.replay`; nothing else of a run names that module."""
 SHARED_DEVICES: Final = "asyncrl.colocated.master:SharedDevices"
-"""The MasterWorker's turns on devices that it shares with servers. This and the part of the GserverManager are all that
-names the optional package `asyncrl.colocated`; they are resolved only with such servers (`generation.guests`).
+"""The MasterWorker's turns on devices that it shares with servers. This and the parts below are all that names the
+optional package `asyncrl.colocated`; they are resolved only with such servers (`generation.guests`).
 """
 DEADLINE_PACING: Final = "asyncrl.manager.rollouts.pacing:DeadlinePacing"
 """A part of the GserverManager with `rollout.pacing=deadline`; other runs do not load it."""
@@ -90,6 +90,8 @@ EMBEDDER: Final = "asyncrl.rollout.embedder:embedder"
 """A part of the RolloutWorkers with `rollout.encoder.servers`; other runs do not load it."""
 KEPT_ANSWERS: Final = "asyncrl.rollout.kept_answers:KeptAnswers"
 """A part of the RolloutWorkers with `samples.eval_every`; other runs do not load it."""
+COLOCATED_SERVER: Final = "asyncrl.colocated.server:Guest"
+"""A part of such a server."""
 MODEL: Final = "model"
 """Name of the initial model's folder, for which a generation server waits."""
 _STAGED = frozenset({GENERATION_SERVER, ROLLOUT_WORKER})
@@ -282,7 +284,7 @@ PROCESS_KINDS = {
         restart=Restart.alone,
     ),
     POLICY_SERVER: ProcessKind(
-        "asyncrl.inference.process:PolicyServer",
+        "asyncrl.inference.policy_server:PolicyServer",
         lambda config: 0 if config.samples.replay else len(config.policy_of_server),
         _policy_server,
         runs=_TRAIN | _EVALUATE,

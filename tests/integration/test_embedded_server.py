@@ -450,7 +450,7 @@ async def test_state_endpoints_have_the_fields_that_clients_read(client: Client)
     info = (await client.get("/server_info"))[1]
     assert (info["status"], info["max_running_requests"], info["context_length"]) == ("ready", 8, CONTEXT)
     assert info["disable_radix_cache"] is False, "prompts in common are computed once"
-    assert info["prefix_cache_by_version"] is True  # what `GenerationServerClient.shares_older_prefixes` looks at
+    assert info["prefix_cache_by_version"] is True  # what the check of a server with `in_place` looks at
     await client.generate(input_ids=[1], sampling_params={"max_new_tokens": 4, "ignore_eos": True})
     metrics = (await client.get("/metrics"))[1]
     assert 'sglang:generation_tokens_total{model_name="qwen2"} 4.0' in metrics

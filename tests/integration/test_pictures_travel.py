@@ -29,7 +29,7 @@ from asyncrl.inference.embedded.engine_io import (
     Job,
     VersionSpan,
 )
-from asyncrl.inference.embedded.http_requests import PictureCache
+from asyncrl.inference.embedded.pictures import PictureCache
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
 from asyncrl.models.pictures import Pictures

@@ -14,20 +14,22 @@ DeepSeek's latent attention.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from asyncrl.inference.embedded.prefix_cache import RowTensors
-from asyncrl.models.pictures import Pictures
+from asyncrl.inference.embedded.cache import RowTensors
 from asyncrl.models.transformers_internals import (
     RECURRENT_LAYERS,
     attention_is_replaceable,
     layer_types,
     register_attention,
 )
+
+if TYPE_CHECKING:
+    from asyncrl.models.pictures import Pictures
 
 MaskArgument: TypeAlias = "Tensor | dict[str, Tensor | None] | None"
 """A model's argument `attention_mask`: one mask, or one by layer type; None: plainly causal."""

@@ -1,7 +1,7 @@
 """The cache of the running samples: the slots of every layer, and what a forward writes and reads.
 
 Two tensors per layer, `[rows, kv_heads, length, head_dim]`, without gaps; and the recurrent states of models that have
-them. A plan says where the coming forward's layers write, and what they read.
+them (`states`). A plan says where the coming forward's layers write, and what they read.
 
 Row r of the decode batch is slot r, so a step reads the first R slots as a view and never gathers. A sample that leaves
 makes a hole. The engine fills it with a new sample, or moves the last row into it (`move`).
@@ -15,211 +15,30 @@ Memory: `rows x length <= max_total_tokens` positions, by the admission rule, pl
 buffer, and its values if they have another size. Old contents of a buffer stay in it: old keys are finite and masked,
 so they have no weight.
 
-Recurrent states
-----------------
-A state (of a convolution, a scan, a linear attention) is what a model carries from token to token beside keys and
-values. It stands for all tokens so far. So a slot has one state, at its present length. It can be copied when samples
-of one slot part, and it can be zeroed, but no shorter prefix can be read from it. Prefixes that are prefilled together
-have one length, because a recurrence would continue through padding.
+A prefill computes rows of prefixes. A prefix may extend tokens that its slots already have (its base). Then its row has
+only the other tokens, and each of them sees the base too.
 
-The model works on transformers' own cache layer (`LinearAttentionLayer`), or on attributes of its modules
-(RecurrentGemma). Before a prefill each of these is empty; before a decode step it has the rows of the slots themselves.
-Afterwards, what the model left there is written to the slots.
-
-Shapes: R = rows of the decode batch, B = rows of a prefill, N = slots to fill.
+Shapes: R = rows of the decode batch, B = rows of a prefill, U = tokens of the longest, N = slots to fill, M = positions
+that are written to them.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import numpy as np
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from numpy.typing import NDArray
+from torch import Tensor
 
-from asyncrl.inference.embedded.prefix_cache import Targets
 from asyncrl.models.host_copies import storages
-from asyncrl.models.transformers_internals import (
-    Cache,
-    CacheLayerMixin,
-    LayerMemory,
-    LinearAttentionLayer,
-    layer_memories,
-)
+from asyncrl.models.transformers_internals import Cache, CacheLayerMixin, LayerMemory
 
-States = Mapping[Hashable, Tensor]
-"""States by name, `[rows, ...]` each."""
-Place = tuple[nn.Module, str]
-"""An attribute of a module."""
-
-
-class SlotStates(ABC):
-    """The states of one holder of the model, for every slot."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[Hashable, Tensor] = {}
-        self._capacity = 0
-
-    @abstractmethod
-    def expose(self, states: States) -> None:
-        """Have the model's next forward start from `states`; empty for a fresh start."""
-
-    @abstractmethod
-    def exposed(self) -> States:
-        """Return the states as the last forward has left them."""
-
-    def resize(self, capacity: int, live_rows: int) -> None:
-        """Make room for `capacity` slots; keep the first `live_rows`."""
-        self._capacity = capacity
-        for name, buffer in self._buffers.items():
-            other = buffer.new_zeros(capacity, *buffer.shape[1:])
-            other[:live_rows] = buffer[:live_rows]
-            self._buffers[name] = other
-
-    def begin_prefill(self, sources_B: Tensor | None) -> None:
-        """Let the next forward start from the states of slots `sources_B`, one per row; None: from the beginning in all
-        rows.
-        """
-        if sources_B is None:
-            self.expose({})
-        else:
-            self.expose({name: buffer.index_select(0, sources_B) for name, buffer in self._buffers.items()})
-
-    def end_prefill(self, slots_N: Tensor, rows_N: Tensor) -> None:
-        """Give slot `slots_N[i]` the state of row `rows_N[i]` after the forward."""
-        for name, states_B in self.exposed().items():
-            self._buffer(name, states_B)[slots_N] = states_B[rows_N]
-
-    def begin_part(self, held: Iterator[Tensor] | None) -> None:
-        """Let the next forward of one row start from a result of `read_states`; None: from the beginning."""
-        self.expose({} if held is None else {name: next(held)[None].clone() for name in self._buffers})
-
-    def end_part(self) -> list[Tensor]:
-        """Return the states of its row after the forward, in the form of `read_states`."""
-        exposed = self.exposed()
-        for name, states in exposed.items():
-            self._buffer(name, states)
-        return [exposed[name][0].clone() for name in self._buffers]
-
-    def begin_decode(self, rows: int) -> None:
-        """Let the next forward continue in the first `rows` slots."""
-        self.expose({name: buffer[:rows] for name, buffer in self._buffers.items()})
-
-    def end_decode(self, rows: int) -> None:
-        """Keep the states of the first `rows` slots after the forward; most models have written them there already."""
-        for name, states_R in self.exposed().items():
-            slots_R = self._buffer(name, states_R)[:rows]
-            if slots_R.data_ptr() != states_R.data_ptr():
-                slots_R.copy_(states_R)
-
-    def _buffer(self, name: Hashable, states: Tensor) -> Tensor:
-        buffer = self._buffers.get(name)
-        if buffer is None:  # the very first forward, which gives the shape
-            buffer = self._buffers[name] = states.new_zeros(self._capacity, *states.shape[1:])
-        return buffer
-
-    def copy(self, targets: Tensor, sources: Tensor) -> None:
-        """Copy the states of slots `sources` to slots `targets`."""
-        for buffer in self._buffers.values():
-            buffer[targets] = buffer[sources]
-
-    def read_states(self, slot: int) -> list[Tensor]:
-        """Return copies of the states of a slot."""
-        return [buffer[slot].clone() for buffer in self._buffers.values()]
-
-    def write_states(self, targets: Sequence[int], held: Iterator[Tensor]) -> None:
-        """Write a result of `read_states` to slots `targets`."""
-        for buffer in self._buffers.values():
-            state = next(held)
-            for target in targets:
-                buffer[target] = state
-
-    def clear(self, slots: Tensor) -> None:
-        """Let `slots` begin without a token."""
-        for buffer in self._buffers.values():
-            buffer[slots] = 0
-
-    def zero(self) -> None:
-        """Zero all slots."""
-        for buffer in self._buffers.values():
-            buffer.zero_()
-
-
-class StateLayer(LinearAttentionLayer, SlotStates):
-    """A layer of the cache with recurrent states, as transformers' models use it.
-
-    Args:
-        count: number of its states of each kind.
-    """
-
-    def __init__(self, count: int) -> None:
-        SlotStates.__init__(self)
-        LinearAttentionLayer.__init__(self, number_of_states=count)
-
-    def expose(self, states: States) -> None:
-        """As `SlotStates.expose`."""
-        for number in range(self.number_of_states):
-            convolved, recurrent = states.get(("conv", number)), states.get(("recurrent", number))
-            self.conv_states[number], self.recurrent_states[number] = convolved, recurrent
-            self.conv_kernel_size[number] = None if convolved is None else convolved.shape[-1]
-            self.is_conv_states_initialized[number] = convolved is not None
-            self.is_recurrent_states_initialized[number] = recurrent is not None
-            self.has_previous_state[number] = convolved is not None or recurrent is not None
-
-    def exposed(self) -> States:
-        """As `SlotStates.exposed`."""
-        kinds = (("conv", self.conv_states), ("recurrent", self.recurrent_states))
-        return {
-            (kind, number): state
-            for kind, states in kinds
-            for number, state in states.items()
-            if isinstance(state, Tensor)
-        }
-
-
-class ModuleStates(SlotStates):
-    """States that a model keeps in attributes of its modules.
-
-    Args:
-        places: these attributes; see `states_in_modules`.
-    """
-
-    def __init__(self, places: Sequence[Place]) -> None:
-        super().__init__()
-        self._places = places
-
-    def expose(self, states: States) -> None:
-        """As `SlotStates.expose`."""
-        for place in self._places:
-            module, name = place
-            setattr(module, name, states.get(place))
-
-    def exposed(self) -> States:
-        """As `SlotStates.exposed`."""
-        return {place: getattr(*place) for place in self._places}
-
-
-def states_in_modules(model: PreTrainedModel) -> list[Place]:
-    """Return the attributes of modules that a forward with a cache sets to tensors."""
-    before = _tensor_attributes(model)
-    positions = torch.arange(2, device=model.device)[None]
-    with torch.inference_mode():
-        model(input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=True)
-    return [place for place, state in _tensor_attributes(model).items() if state is not before.get(place)]
-
-
-def _tensor_attributes(model: nn.Module) -> dict[Place, Tensor]:
-    """Return tensors that modules of `model` hold as plain attributes, not as parameters or buffers."""
-    return {
-        (module, name): value
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if isinstance(value, Tensor)
-    }
-
+if TYPE_CHECKING:
+    from asyncrl.inference.embedded.experts import RoutingSlots
+    from asyncrl.inference.embedded.states import SlotStates
 
 LENGTH_STEP = 16
 """Smallest step of the length: the largest waste of a short sample, against one new layout in this number of decode
@@ -300,28 +119,138 @@ class SlotLayout:
         return spare
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillPlan:
-    """The next forward computes rows of prefixes (`prefix_cache`).
+Prefix = tuple[int, ...]
 
-    Attributes:
-        targets: source and destination of each position that a slot receives.
-        sources_B: for each row, a slot that has what was computed before.
-        before: positions of the longest of these slots that are read; 0 if nothing was computed before.
-        width: tokens of a row.
+MOST_MASKED_PAIRS = 4096**2
+"""Largest number of queries times keys of a forward of rows with a base, whose mask is 64 MiB in fp32."""
+
+
+class PrefixRow(NamedTuple):
+    """A prefix of which the first `base` tokens are computed already."""
+
+    prefix: Prefix
+    base: int = 0
+
+    @property
+    def size(self) -> int:
+        """Tokens to compute."""
+        return len(self.prefix) - self.base
+
+
+def batches_of(rows: Sequence[PrefixRow], most: int, *, ragged: bool) -> list[list[PrefixRow]]:
+    """Group rows that are computed together, shortest first; rows with a base are apart.
+
+    Args:
+        most: largest number of tokens of a batch with padding; a single row may have more.
+        ragged: rows of different lengths may be padded.
     """
 
-    targets: Targets
-    sources_B: Tensor
+    def order(row: PrefixRow) -> tuple[bool, int, int]:
+        return (row.base > 0, row.size.bit_length() if ragged and row.base else row.size, row.base)
+
+    batches: list[list[PrefixRow]] = []
+    for row in sorted(rows, key=order):
+        batch = batches[-1] if batches else [row]
+        alike = (row.base > 0) == (batch[0].base > 0) and (ragged or row.size == batch[0].size)
+        tokens = (len(batch) + 1) * max(row.size, *(each.size for each in batch))
+        base = max(row.base, batch[-1].base)
+        fits = tokens <= most and (base == 0 or tokens * (base + row.size) <= MOST_MASKED_PAIRS)
+        if batches and alike and fits:
+            batch.append(row)
+        else:
+            batches.append([row])
+    return batches
+
+
+@dataclass(frozen=True, slots=True)
+class RowTensors:
+    """A batch of rows as the model receives it, and the positions of slots that it fills: the plan of a prefill.
+
+    Attributes:
+        tokens_BU: tokens.
+        ids_BU: `tokens_BU`, in host memory.
+        depths_BU: position of each token in its prefix.
+        positions: `depths_BU`, or three positions of each token, `[3, B, U]`.
+        bases_B: base of each row.
+        before: the longest base.
+        sources_B: a slot of each row, which has its base.
+        slots_N: slots that are filled.
+        rows_N: row of each of these slots.
+        slots_M: slot of each position that is written.
+        positions_M: position in that slot.
+        rows_M: row that it comes from.
+        places_M: place in that row.
+    """
+
+    tokens_BU: Tensor
+    ids_BU: NDArray[np.int64]
+    depths_BU: Tensor
+    positions: Tensor
+    bases_B: Tensor
     before: int
-    width: int
-    _indices: dict[int, Tensor] = field(default_factory=dict)
+    sources_B: Tensor
+    slots_N: Tensor
+    rows_N: Tensor
+    slots_M: Tensor
+    positions_M: Tensor
+    rows_M: Tensor
+    places_M: Tensor
+    _indices: dict[int, Tensor] = field(init=False, default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[PrefixRow],
+        slots_of: Mapping[Prefix, Sequence[int]],
+        device: torch.device,
+        positions_of: Callable[[Prefix], NDArray[np.int64]] | None = None,
+    ) -> RowTensors:
+        """Lay out `rows`, each prefix for every slot in `slots_of`, which has its base.
+
+        Args:
+            positions_of: returns three positions `[3, L]` of the tokens of a prefix; None if positions are the depths.
+        """
+        shape = len(rows), max(row.size for row in rows)
+        ids_BU, depths_BU = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        positions_3BU = None if positions_of is None else np.zeros((3, *shape), np.int64)
+        slots: list[tuple[int, int]] = []
+        written: list[NDArray[np.int64]] = []
+        for number, (prefix, base) in enumerate(rows):
+            size = len(prefix) - base
+            places, depths = np.arange(size), np.arange(base, len(prefix))
+            ids_BU[number, :size], depths_BU[number, :size] = prefix[base:], depths
+            if positions_3BU is not None and positions_of is not None:
+                positions_3BU[:, number, :size] = positions_of(prefix)[:, base:]
+            for slot in slots_of[prefix]:
+                slots.append((slot, number))
+                written.append(np.stack((np.full(size, slot), depths, np.full(size, number), places)))
+
+        def there(array: NDArray[np.int64]) -> Tensor:
+            return torch.from_numpy(array).to(device)
+
+        bases = [row.base for row in rows]
+        depths_there = there(depths_BU)
+        return cls(
+            there(ids_BU),
+            ids_BU,
+            depths_there,
+            depths_there if positions_3BU is None else there(positions_3BU),
+            there(np.array(bases)),
+            max(bases),
+            there(np.array([slots_of[row.prefix][0] for row in rows])),
+            *there(np.array(slots).T),
+            *there(np.concatenate(written, axis=1)),
+        )
+
+    def gather(self, states_BU: Tensor) -> Tensor:
+        """Return the written values, `[M, ...]`, from those of the rows, `[B, U, ...]`."""
+        return states_BU[self.rows_M, self.places_M]
 
     def index(self, layout: SlotLayout, kv_heads: int) -> Tensor:
         """As `DecodePlan.index`, `[M * kv_heads]`."""
         index = self._indices.get(kv_heads)
         if index is None:
-            index = (layout.begins(kv_heads)[self.targets.slots_M] + self.targets.positions_M[:, None]).view(-1)
+            index = (layout.begins(kv_heads)[self.slots_M] + self.positions_M[:, None]).view(-1)
             self._indices[kv_heads] = index
         return index
 
@@ -373,20 +302,16 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def __init__(self, owner: SlotCache) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._owner = owner
-        self._key_buffer = self._value_buffer = torch.empty(0)
-
-    @property
-    def buffers(self) -> tuple[Tensor, Tensor]:
+        self.key_buffer = self.value_buffer = torch.empty(0)
         """The buffers of which keys and values are views."""
-        return self._key_buffer, self._value_buffer
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the slots once the shape of a key is known."""
         layout = self._owner.layout
-        self._key_buffer = key_states.new_zeros(layout.tokens, key_states.shape[1] * key_states.shape[3])
-        self._value_buffer = value_states.new_zeros(layout.tokens, value_states.shape[1] * value_states.shape[3])
-        self.keys = layout.view(self._key_buffer, key_states.shape[1])
-        self.values = layout.view(self._value_buffer, value_states.shape[1])
+        self.key_buffer = key_states.new_zeros(layout.tokens, key_states.shape[1] * key_states.shape[3])
+        self.value_buffer = value_states.new_zeros(layout.tokens, value_states.shape[1] * value_states.shape[3])
+        self.keys = layout.view(self.key_buffer, key_states.shape[1])
+        self.values = layout.view(self.value_buffer, value_states.shape[1])
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -402,10 +327,10 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             if (before := plan.known.get(self)) is None:
                 return both
             return torch.cat((before[0], key_states), 2), torch.cat((before[1], value_states), 2)
-        if isinstance(plan, PrefillPlan):
+        if isinstance(plan, RowTensors):
             index = plan.index(self._owner.layout, self.keys.shape[1])
             for slots, states in ((self.keys, key_states), (self.values, value_states)):
-                written = plan.targets.gather(states.transpose(1, 2))
+                written = plan.gather(states.transpose(1, 2))
                 slots.view(-1, slots.shape[3]).index_copy_(0, index, written.reshape(-1, slots.shape[3]))
             if not plan.before:
                 return key_states, value_states
@@ -424,8 +349,8 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             return
         assert self.keys is not None
         assert self.values is not None
-        self.keys, self._key_buffer = self._moved(self.keys, self._key_buffer, rows, length)
-        self.values, self._value_buffer = self._moved(self.values, self._value_buffer, rows, length)
+        self.keys, self.key_buffer = self._moved(self.keys, self.key_buffer, rows, length)
+        self.values, self.value_buffer = self._moved(self.values, self.value_buffer, rows, length)
 
     def _moved(self, slots: Tensor, buffer: Tensor, rows: int, length: int) -> tuple[Tensor, Tensor]:
         target = self._owner.layout.swap_spare(buffer)
@@ -453,8 +378,8 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def scrub(self) -> None:
         """Zero the slots, so that nothing computed with earlier weights stays, for example a NaN."""
-        self._key_buffer.zero_()
-        self._value_buffer.zero_()
+        self.key_buffer.zero_()
+        self.value_buffer.zero_()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of keys attended to and their offset. The engine passes its own masks; transformers asks
@@ -469,34 +394,6 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def get_max_length(self) -> int:
         """Return the longest sequence that a slot can hold at present."""
         return self._owner.layout.length
-
-
-class HybridLayer(StateLayer, SlotLayer):  # type: ignore[no-untyped-call,override]
-    """A layer that has both recurrent states and keys and values."""
-
-    def __init__(self, owner: SlotCache, states: int) -> None:
-        SlotLayer.__init__(self, owner)
-        StateLayer.__init__(self, states)
-
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Allocate keys and values if they are given, by place; otherwise states, by name."""
-        (SlotLayer if args else StateLayer).lazy_initialization(self, *args, **kwargs)
-
-
-class CacheExtension(Protocol):
-    """Data for every position beside keys and values, in the same layout."""
-
-    def relayout(self, rows: int, length: int) -> None:
-        """As `SlotLayer.relayout`."""
-
-    def move(self, targets: Tensor, sources: Tensor, length: int) -> None:
-        """As `SlotLayer.move`."""
-
-    def read(self, slot: int, start: int, end: int) -> list[Tensor]:
-        """As `SlotLayer.read`; positions are the dimension before the last."""
-
-    def write(self, targets: Sequence[int], start: int, rows: Iterator[Tensor], length: int) -> None:
-        """As `SlotLayer.write`."""
 
 
 class SlotCache(Cache):
@@ -519,30 +416,33 @@ class SlotCache(Cache):
     def __init__(self, memories: Sequence[LayerMemory], device: torch.device, max_total_tokens: int) -> None:
         layers = [self._layer(memory) for memory in memories]
         self._slot_layers = [layer for layer in layers if isinstance(layer, SlotLayer)]
-        self.states: list[SlotStates] = [layer for layer in layers if isinstance(layer, SlotStates)]
-        self.companions: list[CacheExtension] = []
-        super().__init__(layers=list(layers))
+        self.states = [cast("SlotStates", each) for each, memory in zip(layers, memories, strict=True) if memory.states]
+        self.companions: list[RoutingSlots] = []
+        super().__init__(layers=layers)
         self.limit = max_total_tokens
         self.layout = SlotLayout(device)
         self.state_rows = 0
-        self.plan: PrefillPlan | PartPlan | DecodePlan = DecodePlan(0, torch.empty(0, dtype=torch.long, device=device))
+        self.plan: RowTensors | PartPlan | DecodePlan = DecodePlan(0, torch.empty(0, dtype=torch.long, device=device))
         self.make_room: Callable[[int, int], None] = lambda tokens, states: None
         self.spare_room = False
 
-    def _layer(self, memory: LayerMemory) -> SlotLayer | StateLayer:
+    def _layer(self, memory: LayerMemory) -> CacheLayerMixin:
         if not memory.states:
             return SlotLayer(self)
+        from asyncrl.inference.embedded.states import HybridLayer, StateLayer
+
         return HybridLayer(self, memory.states) if memory.keys else StateLayer(memory.states)
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys, values and the spare buffer; without states and extensions."""
-        return sum(storage.nbytes() for _, storage in storages(self._buffers()))
+        of_layers = [buffer for layer in self._slot_layers for buffer in (layer.key_buffer, layer.value_buffer)]
+        return sum(storage.nbytes() for _, storage in storages([*of_layers, *self.layout.spares.values()]))
 
-    def _buffers(self) -> Iterator[Tensor]:
-        for layer in self._slot_layers:
-            yield from layer.buffers
-        yield from self.layout.spares.values()
+    @property
+    def _positional(self) -> list[SlotLayer | RoutingSlots]:
+        """What has data for every position: keys and values, recorded experts."""
+        return [*self._slot_layers, *self.companions]
 
     def reserve(self, rows: int, length: int, live_rows: int, live_length: int) -> None:
         """Make room for `rows` x `length`, keeping the first `live_length` positions of the first `live_rows` slots."""
@@ -563,7 +463,7 @@ class SlotCache(Cache):
         if laid_out and tokens == layout.tokens:
             return
         layout.change(planned, tokens)
-        for layer in (*self._slot_layers, *self.companions):
+        for layer in self._positional:
             layer.relayout(live_rows, min(live_length, planned))
 
     def _allocation(self, now: int, needed: int, most: int | None) -> int:
@@ -574,7 +474,7 @@ class SlotCache(Cache):
         wanted = wanted if most is None else max(needed, min(most, wanted))
         return wanted if needed > now or (self.spare_room and now >= SHRINK * wanted) else now
 
-    def begin_prefill(self, plan: PrefillPlan) -> None:
+    def begin_prefill(self, plan: RowTensors) -> None:
         """Set the plan: whole prefixes."""
         self.plan = plan
         for states in self.states:
@@ -599,8 +499,7 @@ class SlotCache(Cache):
         """Return the rows and states that the part's forward has made, as `read` and as `read_states`."""
         plan = self.plan
         assert isinstance(plan, PartPlan)
-        layers = (*self._slot_layers, *self.companions)
-        return [tensor for layer in layers for tensor in plan.made.get(layer, ())], plan.states
+        return [tensor for layer in self._positional for tensor in plan.made.get(layer, ())], plan.states
 
     def begin_decode(self, rows: int, positions: Tensor) -> DecodePlan:
         """Set the plan, and return it: one token for each of the first `rows` slots, at `positions[R]`."""
@@ -615,8 +514,8 @@ class SlotCache(Cache):
         for states in self.states:
             if isinstance(plan, PartPlan):
                 plan.states.extend(states.end_part())
-            elif isinstance(plan, PrefillPlan):
-                states.end_prefill(plan.targets.slots_N, plan.targets.rows_N)
+            elif isinstance(plan, RowTensors):
+                states.end_prefill(plan.slots_N, plan.rows_N)
             else:
                 states.end_decode(plan.rows)
 
@@ -635,19 +534,19 @@ class SlotCache(Cache):
 
     def move(self, targets: Tensor, sources: Tensor, length: int) -> None:
         """Copy the first `length` positions of slots `sources`, and their states, into slots `targets`."""
-        for layer in (*self._slot_layers, *self.companions):
+        for layer in self._positional:
             layer.move(targets, sources, length)
         for states in self.states:
             states.copy(targets, sources)
 
     def read(self, slot: int, start: int, end: int) -> list[Tensor]:
         """Return copies of the positions `[start, end)` of a slot."""
-        return [rows for layer in (*self._slot_layers, *self.companions) for rows in layer.read(slot, start, end)]
+        return [rows for layer in self._positional for rows in layer.read(slot, start, end)]
 
     def write(self, targets: Sequence[int], start: int, rows: Sequence[Tensor], length: int) -> None:
         """Write the first `length` positions of a result of `read` to slots `targets`, from position `start`."""
         left = iter(rows)
-        for layer in (*self._slot_layers, *self.companions):
+        for layer in self._positional:
             layer.write(targets, start, left, length)
 
     def read_states(self, slot: int) -> list[Tensor]:
@@ -673,27 +572,3 @@ class SlotCache(Cache):
             layer.scrub()
         for spare in self.layout.spares.values():
             spare.zero_()
-
-
-class CacheMaker:
-    """Makes empty caches with the kinds of memory that `model` needs.
-
-    Attributes:
-        places: attributes of the model's modules that hold recurrent states.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._memories, self._device = layer_memories(model.config), model.device
-        self.places: list[Place] = []
-
-    @property
-    def has_keys(self) -> bool:
-        """True if some layers have keys and values."""
-        return any(memory.keys for memory in self._memories)
-
-    def make(self, max_total_tokens: int) -> SlotCache:
-        """Return an empty cache with this number of positions."""
-        cache = SlotCache(self._memories, self._device, max_total_tokens)
-        if self.places:
-            cache.states.append(ModuleStates(self.places))
-        return cache

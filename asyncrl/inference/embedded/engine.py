@@ -21,36 +21,36 @@ import threading
 import time
 from collections.abc import Collection
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
 
+from asyncrl.data.stop_strings import Decode
 from asyncrl.config.memory import is_out_of_memory
 from asyncrl.inference.embedded.engine_io import (
     EngineLimits,
     EngineStats,
     EngineStoppedError,
-    GenerationInput,
     GenerationOutput,
     Job,
     JobTable,
     MemoryStateError,
-    RequestError,
-    ShownPrompt,
 )
-from asyncrl.inference.embedded.prefix import PrefixForward
-from asyncrl.inference.embedded.scheduler import AdmissionQueue, DecodeBatch, Detokenize, Mailbox
+from asyncrl.inference.embedded.scheduler import AdmissionQueue, DecodeBatch, Mailbox
 from asyncrl.inference.embedded.served_models import check_parity, longest_sequence
-from asyncrl.inference.embedded.step import ModelRunner
-from asyncrl.inference.embedded.weights import EngineMemory, ServedWeights, WeightUpdates
+from asyncrl.inference.embedded.step import ModelRunner, PrefixForward
+from asyncrl.inference.embedded.weights import ServedWeights, WeightUpdates
 from asyncrl.inference.messages import MemoryTag, PauseMode
 from asyncrl.models.fused_norms import fuse_norms
 from asyncrl.models.host_copies import own_storage
-from asyncrl.models.pictures import Pictures
 from asyncrl.models.torch_device import shortage
 from asyncrl.models.transformers_internals import eos_token_ids
 from asyncrl.weights.loading import WeightUpdateError
+
+if TYPE_CHECKING:
+    from asyncrl.inference.embedded.memory import EngineMemory
+    from asyncrl.models.pictures import Pictures
 
 INTERVAL_S = 0.1
 """Interval in seconds between readings of a working engine."""
@@ -175,7 +175,7 @@ class GenerationEngine:
         max_total_tokens: int | None = None,
         weight_version: str = "default",
         model_path: str = "",
-        detokenize: Detokenize | None = None,
+        detokenize: Decode | None = None,
         record_routing: bool = False,
         pictures: Pictures | None = None,
         chunked_prefill_size: int = CHUNKED_PREFILL_SIZE,
@@ -184,10 +184,8 @@ class GenerationEngine:
         if saves_memory:
             own_storage(model)
         longest = longest_sequence(model, max_model_len)
-        for name, value in (
-            ("max_running_requests", max_running_requests),
-            ("chunked_prefill_size", chunked_prefill_size),
-        ):
+        sizes = {"max_running_requests": max_running_requests, "chunked_prefill_size": chunked_prefill_size}
+        for name, value in sizes.items():
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         full = max_running_requests * longest
@@ -215,7 +213,11 @@ class GenerationEngine:
         queue = AdmissionQueue(max_running_requests, running)
         self._batch = DecodeBatch(forward, queue, self._jobs.note, detokenize, room=room, part=chunked_prefill_size)
         self._batch.relabel(weight_version)
-        self._memory = EngineMemory(runner, weights, may_release=saves_memory)
+        self._memory: EngineMemory | None = None
+        if saves_memory:
+            from asyncrl.inference.embedded.memory import EngineMemory
+
+            self._memory = EngineMemory(runner, weights)
         self._updates = WeightUpdates(self._batch, weights)
         self._mailbox = Mailbox()
         threads = torch.get_num_threads()  # a new thread would have its own thread count
@@ -278,6 +280,8 @@ class GenerationEngine:
             RequestError: a picture is damaged, or its placeholders are not those of the model.
         """
         if self._pictures is not None and not job.shown:
+            from asyncrl.inference.embedded.pictures import shown_prompts
+
             job.shown = shown_prompts(self._pictures, job)
 
     def submit(self, job: Job) -> Future[list[GenerationOutput]]:
@@ -324,10 +328,14 @@ class GenerationEngine:
 
     def resume_memory(self, tags: Collection[MemoryTag]) -> Future[None]:
         """Allocate the memory of these kinds again. Released weights have no values before they are updated."""
-        return self._mailbox.post(lambda: self._memory.resume(tags))
+        return self._mailbox.post(lambda: self._resume_memory(tags))
+
+    def _resume_memory(self, tags: Collection[MemoryTag]) -> None:
+        if self._memory is not None:
+            self._memory.resume(tags)
 
     def _release_memory(self, tags: Collection[MemoryTag]) -> int:
-        if not self._memory.may_release:
+        if self._memory is None:
             raise MemoryStateError("this server keeps its memory; start it as a guest (generation.guests)")
         if self._paused is None or self._batch.samples.live or self._batch.long_prompts.held:
             raise MemoryStateError("memory is released while the server is paused and runs nothing: pause it (abort)")
@@ -350,7 +358,7 @@ class GenerationEngine:
         Raises:
             WeightUpdateError: (from here or from the future) the files are refused; the old weights keep serving.
         """
-        if MemoryTag.weights in self._memory.released:
+        if self._memory is not None and MemoryTag.weights in self._memory.released:
             raise WeightUpdateError("the weights' memory is released; resume it first. The weights were not changed.")
         change = self._updates.read(path, version, flush_cache=flush_cache)
 
@@ -407,13 +415,11 @@ class GenerationEngine:
             self._statistics.due = True
 
     def _runnable(self) -> bool:
-        if self._paused is not None:
-            return False
-        return self._batch.runnable
+        return self._paused is None and self._batch.runnable
 
     def _set_paused(self, mode: PauseMode | None) -> None:
         """Stop in this mode; None continues, which needs all memory."""
-        if mode is None:
+        if mode is None and self._memory is not None:
             self._memory.check_complete()
         if mode == PauseMode.abort:
             self._batch.abort(lambda _: True)
@@ -437,30 +443,3 @@ class GenerationEngine:
 
     def _take_statistics(self) -> None:
         self._statistics.take(paused=self.paused)
-
-
-def shown_prompts(pictures: Pictures, job: Job) -> tuple[ShownPrompt, ...]:
-    """Prepare the pictures of `job`; samples of the same prompt share the result.
-
-    Raises:
-        RequestError: a picture is damaged, or its placeholders are not those of the model.
-    """
-    made: dict[tuple[Any, ...], ShownPrompt] = {}
-    for number, request in enumerate(job.inputs):
-        key = (request.input_ids, request.pictures)
-        if key not in made:
-            made[key] = _shown(pictures, request, number)
-    return tuple(made[request.input_ids, request.pictures] for request in job.inputs)
-
-
-def _shown(pictures: Pictures, request: GenerationInput, number: int) -> ShownPrompt:
-    if not request.pictures:
-        return ShownPrompt(request.input_ids)
-    try:
-        ids, held = pictures.ids.shown(request.input_ids, request.pictures)
-        delta = pictures.delta(ids)
-    except (ValueError, IndexError) as error:
-        raise RequestError(f"pictures of prompt {number}: {error}") from error
-    if ids[-1] >= pictures.ids.first:
-        raise RequestError(f"prompt {number} ends with a picture; let at least one token follow it")
-    return ShownPrompt(tuple(ids), delta, tuple(held))

@@ -228,12 +228,14 @@ class Job:
             and the output so far. It must be quick.
         shown: prompt of each sample, if the model takes pictures.
         failure: why it cannot be answered; set by the engine's thread.
+        outputs: outputs so far; set by the engine's thread.
     """
 
     inputs: tuple[GenerationInput, ...]
     on_progress: Callable[[int, GenerationOutput], None] | None = None
     shown: tuple[ShownPrompt, ...] = ()
     failure: RequestError | None = None
+    outputs: dict[int, GenerationOutput] = field(init=False, default_factory=dict)
     future: Future[list[GenerationOutput]] = field(default_factory=Future)
 
 
@@ -264,6 +266,11 @@ class EngineStats:
     weight_version: str = "default"
     encoded_pictures: int = 0
     """Pictures that the vision tower has computed: each once per version of the weights, while it is in use."""
+
+    @property
+    def cached_share(self) -> float:
+        """Share of prompt tokens that were copied instead of prefilled."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
 @dataclass(slots=True)
@@ -411,13 +418,6 @@ class Sequence:
         self.partial.relabel(version, self.produced(step))
 
 
-@dataclass(slots=True)
-class _Progress:
-    job: Job
-    outputs: list[GenerationOutput | None]
-    left: int
-
-
 class JobTable:
     """Jobs that were submitted and are not answered yet.
 
@@ -427,8 +427,8 @@ class JobTable:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._rids: set[str] = set()
-        self._open: dict[int, _Progress] = {}
-        self._complete: list[_Progress] = []
+        self._open: dict[int, Job] = {}
+        self._complete: list[Job] = []
         self.arrivals = 0
         """Number of samples that have arrived so far."""
         self.finished = 0
@@ -460,7 +460,7 @@ class JobTable:
     def open(self, job: Job) -> list[Sequence]:
         """Begin a job; return its samples, numbered by arrival."""
         count = len(job.inputs)
-        self._open[id(job)] = _Progress(job, [None] * count, count)
+        self._open[id(job)] = job
         sequences = [Sequence.of(job, index, self.arrivals + index) for index in range(count)]
         self.arrivals += count
         return sequences
@@ -472,29 +472,28 @@ class JobTable:
         self.aborted += output.finish.reason == FinishReason.abort
         with self._lock:
             self._rids.discard(output.rid)
-        progress = self._open[id(sequence.job)]
-        progress.outputs[sequence.index] = output
-        progress.left -= 1
-        if progress.job.on_progress is not None:
-            progress.job.on_progress(sequence.index, output)
-        if progress.left == 0:
-            self._complete.append(self._open.pop(id(sequence.job)))
+        job = sequence.job
+        job.outputs[sequence.index] = output
+        if job.on_progress is not None:
+            job.on_progress(sequence.index, output)
+        if len(job.outputs) == len(job.inputs):
+            self._complete.append(self._open.pop(id(job)))
 
     def answer(self) -> None:
         """Answer complete jobs."""
         complete, self._complete = self._complete, []
-        for progress in complete:
-            if not progress.job.future.set_running_or_notify_cancel():
+        for job in complete:
+            if not job.future.set_running_or_notify_cancel():
                 continue
-            if progress.job.failure is not None:
-                progress.job.future.set_exception(progress.job.failure)
+            if job.failure is not None:
+                job.future.set_exception(job.failure)
             else:
-                progress.job.future.set_result([output for output in progress.outputs if output is not None])
+                job.future.set_result([job.outputs[index] for index in range(len(job.inputs))])
 
     def fail(self, error: BaseException) -> None:
         """Answer complete jobs, and fail the others."""
         self.answer()
-        for progress in self._open.values():
-            if progress.job.future.set_running_or_notify_cancel():
-                progress.job.future.set_exception(error)
+        for job in self._open.values():
+            if job.future.set_running_or_notify_cancel():
+                job.future.set_exception(error)
         self._open.clear()

@@ -8,29 +8,30 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
 
+from asyncrl.data.stop_strings import Decode
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.memory import context_length, in_order, is_out_of_memory, server_settings
 from asyncrl.config.setting import Dtype
 from asyncrl.data.tokenizers import CONFIG_FILE, TOKENIZER_FILE, load_tokenizer
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.scheduler import Detokenize
 from asyncrl.inference.embedded.server import Server, serve
-from asyncrl.inference.engine_host import BASE_VERSION, EngineHost, EngineStartError, ServedEngine
+from asyncrl.inference.process import BASE_VERSION, EngineHost, EngineStartError, ServedEngine
 from asyncrl.models.parity import UnsupportedModelError
-from asyncrl.models.picture_rules import PictureModelError
-from asyncrl.models.pictures import Pictures
 from asyncrl.models.torch_device import attention_kernel, choose_device, device_line, shortage
 from asyncrl.models.transformers_internals import compute_head_in_float32, language_model
 from asyncrl.runtime.process.starting import Effort, NotStarted, StartLimit, await_start
 from asyncrl.runtime.process.worker import AsyncWorker, OutOfMemory
 from asyncrl.trainer.settings import VisionMode
 from asyncrl.weights.whole_folder import check_whole
+
+if TYPE_CHECKING:
+    from asyncrl.models.pictures import Pictures
 
 logger = logging.getLogger(__name__)
 _THREAD_SWITCH_S = 5e-4
@@ -56,13 +57,30 @@ def load_model(path: Path, *, device: str, dtype: Dtype, threads: int, float32_h
     return model
 
 
-def _detokenizer(folder: Path) -> Detokenize | None:
+def _detokenizer(folder: Path) -> Decode | None:
     """Return the function from token ids to text, with special tokens, of the tokenizer in `folder`; None if there is
     no tokenizer.
     """
     if not any((folder / name).is_file() for name in (CONFIG_FILE, TOKENIZER_FILE)):
         return None
     return load_tokenizer(folder).decode_all
+
+
+def load_pictures(model: PreTrainedModel, path: Path) -> Pictures | None:
+    """Return the pictures of the model loaded from the folder `path`; None if it takes none.
+
+    Raises:
+        UnsupportedModelError: it takes pictures, and its folder lacks files that are needed to prepare them.
+    """
+    if not hasattr(model.config, "vision_config"):
+        return None
+    from asyncrl.models.picture_rules import PictureModelError
+    from asyncrl.models.pictures import Pictures
+
+    try:
+        return Pictures.of(model, path)
+    except PictureModelError as error:
+        raise UnsupportedModelError(f"{error}. Use model.vision=none for text alone, or another model") from error
 
 
 def load_engine(config: ExperimentConfig, *, guest: bool) -> GenerationEngine:
@@ -86,10 +104,6 @@ def load_engine(config: ExperimentConfig, *, guest: bool) -> GenerationEngine:
     )
     kernel = attention_kernel(model.config.to_dict(), "sdpa", device, model.dtype)
     logger.info("%s", device_line(device, model.dtype, f"over the cached tokens of all samples ({kernel})"))
-    try:
-        pictures = None if config.model.vision == VisionMode.none else Pictures.of(model, path)
-    except PictureModelError as error:
-        raise UnsupportedModelError(f"{error}. Use model.vision=none for text alone, or another model") from error
     return GenerationEngine(
         model,
         max_running_requests=generation.running_limit,
@@ -99,7 +113,7 @@ def load_engine(config: ExperimentConfig, *, guest: bool) -> GenerationEngine:
         model_path=str(path),
         detokenize=_detokenizer(path),
         record_routing=config.moe.replay_routing,
-        pictures=pictures,
+        pictures=None if config.model.vision == VisionMode.none else load_pictures(model, path),
         chunked_prefill_size=generation.chunked_prefill_size,
         saves_memory=guest,
     )
@@ -125,7 +139,7 @@ def make_host(worker: AsyncWorker, *, scratch: str, guest: bool) -> EngineHost:
 
 
 class EmbeddedHost:
-    """An `asyncrl.inference.engine_host.EngineHost`: the engine on a thread, its HTTP server on the running loop.
+    """An `asyncrl.inference.process.EngineHost`: the engine on a thread, its HTTP server on the running loop.
 
     Args:
         config: the experiment, `model.path` resolved.

@@ -1,181 +1,55 @@
-"""Prefixes that are prefilled together, and the rows of earlier requests that they begin with.
+"""Rows of earlier requests, kept for later ones that begin alike; the slots of samples that join are filled from them.
 
-Rows of a prefill
------------------
-The rows of a forward, and the slots that receive what it computes. A prefix may extend tokens that its slots already
-have (its base). Then its row has only the other tokens, and each of them sees the base too.
+Kept rows
+---------
+A radix tree over token ids. A node has the tokens between two branchings, and what the model computed for them (keys,
+values, recorded experts: the `rows`). A request uses the rows of the longest path that its prefix has in common with
+the tree: earlier turns of its conversation, or a system prompt of other rollouts. Recurrent states stand for all tokens
+so far, so they belong to the end of a node. For a model with states, a match ends at the last node that has states.
 
-Shapes: B = rows, U = tokens of the longest, N = slots to fill, M = positions that are written to them.
-
-Rows of earlier requests
-------------------------
-Rows of earlier requests, kept for later requests that begin alike: a radix tree over token ids.
-
-A node has the tokens between two branchings, and what the model computed for them (keys, values, recorded experts: the
-`rows`). A request uses the rows of the longest path that its prefix has in common with the tree: earlier turns of its
-conversation, or a system prompt of other rollouts. Recurrent states stand for all tokens so far, so they belong to the
-end of a node. For a model with states, a match ends at the last node that has states.
-
-Rows of pictures have their own ids as long as the picture is held somewhere (`models/pictures.py`). The
-tree does not hold pictures: nodes whose pictures are gone are dropped.
+Rows of pictures have their own ids as long as the picture is held somewhere (`models/pictures.py`). The tree does not
+hold pictures: nodes whose pictures are gone are dropped.
 
 Rows belong to the weights that computed them. After an `in_place` update, running samples continue with rows of older
-weights. So every version has its own tree. An older tree gives its rows only to prompts that continue after the
-end of one of its answers, which are the next turns of those samples.
+weights. So every version has its own tree. An older tree gives its rows only to prompts that continue after the end of
+one of its answers, which are the next turns of those samples.
 
-The room is what the slots leave (`fit`). The least recently used leaves are evicted first.
+Kept rows lie beside the slots, in the part of the KV cache that the slots leave (`fit`). Before the slots grow, the
+least recently used leaves are evicted.
+
+Slots of samples that join
+--------------------------
+A slot gets a copy of the kept rows, and for the rest a prefill, which continues from them. Prefilled rows are kept at
+once, so a system prompt is computed once for all rollouts of a version. Of prefixes that join together and begin alike,
+the first is computed before the others, which then find its rows: after each update, groups with their system prompt
+join together. The rows of an answer are kept when it ends, so the next turn of its conversation computes its new tokens
+only.
+
+Long prompts
+------------
+Long prompts are prefilled in parts, one between two decode steps, so that running samples do not wait for them. A
+prompt that lacks more than `part` tokens has its place in the batch, as the admission rule counts it. It joins once
+all parts but the last are computed. The parts are kept like rows of earlier requests, until the slot has them, even
+beyond the limit. A long prompt has no other state: if a weight update drops its rows, it begins again.
 """
 
 from __future__ import annotations
 
 import heapq
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import compress, count
 from operator import ne
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-Prefix = tuple[int, ...]
-
-MOST_MASKED_PAIRS = 4096**2
-"""Largest number of queries times keys of a forward of rows with a base, whose mask is 64 MiB in fp32."""
-
-
-class PrefixRow(NamedTuple):
-    """A prefix of which the first `base` tokens are computed already."""
-
-    prefix: Prefix
-    base: int = 0
-
-    @property
-    def size(self) -> int:
-        """Tokens to compute."""
-        return len(self.prefix) - self.base
-
-
-def batches_of(rows: Sequence[PrefixRow], most: int, *, ragged: bool) -> list[list[PrefixRow]]:
-    """Group rows that are computed together, shortest first; rows with a base are apart.
-
-    Args:
-        most: largest number of tokens of a batch with padding; a single row may have more.
-        ragged: rows of different lengths may be padded.
-    """
-
-    def order(row: PrefixRow) -> tuple[bool, int, int]:
-        return (row.base > 0, row.size.bit_length() if ragged and row.base else row.size, row.base)
-
-    batches: list[list[PrefixRow]] = []
-    for row in sorted(rows, key=order):
-        batch = batches[-1] if batches else [row]
-        alike = (row.base > 0) == (batch[0].base > 0) and (ragged or row.size == batch[0].size)
-        tokens = (len(batch) + 1) * max(row.size, *(each.size for each in batch))
-        base = max(row.base, batch[-1].base)
-        fits = tokens <= most and (base == 0 or tokens * (base + row.size) <= MOST_MASKED_PAIRS)
-        if batches and alike and fits:
-            batch.append(row)
-        else:
-            batches.append([row])
-    return batches
-
-
-@dataclass(frozen=True, slots=True)
-class Targets:
-    """The positions that a prefill writes.
-
-    Attributes:
-        slots_N: slots.
-        rows_N: row of each of these slots.
-        slots_M: slot of each position that is written.
-        positions_M: position in that slot.
-        rows_M: row that it comes from.
-        places_M: place in that row.
-    """
-
-    slots_N: Tensor
-    rows_N: Tensor
-    slots_M: Tensor
-    positions_M: Tensor
-    rows_M: Tensor
-    places_M: Tensor
-
-    def gather(self, states_BU: Tensor) -> Tensor:
-        """Return the written values, `[M, ...]`, from those of the rows, `[B, U, ...]`."""
-        return states_BU[self.rows_M, self.places_M]
-
-
-@dataclass(frozen=True, slots=True)
-class RowTensors:
-    """A batch of rows as the model receives it, and the place of each slot's prefix in it.
-
-    Attributes:
-        tokens_BU: tokens.
-        ids_BU: `tokens_BU`, in host memory.
-        depths_BU: position of each token in its prefix.
-        positions: `depths_BU`, or three positions of each token, `[3, B, U]`.
-        bases_B: base of each row.
-        before: the longest base.
-        sources_B: a slot of each row.
-        targets: what the slots receive.
-    """
-
-    tokens_BU: Tensor
-    ids_BU: NDArray[np.int64]
-    depths_BU: Tensor
-    positions: Tensor
-    bases_B: Tensor
-    before: int
-    sources_B: Tensor
-    targets: Targets
-
-    @classmethod
-    def of(
-        cls,
-        rows: Sequence[PrefixRow],
-        slots_of: Mapping[Prefix, Sequence[int]],
-        device: torch.device,
-        positions_of: Callable[[Prefix], NDArray[np.int64]] | None = None,
-    ) -> RowTensors:
-        """Lay out `rows`, each prefix for every slot in `slots_of`, which has its base.
-
-        Args:
-            positions_of: returns three positions `[3, L]` of the tokens of a prefix; None if positions are the depths.
-        """
-        shape = len(rows), max(row.size for row in rows)
-        ids_BU, depths_BU = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-        positions_3BU = None if positions_of is None else np.zeros((3, *shape), np.int64)
-        slots: list[tuple[int, int]] = []
-        written: list[NDArray[np.int64]] = []
-        for number, (prefix, base) in enumerate(rows):
-            size = len(prefix) - base
-            places, depths = np.arange(size), np.arange(base, len(prefix))
-            ids_BU[number, :size], depths_BU[number, :size] = prefix[base:], depths
-            if positions_3BU is not None and positions_of is not None:
-                positions_3BU[:, number, :size] = positions_of(prefix)[:, base:]
-            for slot in slots_of[prefix]:
-                slots.append((slot, number))
-                written.append(np.stack((np.full(size, slot), depths, np.full(size, number), places)))
-
-        def there(array: NDArray[np.int64]) -> Tensor:
-            return torch.from_numpy(array).to(device)
-
-        bases = [row.base for row in rows]
-        depths_there = there(depths_BU)
-        return cls(
-            tokens_BU=there(ids_BU),
-            ids_BU=ids_BU,
-            depths_BU=depths_there,
-            positions=depths_there if positions_3BU is None else there(positions_3BU),
-            bases_B=there(np.array(bases)),
-            before=max(bases),
-            sources_B=there(np.array([slots_of[row.prefix][0] for row in rows])),
-            targets=Targets(*there(np.array(slots).T), *there(np.concatenate(written, axis=1))),
-        )
+from asyncrl.inference.embedded.cache import BUFFER_GROWTH, Prefix
+from asyncrl.inference.embedded.engine_io import Sequence
+from asyncrl.inference.embedded.step import PrefixForward
 
 
 def common_length(a: Prefix, b: Prefix) -> int:
@@ -189,8 +63,8 @@ Rows = list[Tensor]
 """Tensors in which positions are the dimension before the last."""
 ReadRows = Callable[[int, int], Rows]
 """Copies the rows at positions `[start, end)`."""
-FindPictures = Callable[[Prefix], Sequence[Any]]
-"""Finds the pictures that begin within these ids."""
+FindPictures = Callable[[Prefix], Iterable[tuple[Any, Any]]]
+"""Finds the places and pictures that begin within these ids."""
 
 
 @dataclass(slots=True, eq=False)
@@ -428,7 +302,7 @@ class PrefixCache:
         return head
 
     def _pictures_of(self, tokens: Prefix) -> tuple[weakref.ref[Any], ...]:
-        return () if self._pictures_in is None else tuple(map(weakref.ref, self._pictures_in(tokens)))
+        return () if self._pictures_in is None else tuple(weakref.ref(seen) for _, seen in self._pictures_in(tokens))
 
     def _make_room(self, tokens: int, states: int) -> bool:
         """Evict leaves, except those used now, until there is room for this number of further tokens and states."""
@@ -466,3 +340,254 @@ class PrefixCache:
         """Drop the tree of `epoch` if it is empty."""
         if not self._roots[epoch].children:
             del self._roots[epoch]
+
+
+WORTH_A_FORWARD = 64
+"""Number of common tokens of all prefixes from which on they are computed in two forwards: a first prefix of each
+beginning, then the others.
+"""
+
+
+@dataclass
+class TokenCounts:
+    """Token counts since the engine began."""
+
+    prompt: int = 0
+    cached: int = 0
+    """Tokens of `prompt` whose keys and values were not computed for their sample alone."""
+    generated: int = 0
+    decoded_rows: int = 0
+    """Rows that the model has computed. Fewer than `generated`, as samples share rows."""
+
+
+class Prefills:
+    """Fills the slots of samples that join.
+
+    Args:
+        forward: computes prefixes.
+        counts: token counts, to which common tokens are added.
+        room: positions of the KV cache for slots and kept rows.
+        max_running: largest number of samples that are decoded together.
+
+    Attributes:
+        kept: rows of earlier requests; None if the model computes every prefix from its beginning.
+        epoch: number of weight updates so far.
+    """
+
+    def __init__(self, forward: PrefixForward, counts: TokenCounts, room: int, max_running: int) -> None:
+        self.forward, self._runner = forward, forward.runner
+        self._counts = counts
+        self._room, self._most_states = room, int(max_running * BUFFER_GROWTH)
+        self.epoch = 0
+        self.kept: PrefixCache | None = None
+        if forward.goes_on:
+            pictures = self._runner.pictures
+            within = None if pictures is None else pictures.ids.within
+            self.kept = PrefixCache(has_states=bool(self._runner.cache.states), pictures_in=within)
+            self._runner.cache.make_room = self._fit
+
+    @property
+    def kept_tokens(self) -> int:
+        """Positions that are kept."""
+        return 0 if self.kept is None else self.kept.tokens
+
+    def _fit(self, tokens: int, states: int) -> None:
+        """Leave room for slots of this number of positions and states."""
+        if self.kept is not None:
+            self.kept.fit(self._room - tokens, self._most_states - states)
+
+    def forget(self) -> None:
+        """Drop all kept rows."""
+        if self.kept is not None:
+            self.kept.clear()
+
+    def weights_changed(self, *, keep: bool) -> None:
+        """Use no rows of earlier weights for other samples; with `keep` later turns of the samples that have them
+        still do.
+        """
+        self.epoch += 1
+        if not keep:
+            self.forget()
+
+    def announce(self, sequences: Iterable[Sequence]) -> None:
+        """Name the samples whose slots will be filled, so that rows they need are not evicted for the room of these
+        slots.
+        """
+        if self.kept is None:
+            return
+        in_parts = {sequence.prefix for sequence in sequences if sequence.known_before is not None}
+        for prefix in {sequence.prefix for sequence in sequences}:
+            match = self.kept.match(prefix, self.epoch)
+            if match is not None and prefix in in_parts:
+                self.kept.order.pinned.append(match.path[-1][0])
+
+    def missing(self, sequence: Sequence) -> int:
+        """Return the number of tokens of the sample's prefix that have to be computed."""
+        match = self._known(sequence.prefix)
+        return len(sequence.prefix) - (0 if match is None else match.length)
+
+    def compute_part(self, sequence: Sequence, most: int) -> None:
+        """Compute the next `most` tokens of the sample's prefix, and keep them. Without room for them it is no longer
+        prefilled in parts.
+        """
+        assert self.kept is not None
+        match, cache = self._known(sequence.prefix), self._runner.cache
+        base, epoch, states, before = 0, self.epoch, [], []
+        if match is not None:
+            base, epoch, states = match.length, match.epoch, match.states or []
+            parts = [[rows[..., :used, :] for rows in node.rows] for node, used in match.path]
+            before = [torch.cat(each, dim=-2) for each in zip(*parts, strict=True)]
+        if sequence.known_before is None or base < sequence.known_before:
+            sequence.known_before = base
+        prefix = sequence.prefix[: self.forward.end_of_part(sequence.prefix, base + most)]
+        rows, after = self.forward.compute_part(prefix, base, before, states)
+        self._fit(cache.layout.tokens, cache.state_rows)
+        kept = self.kept.insert(
+            prefix,
+            epoch,
+            lambda start, end: [each[..., start - base : end - base, :].clone() for each in rows],
+            (lambda: after) if cache.states else None,
+        )
+        sequence.in_parts = kept
+
+    def fill(self, admitted: list[Sequence]) -> None:
+        """Fill the slots of `admitted`, which are reserved; each distinct prefix is computed once."""
+        alike: dict[Prefix, list[Sequence]] = {}
+        for sequence in admitted:
+            sequence.weights_epoch = self.epoch
+            self._counts.prompt += len(sequence.request.input_ids)
+            alike.setdefault(sequence.prefix, []).append(sequence)
+        later = self._later(alike)
+        self._prefill({prefix: alike[prefix] for prefix in alike if prefix not in later})
+        self._prefill({prefix: alike[prefix] for prefix in later})
+        if self.kept is not None and self.kept.order.pinned:
+            self.kept.order.pinned.clear()
+            self._fit(self._runner.cache.layout.tokens, self._runner.cache.state_rows)
+
+    def _known(self, prefix: Prefix) -> Match | None:
+        return None if self.kept is None else self.kept.match(prefix, self.epoch)
+
+    def _later(self, prefixes: Iterable[Prefix]) -> set[Prefix]:
+        """Return the prefixes that are computed after another one that begins alike, to continue from its rows. States
+        after a beginning are not kept.
+        """
+        if self.kept is None or self._runner.cache.states:
+            return set()
+        later: set[Prefix] = set()
+        first: Prefix = ()
+        saved = 0
+        for prefix in sorted(prefixes):
+            match = self._known(prefix)
+            common = common_length(first, prefix) - (0 if match is None else match.length)
+            if common > 0:
+                later.add(prefix)
+                saved += common
+            else:
+                first = prefix
+        return later if saved >= WORTH_A_FORWARD else set()
+
+    def _prefill(self, fresh: Mapping[Prefix, list[Sequence]]) -> None:
+        """Fill the slots of samples with these prefixes from what is known, and compute the rest."""
+        slots_of = {prefix: sorted({sequence.slot for sequence in alike}) for prefix, alike in fresh.items()}
+        bases: dict[Prefix, int] = {}
+        for prefix, alike in fresh.items():
+            if (match := self._known(prefix)) is not None:
+                self._restore(match, slots_of[prefix])
+                bases[prefix] = match.length
+                for sequence in alike:
+                    sequence.weights_epoch = match.epoch
+                if match.length == len(prefix):
+                    self._count_cached(alike, len(prefix))
+                    del slots_of[prefix]
+        if not slots_of:
+            return
+        self.forward.compute(slots_of, bases)
+        for prefix in slots_of:
+            first, *others = sorted(fresh[prefix], key=lambda sequence: sequence.known_before is None)
+            self._count_cached([first], bases.get(prefix, 0))
+            self._count_cached(others, len(prefix))
+            self._keep(first, prefix)
+
+    def _restore(self, match: Match, slots: list[int]) -> None:
+        """Write the known rows to `slots`."""
+        cache, start = self._runner.cache, 0
+        for node, used in match.path:
+            cache.write(slots, start, node.rows, used)
+            start += used
+        if cache.states:
+            assert match.states is not None
+            cache.write_states(slots, match.states)
+
+    def keep_answer(self, sequence: Sequence, output: list[int], length: int) -> None:
+        """Keep the first `length` positions of a sample's slot, as its answer has ended."""
+        if self.kept is not None:
+            self._keep(sequence, (*sequence.prompt, *output)[:length], ends_turn=True)
+
+    def _keep(self, sequence: Sequence, tokens: Prefix, *, ends_turn: bool = False) -> None:
+        if self.kept is None:
+            return
+        cache, slot = self._runner.cache, sequence.slot
+        self._fit(cache.layout.tokens, cache.state_rows)
+        states: Callable[[], Rows] | None = partial(cache.read_states, slot) if cache.states else None
+        self.kept.insert(tokens, sequence.weights_epoch, partial(cache.read, slot), states, ends_turn=ends_turn)
+        cache.spare_room |= self.kept.lacked_room
+        self.kept.lacked_room = False
+
+    def _count_cached(self, sequences: Iterable[Sequence], tokens: int) -> None:
+        """Count this number of positions of each sample's prefix as not computed for it alone."""
+        for sequence in sequences:
+            own = sequence.known_before is not None
+            sequence.partial.cached_tokens = min(tokens, sequence.known_before or 0) if own else tokens
+            self._counts.cached += sequence.partial.cached_tokens
+
+
+class LongPrompts:
+    """The samples whose prompts are prefilled in parts.
+
+    Args:
+        prefills: computes and keeps the parts.
+        part: tokens of a part, at most.
+
+    Attributes:
+        waiting: samples that lack parts, in order of arrival.
+        ready: samples that may join.
+    """
+
+    def __init__(self, prefills: Prefills, part: int) -> None:
+        self._prefills, self._part = prefills, part
+        self.waiting: list[Sequence] = []
+        self.ready: list[Sequence] = []
+
+    @property
+    def held(self) -> list[Sequence]:
+        """All samples that wait for parts or may join."""
+        return [*self.waiting, *self.ready]
+
+    def sift(self, admitted: list[Sequence]) -> list[Sequence]:
+        """Hold the samples of `admitted` whose prompts are long; return the others, and those held earlier that may
+        join now.
+        """
+        joining: list[Sequence] = []
+        for sequence in (*self.ready, *admitted):
+            (self.waiting if self._is_long(sequence) else joining).append(sequence)
+        self.ready = []
+        return joining
+
+    def advance(self) -> None:
+        """Compute one part of the first prompt."""
+        if not self.waiting:
+            return
+        self._prefills.compute_part(self.waiting[0], self._part)
+        waiting, self.waiting = self.waiting, []
+        for sequence in waiting:
+            (self.waiting if self._is_long(sequence) else self.ready).append(sequence)
+
+    def take(self, sequences: list[Sequence]) -> None:
+        """Remove `sequences`."""
+        self.waiting = [sequence for sequence in self.waiting if sequence not in sequences]
+        self.ready = [sequence for sequence in self.ready if sequence not in sequences]
+
+    def _is_long(self, sequence: Sequence) -> bool:
+        if self._prefills.kept is None or not sequence.in_parts or len(sequence.prefix) <= self._part:
+            return False
+        return self._prefills.missing(sequence) > self._part

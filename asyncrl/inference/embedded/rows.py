@@ -8,7 +8,7 @@ The samples of a group begin with one prompt, and often continue alike for a whi
 depend on its tokens alone. So as long as several samples have the same tokens, one row of the model serves them all;
 each samples with its own random numbers. Samples whose tokens differ from then on get separate slots, each a copy of
 the old one. So the model decodes distinct sequences only, and every sample has the tokens that it would have without
-sharing.
+sharing. Answers of a policy that is sure of itself are generated 1.4 to 1.7 times as fast (docs/results.md).
 
 Slots are numbered without gaps, so a decode step reads the first ones as a view. A slot whose samples have all left is
 a hole until it is taken again or `pack` closes it.

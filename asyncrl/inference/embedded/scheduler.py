@@ -50,8 +50,9 @@ from asyncrl.inference.embedded.engine_io import (
     RequestError,
     Sequence,
 )
-from asyncrl.inference.embedded.prefix import LongPrompts, Prefills, PrefixForward, TokenCounts
+from asyncrl.inference.embedded.prefix_cache import LongPrompts, Prefills, TokenCounts
 from asyncrl.inference.embedded.rows import IDLE_STEPS, RowTable, SlotRows
+from asyncrl.inference.embedded.step import PrefixForward
 from asyncrl.models.torch_device import shortage
 from asyncrl.weights.loading import WeightUpdateError
 
@@ -168,7 +169,6 @@ class AdmissionQueue:
 
 
 logger = logging.getLogger(__name__)
-Detokenize = Decode
 OnFinish = Callable[[Sequence, GenerationOutput], None]
 ReadOutputs = Callable[[list[Sequence]], list[tuple[list[int], list[float]]]]
 
@@ -185,7 +185,7 @@ class WatchedSamples:
         detokenize: ids to text, needed for stop strings.
     """
 
-    def __init__(self, detokenize: Detokenize | None) -> None:
+    def __init__(self, detokenize: Decode | None) -> None:
         self._detokenize = detokenize
         self._samples: list[Sequence] = []
 
@@ -233,7 +233,7 @@ class DecodeBatch:
         forward: PrefixForward,
         queue: AdmissionQueue,
         on_finish: OnFinish,
-        detokenize: Detokenize | None,
+        detokenize: Decode | None,
         *,
         room: int,
         part: int,

@@ -19,8 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from asyncrl.inference.embedded.cache import LENGTH_STEP
-from asyncrl.inference.embedded.prefix import PrefixForward
-from asyncrl.inference.embedded.step import ModelRunner
+from asyncrl.inference.embedded.step import ModelRunner, PrefixForward
 from asyncrl.models.parity import (
     Difference,
     Rounding,
@@ -251,7 +250,7 @@ def _decoded(forward: PrefixForward, sequences: Sequence[Tokens]) -> list[Tensor
     steps = min(STEPS, min(len(tokens) for tokens in sequences) - 1)
     prompts = [tuple(tokens[: len(tokens) - 1 - steps]) for tokens in sequences]
     runner = forward.runner
-    cache, runner.cache = runner.cache, runner.caches.make(_positions(sequences))
+    cache, runner.cache = runner.cache, runner.make_cache(_positions(sequences))
     try:
         logprobs: list[list[Tensor]] = [[] for _ in sequences]
         _join(forward, prompts, range(_FIRST), {})

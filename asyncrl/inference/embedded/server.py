@@ -30,7 +30,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
@@ -56,7 +56,6 @@ from asyncrl.inference.embedded.http_requests import (
     CACHE_BYTES,
     GenerateCall,
     MissingPicture,
-    PictureCache,
     Refusal,
     decode,
     handler_error,
@@ -73,6 +72,9 @@ from asyncrl.inference.messages import (
     UpdateWeightsRequest,
 )
 from asyncrl.weights.loading import DamagedWeights, WeightUpdateError
+
+if TYPE_CHECKING:
+    from asyncrl.inference.embedded.pictures import PictureCache
 
 
 def finish_reason(finish: Finish | None, length: int) -> dict[str, Any] | None:
@@ -92,14 +94,6 @@ def _triples(
     logprobs: list[float] | list[float | None], tokens: list[int] | tuple[int, ...]
 ) -> list[tuple[float | None, int, None]]:
     return list(zip(logprobs, tokens, repeat(None, len(tokens)), strict=True))
-
-
-def _text(output: GenerationOutput, tokenizer: Tokenizer, trim_stop: bool) -> str:
-    text = tokenizer.decode(output.output_ids)
-    finish = output.finish
-    if trim_stop and finish is not None and isinstance(finish.matched, str):
-        return text.partition(finish.matched)[0]
-    return text
 
 
 def sample_reply(
@@ -130,70 +124,13 @@ def sample_reply(
     meta["dp_rank"] = None
     meta["e2e_latency"] = time.monotonic() - received
     meta["response_sent_to_client_ts"] = time.time()
-    reply: dict[str, Any] = {} if tokenizer is None else {"text": _text(output, tokenizer, call.trim_stop)}
-    reply["output_ids"] = output.output_ids
-    reply["meta_info"] = meta
-    return reply
-
-
-def model_info(engine: GenerationEngine, name: str, has_text: bool) -> dict[str, Any]:
-    """Return the answer of `/model_info`; `has_text`: the server has a tokenizer."""
-    config = engine.model.config
-    return {
-        "model_path": engine.model_path,
-        "served_model_name": name,
-        "tokenizer_path": engine.model_path if has_text else None,
-        "is_generation": True,
-        "preferred_sampling_params": None,
-        "weight_version": engine.weight_version,
-        "load_format": "auto",
-        "reasoning_parser": None,
-        "tool_call_parser": None,
-        "disaggregation_mode": "null",
-        "has_image_understanding": engine.takes_pictures,
-        "has_audio_understanding": False,
-        "model_type": config.model_type,
-        "architectures": config.architectures or [type(engine.model).__name__],
-    }
-
-
-def server_info(engine: GenerationEngine, name: str, has_text: bool) -> dict[str, Any]:
-    """Return the answer of `/server_info`: settings and load."""
-    return {
-        "model_path": engine.model_path,
-        "served_model_name": name,
-        "dtype": str(engine.model.dtype).removeprefix("torch."),
-        "device": str(engine.model.device),
-        "context_length": engine.limits.max_model_len,
-        "max_running_requests": engine.limits.max_running_requests,
-        "max_total_num_tokens": engine.limits.max_total_tokens,
-        "max_req_input_len": engine.limits.max_model_len - 1,
-        "skip_tokenizer_init": not has_text,
-        "weight_version": engine.weight_version,
-        "status": "ready" if engine.healthy else "stopped",
-        "version": f"asyncrl-{__version__}",
-        "tp_size": 1,
-        "dp_size": 1,
-        "disable_radix_cache": False,
-        "prefix_cache_by_version": True,  # rows of older weights serve only later turns of their own samples
-        "internal_states": [_load(engine)],
-    }
-
-
-def _load(engine: GenerationEngine) -> dict[str, Any]:
-    stats = engine.stats()
-    return {
-        "num_running_reqs": stats.running,
-        "num_waiting_reqs": stats.waiting,
-        "num_used_tokens": stats.used_tokens,
-        "max_total_num_tokens": stats.max_total_tokens,
-        "max_running_requests": stats.max_running_requests,
-        "token_usage": stats.used_tokens / stats.max_total_tokens,
-        "gen_throughput": stats.gen_throughput,
-        "cache_hit_rate": stats.cached_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0,
-        "utilization": stats.running / stats.max_running_requests,
-        "queues": {"waiting": stats.waiting, "paused": stats.running if stats.paused else 0},
-    }
+    reply: dict[str, Any] = {"output_ids": output.output_ids, "meta_info": meta}
+    if tokenizer is None:
+        return reply
+    text = tokenizer.decode(output.output_ids)
+    if call.trim_stop and finish is not None and isinstance(finish.matched, str):
+        text = text.partition(finish.matched)[0]
+    return {"text": text, **reply}
 
 
 LATENCY_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
@@ -208,7 +145,6 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Return the metric families of one scrape."""
         stats, kept = self._engine.stats(), self._pictures
-        cached_share = stats.cached_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0
         gauges = (
             ("num_running_reqs", "Samples being decoded", stats.running),
             ("num_queue_reqs", "Samples waiting", stats.waiting),
@@ -216,7 +152,7 @@ class EngineCollector(Collector):
             ("num_used_tokens", "Positions of the KV cache in use", stats.used_tokens),
             ("token_usage", "Share of the KV cache in use", stats.used_tokens / stats.max_total_tokens),
             ("kept_tokens", "Positions of the KV cache that are kept for later requests", stats.kept_tokens),
-            ("cache_hit_rate", "Share of prompt tokens copied instead of prefilled", cached_share),
+            ("cache_hit_rate", "Share of prompt tokens copied instead of prefilled", stats.cached_share),
             ("gen_throughput", "Generated tokens per second", stats.gen_throughput),
             *(() if kept is None else (("kept_picture_bytes", "Bytes of pictures that are kept", kept.nbytes),)),
         )
@@ -237,21 +173,6 @@ class EngineCollector(Collector):
                 family = family_type(f"sglang:{name}", meaning, labels=["model_name"])
                 family.add_metric([self._model_name], value)
                 yield family
-
-
-def build_registry(
-    engine: GenerationEngine, model_name: str, pictures: PictureCache | None
-) -> tuple[CollectorRegistry, Histogram]:
-    """Return a registry for one server, and its histogram of latencies of whole requests."""
-    registry = CollectorRegistry()
-    registry.register(EngineCollector(engine, model_name, pictures))
-    latency = Histogram(
-        "sglang:e2e_request_latency_seconds",
-        "Seconds from a call's arrival to its reply",
-        buckets=LATENCY_BUCKETS_S,
-        registry=registry,
-    )
-    return registry, latency
 
 
 logger = logging.getLogger(__name__)
@@ -295,8 +216,19 @@ class GenerationApp:
     ) -> None:
         self._engine, self._tokenizer = engine, tokenizer
         self._name = engine.model_path or engine.model.config.model_type
-        self._pictures = PictureCache(picture_bytes) if engine.takes_pictures else None
-        self._registry, self._latency = build_registry(engine, self._name, self._pictures)
+        self._pictures: PictureCache | None = None
+        if engine.takes_pictures:
+            from asyncrl.inference.embedded.pictures import PictureCache
+
+            self._pictures = PictureCache(picture_bytes)
+        self._registry = CollectorRegistry()
+        self._registry.register(EngineCollector(engine, self._name, self._pictures))
+        self._latency = Histogram(
+            "sglang:e2e_request_latency_seconds",
+            "Seconds from a call's arrival to its reply",
+            buckets=LATENCY_BUCKETS_S,
+            registry=self._registry,
+        )
         routes = {
             "/generate": HttpRoute(_refusing(self._generate), "POST", MAX_PROMPTS_BYTES),
             "/pictures": HttpRoute(_refusing(self._picture), "POST", MAX_PICTURE_BODY),
@@ -364,7 +296,8 @@ class GenerationApp:
                 changed.clear()
                 failure = future.exception() if future.done() else None
                 if failure is not None:
-                    await response.write(_event({"error": _stream_error(failure)}))
+                    error = {"message": str(failure), "type": "invalid_request_error", "code": 500, "retryable": False}
+                    await response.write(_event({"error": error}))
                     break
                 for index in list(latest):
                     output = latest.pop(index)
@@ -389,27 +322,29 @@ class GenerationApp:
         return json_response({"sha256": picture.sha256})
 
     async def _pause(self, request: web.BaseRequest, body: bytes) -> web.Response:
-        await self._command(self._engine.pause(decode(body, PauseRequest).mode))
+        await asyncio.wrap_future(self._engine.pause(decode(body, PauseRequest).mode))
         return json_response({"message": "Generation paused successfully.", "status": "ok"})
 
     async def _continue(self, request: web.BaseRequest, body: bytes) -> web.Response:
         decode(body, ContinueRequest)
-        await self._command(self._engine.resume())
+        await asyncio.wrap_future(self._engine.resume())
         return json_response({"message": "Generation continued successfully.", "status": "ok"})
 
     async def _release_memory(self, request: web.BaseRequest, body: bytes) -> web.Response:
-        freed = await self._command(self._engine.release_memory(decode(body, MemoryRequest).tags or [*MemoryTag]))
+        tags = decode(body, MemoryRequest).tags or [*MemoryTag]
+        freed = await asyncio.wrap_future(self._engine.release_memory(tags))
         return json_response({"released_bytes": freed})  # SGLang answers null
 
     async def _resume_memory(self, request: web.BaseRequest, body: bytes) -> web.Response:
-        await self._command(self._engine.resume_memory(decode(body, MemoryRequest).tags or [*MemoryTag]))
+        tags = decode(body, MemoryRequest).tags or [*MemoryTag]
+        await asyncio.wrap_future(self._engine.resume_memory(tags))
         return json_response(None)
 
     async def _abort(self, request: web.BaseRequest, body: bytes) -> web.Response:
         order = decode(body, AbortRequest)
         if not order.rid and not order.abort_all:
             raise handler_error("rid is empty, which is a prefix of every request; name one, or set abort_all to true")
-        await self._command(self._engine.abort(order.rid or "", order.abort_all))
+        await asyncio.wrap_future(self._engine.abort(order.rid or "", order.abort_all))
         return web.Response()
 
     async def _update_weights(self, request: web.BaseRequest, body: bytes) -> web.Response:
@@ -429,9 +364,6 @@ class GenerationApp:
         reply = {"success": True, "message": message, "num_paused_requests": frozen}
         return json_response(reply | {"weight_version": self._engine.weight_version})  # not in SGLang's reply
 
-    async def _command(self, future: Any) -> Any:
-        return await asyncio.wrap_future(future)  # after the running step, however long it takes
-
     async def _health(self, request: web.BaseRequest, body: bytes) -> web.Response:
         return web.Response(status=200 if self._engine.healthy else 503)
 
@@ -439,10 +371,60 @@ class GenerationApp:
         return web.Response(status=200 if self._engine.healthy and not self._engine.paused else 503)
 
     async def _model_info(self, request: web.BaseRequest, body: bytes) -> web.Response:
-        return json_response(model_info(self._engine, self._name, self._tokenizer is not None))
+        engine = self._engine
+        info = {
+            "model_path": engine.model_path,
+            "served_model_name": self._name,
+            "tokenizer_path": None if self._tokenizer is None else engine.model_path,
+            "is_generation": True,
+            "preferred_sampling_params": None,
+            "weight_version": engine.weight_version,
+            "load_format": "auto",
+            "reasoning_parser": None,
+            "tool_call_parser": None,
+            "disaggregation_mode": "null",
+            "has_image_understanding": engine.takes_pictures,
+            "has_audio_understanding": False,
+            "model_type": engine.model.config.model_type,
+            "architectures": engine.model.config.architectures or [type(engine.model).__name__],
+        }
+        return json_response(info)
 
     async def _server_info(self, request: web.BaseRequest, body: bytes) -> web.Response:
-        return json_response(server_info(self._engine, self._name, self._tokenizer is not None))
+        """Answer with settings and load."""
+        engine, stats = self._engine, self._engine.stats()
+        load = {
+            "num_running_reqs": stats.running,
+            "num_waiting_reqs": stats.waiting,
+            "num_used_tokens": stats.used_tokens,
+            "max_total_num_tokens": stats.max_total_tokens,
+            "max_running_requests": stats.max_running_requests,
+            "token_usage": stats.used_tokens / stats.max_total_tokens,
+            "gen_throughput": stats.gen_throughput,
+            "cache_hit_rate": stats.cached_share,
+            "utilization": stats.running / stats.max_running_requests,
+            "queues": {"waiting": stats.waiting, "paused": stats.running if stats.paused else 0},
+        }
+        info = {
+            "model_path": engine.model_path,
+            "served_model_name": self._name,
+            "dtype": str(engine.model.dtype).removeprefix("torch."),
+            "device": str(engine.model.device),
+            "context_length": engine.limits.max_model_len,
+            "max_running_requests": engine.limits.max_running_requests,
+            "max_total_num_tokens": engine.limits.max_total_tokens,
+            "max_req_input_len": engine.limits.max_model_len - 1,
+            "skip_tokenizer_init": self._tokenizer is None,
+            "weight_version": engine.weight_version,
+            "status": "ready" if engine.healthy else "stopped",
+            "version": f"asyncrl-{__version__}",
+            "tp_size": 1,
+            "dp_size": 1,
+            "disable_radix_cache": False,
+            "prefix_cache_by_version": True,  # rows of older weights serve only later turns of their own samples
+            "internal_states": [load],
+        }
+        return json_response(info)
 
     async def _metrics(self, request: web.BaseRequest, body: bytes) -> web.Response:
         return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
@@ -461,10 +443,9 @@ def _refusing(handler: Callable[[web.BaseRequest, bytes], Awaitable[web.StreamRe
         except MissingPicture as error:
             raise Refused(409, MissingPictures([*error.hashes]), "missing_pictures") from error
         except WeightUpdateError as error:
-            body_of_failure = {"success": False, "message": str(error), "num_paused_requests": 0}
-            if isinstance(error, DamagedWeights):
-                body_of_failure["damaged"] = True  # SGLang's has no such field
-            raise Refused(400, body_of_failure, "weight_update") from error
+            damaged = {"damaged": True} if isinstance(error, DamagedWeights) else {}  # SGLang's has no such field
+            failure = {"success": False, "message": str(error), "num_paused_requests": 0, **damaged}
+            raise Refused(400, failure, "weight_update") from error
         except MemoryStateError as error:
             raise Refused(400, handler_error(str(error)).body, "memory_state") from error
         except EngineStoppedError as error:
@@ -475,10 +456,6 @@ def _refusing(handler: Callable[[web.BaseRequest, bytes], Awaitable[web.StreamRe
 
 def _event(body: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
-
-
-def _stream_error(error: BaseException) -> dict[str, Any]:
-    return {"message": str(error), "type": "invalid_request_error", "code": 500, "retryable": False}
 
 
 async def serve(

@@ -25,13 +25,6 @@ The recording (`torch.jit.trace`) is valid for every number of rows and keys, as
 not depend on data. That is checked: a tracer warning (data turned into a Python value) refuses the recording, and the
 first shapes are computed both ways and compared. If a check fails, the engine continues eagerly and logs that once.
 Parameters are arguments of the program, not constants in it, so nothing computed from them outlives a weight update.
-
-Chosen experts
---------------
-The experts that the model chose for the contents of its slots are recorded with keys and values, and moved with them. A
-choice belongs to a position of a slot like a key: the forward that writes the key makes it, samples that share a slot
-share it, and a copied slot has it too. So choices are one more layer of the cache, with `layers x per_token` numbers
-per position. The choices reported for a sample are those behind the keys that it was decoded with.
 """
 
 from __future__ import annotations
@@ -41,7 +34,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -59,19 +52,21 @@ from asyncrl.inference.embedded.attention import (
     MaskMaker,
     install_attention,
 )
-from asyncrl.inference.embedded.cache import CacheMaker, PartPlan, PrefillPlan, SlotCache, states_in_modules
-from asyncrl.inference.embedded.engine_io import Sequence as Sample
+from asyncrl.inference.embedded.cache import Prefix, PrefixRow, RowTensors, SlotCache, batches_of
 from asyncrl.models.chunked_logprobs import logits_function, token_logprobs
-from asyncrl.models.model_config import RoutingShape, routing_shape
-from asyncrl.models.pictures import Pictures
-from asyncrl.models.routing import Routers
 from asyncrl.models.transformers_internals import (
     decoding_parts,
+    layer_memories,
     set_attention,
     text_settings,
     trunk_of,
     weight_used_in_float32,
 )
+
+if TYPE_CHECKING:
+    from asyncrl.inference.embedded.experts import ExpertRecorder
+    from asyncrl.inference.embedded.states import Place
+    from asyncrl.models.pictures import Pictures
 
 logger = logging.getLogger(__name__)
 
@@ -362,7 +357,6 @@ class ModelRunner:
         UnsupportedModelError: it has no routers whose choices could be recorded.
 
     Attributes:
-        caches: makes caches for this model.
         cache: slots of the running samples.
         experts: recorded choices of experts for the contents of the slots; None if they are not recorded.
         masks: draws the masks of attention.
@@ -381,10 +375,15 @@ class ModelRunner:
         model.train(False)
         model.requires_grad_(False)
         set_attention(model, install_attention())
-        self.caches = CacheMaker(model)
-        self.cache = self.caches.make(max_total_tokens)
-        self.experts = ExpertRecorder(model, self.cache) if record_routing else None
-        self.masks = MaskMaker(model, pictures, attends=self.caches.has_keys)
+        self._memories = layer_memories(model.config)
+        self._places: list[Place] = []
+        self.cache = self.make_cache(max_total_tokens)
+        self.experts: ExpertRecorder | None = None
+        if record_routing:
+            from asyncrl.inference.embedded.experts import ExpertRecorder
+
+            self.experts = ExpertRecorder(model, self.cache)
+        self.masks = MaskMaker(model, pictures, attends=any(memory.keys for memory in self._memories))
         self._linears = PackedLinears((), ())
         if not lean:
             self._linears = PackedLinears.of(*decoding_parts(model), head=weight_used_in_float32(model))
@@ -400,10 +399,21 @@ class ModelRunner:
         """True if the model has three positions for a token, so that decode steps take their difference to places."""
         return self.pictures is not None and self.pictures.three_positions
 
+    def make_cache(self, max_total_tokens: int) -> SlotCache:
+        """Return an empty cache with this number of positions."""
+        cache = SlotCache(self._memories, self.device, max_total_tokens)
+        if self._places:
+            from asyncrl.inference.embedded.states import ModuleStates
+
+            cache.states.append(ModuleStates(self._places))
+        return cache
+
     def find_states(self) -> None:
         """Search for states that the model keeps outside its cache, by a forward; only while no sample runs."""
         if self.cache.states:
-            self.caches.places = states_in_modules(self.model)
+            from asyncrl.inference.embedded.states import states_in_modules
+
+            self._places = states_in_modules(self.model)
             self._renew_cache()
 
     def drop_cache(self) -> int:
@@ -415,7 +425,7 @@ class ModelRunner:
         return freed
 
     def _renew_cache(self) -> None:
-        make_room, self.cache = self.cache.make_room, self.caches.make(self.cache.limit)
+        make_room, self.cache = self.cache.make_room, self.make_cache(self.cache.limit)
         self.cache.make_room = make_room
         if self.experts is not None:
             self.experts.follow(self.cache)
@@ -502,104 +512,75 @@ class ModelRunner:
         return [*([None] if start == 0 else []), *logprobs_N.tolist()]
 
 
-class RoutingSlots:
-    """The choices at every position of the slots of `owner`: `[rows, length, layers * per_token]`, in the owner's
-    layout.
+PREFILL_TOKENS, PREFILL_TOKENS_CPU = 8192, 1024
+"""Most prompt tokens (padding included) of one prefill forward: bounds its activations. On a CPU they then stay in its
+caches, and prompts of one forward are of nearly one length: ragged ones take half the time of forwards of 8192."""
+
+
+class PrefixForward:
+    """The forwards that compute prefixes with the model and cache of `runner`.
+
+    Attributes:
+        most_tokens: largest number of tokens of one forward, padding included.
+        goes_on: False if the model computes a prefix from its beginning only; the parity check finds it.
+        computed_tokens: number of tokens of prefixes that were computed so far.
     """
 
-    def __init__(self, owner: SlotCache, shape: RoutingShape, device: torch.device) -> None:
-        self.owner, self._shape, self._device = owner, shape, device
-        self._width = shape.layers * shape.per_token
-        self._slots = torch.zeros(0, 0, self._width, dtype=torch.int16, device=device)
-        owner.companions.append(self)
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.most_tokens = PREFILL_TOKENS_CPU if runner.device.type == "cpu" else PREFILL_TOKENS
+        self.goes_on = True
+        self.computed_tokens = 0
 
-    def record(self, recorded: Mapping[int, Tensor]) -> None:
-        """Record the choices of the planned forward: [tokens, per_token] by layer, without dense layers."""
-        plan = self.owner.plan
-        parts = [self._of_layer(recorded.get(layer)) for layer in range(self._shape.layers)]
-        tokens = max(len(part) for part in parts)
-        choices = torch.cat([part.expand(tokens, -1) for part in parts], dim=1)
-        if isinstance(plan, PartPlan):
-            plan.made[self] = [choices]
-        elif isinstance(plan, PrefillPlan):
-            targets = plan.targets
-            written = targets.gather(choices.view(-1, plan.width, self._width))
-            self._slots[targets.slots_M, targets.positions_M] = written
-        else:
-            self._slots[torch.arange(plan.rows, device=self._device), plan.positions] = choices
+    def compute(self, slots_of: Mapping[Prefix, list[int]], bases: Mapping[Prefix, int] | None = None) -> None:
+        """Compute keys, values and states of the prefixes, and store each in its slots; an empty prefix has none.
 
-    def _of_layer(self, chosen: Tensor | None) -> Tensor:
-        if chosen is None:  # a dense layer
-            return torch.zeros(1, self._shape.per_token, dtype=torch.int16, device=self._device)
-        return chosen.to(torch.int16)
-
-    def choices(self, slot: int, start: int, end: int) -> NDArray[np.int16]:
-        """Return a copy of the choices at positions `[start, end)` of a slot, `[end - start, layers, per_token]`."""
-        choices = np.array(self._slots[slot, start:end].cpu().numpy())
-        return choices.reshape(-1, self._shape.layers, self._shape.per_token)
-
-    def relayout(self, rows: int, length: int) -> None:
-        """As `SlotLayer.relayout`."""
-        layout = self.owner.layout
-        slots = self._slots.new_zeros(layout.rows, layout.length, self._width)
-        slots[:rows, :length] = self._slots[:rows, :length]
-        self._slots = slots
-
-    def move(self, targets: Tensor, sources: Tensor, length: int) -> None:
-        """As `SlotLayer.move`."""
-        self._slots[targets, :length] = self._slots[sources, :length]
-
-    def read(self, slot: int, start: int, end: int) -> list[Tensor]:
-        """As `SlotLayer.read`, `[end - start, layers * per_token]`."""
-        return [self._slots[slot, start:end].clone()]
-
-    def write(self, targets: Sequence[int], start: int, rows: Iterator[Tensor], length: int) -> None:
-        """As `SlotLayer.write`."""
-        choices = next(rows)[:length]
-        for target in targets:
-            self._slots[target, start : start + length] = choices
-
-
-class ExpertRecorder:
-    """Records the experts that `model` chooses in its forwards over `cache`.
-
-    Raises:
-        UnsupportedModelError: it has no routers whose choices could be recorded.
-    """
-
-    def __init__(self, model: PreTrainedModel, cache: SlotCache) -> None:
-        self._routers = Routers(model, str(text_settings(model.config)["model_type"]))
-        with torch.inference_mode(), self._routers.recording():  # raises if the choices cannot be recorded
-            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
-        shape = routing_shape(model.config.to_dict())
-        assert isinstance(shape, RoutingShape), shape
-        self._shape, self._device = shape, model.device
-        self.follow(cache)
-
-    def follow(self, cache: SlotCache) -> None:
-        """Record forwards over `cache` from now on, which replaces an earlier cache; its slots are empty."""
-        self._slots = RoutingSlots(cache, self._shape, self._device)
-
-    @contextmanager
-    def recording(self, cache: SlotCache) -> Iterator[None]:
-        """Record the forward within this block, unless it is over another cache, as in a parity check."""
-        if self._slots.owner is not cache:
-            yield
-            return
-        with self._routers.recording() as recorded:
-            yield
-        self._slots.record(recorded)
-
-    def read(self, sequence: Sample, end: int) -> None:
-        """Copy the choices up to position `end` of the sample's slot to `sequence`, if its request asks for them.
-
-        What was read before a retraction stays: each token keeps the experts of the forward that sampled the next
-        token.
+        Args:
+            slots_of: slots of each prefix.
+            bases: by prefix, the number of its tokens that its slots have already, fewer than all; 0 for missing ones.
         """
-        if sequence.request.routing_from < 0:
-            return
-        read = sequence.partial.routing
-        start = sequence.request.routing_from + (0 if read is None else len(read))
-        if end > start:
-            fresh = self._slots.choices(sequence.slot, start, end)
-            sequence.partial.routing = fresh if read is None else np.concatenate((read, fresh))
+        cache = self.runner.cache
+        if empty := slots_of.get(()):
+            cache.clear(torch.tensor(empty, device=self.runner.device))
+        rows = [PrefixRow(prefix, (bases or {}).get(prefix, 0)) for prefix in filter(None, slots_of)]
+        for batch in batches_of(rows, self.most_tokens, ragged=not cache.states):
+            tensors = RowTensors.of(batch, slots_of, self.runner.device, self._positions_of)
+            cache.begin_prefill(tensors)
+            self._forward(tensors)
+        self.computed_tokens += sum(row.size for row in rows)
+
+    def compute_part(
+        self, prefix: Prefix, base: int, rows: list[Tensor], states: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Compute `prefix[base:]` without a slot.
+
+        Args:
+            prefix: tokens up to the end of the part.
+            base: beginning of the part.
+            rows: rows before the part, in the form of `SlotCache.read`.
+            states: states before the part, in the form of `SlotCache.read_states`.
+
+        Returns:
+            Rows and states of the part, in the same forms.
+        """
+        cache = self.runner.cache
+        part = PrefixRow(prefix, base)
+        cache.begin_part(rows, states)
+        self._forward(RowTensors.of([part], {prefix: [0]}, self.runner.device, self._positions_of))
+        self.computed_tokens += part.size
+        return cache.part()
+
+    def end_of_part(self, prefix: Prefix, end: int) -> int:
+        """Return the first place from `end` on at which a part of `prefix` may end."""
+        pictures = self.runner.pictures
+        return pictures.end_outside(prefix, end) if pictures is not None and pictures.two_way else end
+
+    @property
+    def _positions_of(self) -> Callable[[Prefix], NDArray[np.int64]] | None:
+        pictures = self.runner.pictures
+        return pictures.positions if pictures is not None and pictures.three_positions else None
+
+    def _forward(self, rows: RowTensors) -> None:
+        """Compute `rows` by the cache's plan."""
+        with self.runner.showing(rows.ids_BU):
+            self.runner.forward(rows.tokens_BU, self.runner.masks.of_rows(rows), rows.positions, logits_to_keep=1)

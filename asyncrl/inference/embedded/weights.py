@@ -1,41 +1,22 @@
-"""Weights that the engine serves: read and updated, and their memory released and allocated again.
+"""Weights that the engine serves: read and updated.
 
 They are read from files by the caller's thread, and put into the model by the engine's.
 
-Memory
-------
-While it generates nothing, the engine releases memory, and allocates it again:
-
-    weights     the parameters' storages are emptied, and the copies in oneDNN's layout dropped: their values are gone,
-                so that a weight update has to follow `resume`
-    kv_cache    the slots are dropped; the cache grows again with later samples
-
-Rotary frequencies and other buffers that are not parameters stay. Every tensor stays the same object, so the recorded
-decode step, views of parts and tied weights are not affected.
-
-Updates
--------
-Each takes effect between two steps: at once if nothing runs, otherwise when the samples that were there before it have
-finished, while later ones are held.
+An update takes effect between two steps: at once if nothing runs, otherwise when the samples that were there before it
+have finished, while later ones are held.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from asyncrl.inference.embedded.engine_io import MemoryStateError
 from asyncrl.inference.embedded.scheduler import Command, DecodeBatch
-from asyncrl.inference.embedded.step import ModelRunner
-from asyncrl.inference.messages import MemoryTag
-from asyncrl.models.host_copies import storages
 from asyncrl.weights.loading import WeightUpdateError, apply_weights, load_targets, stage_weights
 from asyncrl.weights.manifest import are_adapters
 
@@ -103,74 +84,6 @@ class ServedWeights:
         self._replaced, self.have_values = None, False
 
 
-class EngineMemory:
-    """The memory of a runner's model and cache.
-
-    Args:
-        runner: its model has its weights in separate storages (`own_storage`) if they may be released.
-        weights: the weights of that model.
-
-    Attributes:
-        may_release: the server was started as one that releases memory.
-        released: kinds that are released now.
-    """
-
-    def __init__(self, runner: ModelRunner, weights: ServedWeights, *, may_release: bool) -> None:
-        self._runner, self._weights, self.may_release = runner, weights, may_release
-        self._sizes: list[tuple[torch.UntypedStorage, int]] = []
-        self.released: frozenset[MemoryTag] = frozenset()
-
-    def release(self, tags: Collection[MemoryTag]) -> int:
-        """Release the memory of these kinds, if it is not released already. Return its bytes."""
-        freed, wanted = 0, frozenset(tags) - self.released
-        if MemoryTag.kv_cache in wanted:
-            freed += self._runner.drop_cache()
-        if MemoryTag.weights in wanted:
-            self._weights.lose()
-            freed += self._runner.drop_copies()
-            self._sizes = [(storage, storage.nbytes()) for _, storage in storages(self._runner.model.parameters())]
-            for storage, size in self._sizes:
-                storage.resize_(0)
-                freed += size
-        self.released |= wanted
-        self._return_to_system()
-        return freed
-
-    def _return_to_system(self) -> None:
-        """Return free memory from the allocators to the system."""
-        if self._runner.device.type == "cuda":
-            torch.cuda.empty_cache()
-        elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc's
-            trim(0)
-
-    def resume(self, tags: Collection[MemoryTag]) -> None:
-        """Allocate the memory of these kinds again; the weights have no values until they are updated."""
-        if MemoryTag.weights in self.released & frozenset(tags):
-            for storage, size in self._sizes:
-                storage.resize_(size)
-            self._sizes = []
-        self.released -= frozenset(tags)
-
-    def check_complete(self) -> None:
-        """Check that the engine may generate.
-
-        Raises:
-            MemoryStateError: memory is released, or the weights have no values.
-        """
-        if self.released:
-            raise MemoryStateError(f"the memory of {', '.join(sorted(self.released))} is released; resume it first")
-        if not self._weights.have_values:
-            raise MemoryStateError("the weights were released and have no values; update them first")
-
-
-@dataclass(slots=True)
-class _Drain:
-    """A change that waits for the samples that arrived before it."""
-
-    barrier: int
-    change: Command[int]
-
-
 class WeightUpdates:
     """Updates of the weights with which `batch` generates. Every method but `read` runs on the engine's thread.
 
@@ -180,7 +93,8 @@ class WeightUpdates:
 
     def __init__(self, batch: DecodeBatch, weights: ServedWeights) -> None:
         self._batch, self.weights = batch, weights
-        self._drains: deque[_Drain] = deque()
+        self._drains: deque[tuple[int, Command[int]]] = deque()
+        """Changes, each with the arrival number below which samples have to finish first."""
 
     @property
     def waiting(self) -> bool:
@@ -213,7 +127,7 @@ class WeightUpdates:
 
     def queue(self, change: Command[int], barrier: int) -> None:
         """Apply `change` once samples with arrival numbers below `barrier` have finished."""
-        self._drains.append(_Drain(barrier, change))
+        self._drains.append((barrier, change))
 
     def apply(self, runnable: Callable[[], bool]) -> None:
         """Apply changes whose earlier samples have all finished, or are frozen. Hold what arrived after the first
@@ -224,15 +138,14 @@ class WeightUpdates:
         """
         queue = self._batch.queue
         while self._drains:
-            drain = self._drains[0]
-            queue.barrier = drain.barrier
+            queue.barrier, change = self._drains[0]
             if runnable():
                 return
             self._drains.popleft()
             queue.barrier = None
-            drain.change.run()
+            change.run()
 
     def fail(self, error: BaseException) -> None:
         """Fail the changes that wait."""
-        for drain in self._drains:
-            drain.change.fail(error)
+        for _, change in self._drains:
+            change.fail(error)

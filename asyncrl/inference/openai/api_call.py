@@ -75,17 +75,8 @@ def _shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-IGNORED_BY_OPENAI: Final = frozenset(
-    (
-        "store",
-        "user",
-        "safety_identifier",
-        "service_tier",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-    )
-)
+_CACHE: Final = {"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"}
+IGNORED_BY_OPENAI: Final = frozenset({"store", "user", "safety_identifier", "service_tier"} | _CACHE)
 """Parameters that are left out in both of OpenAI's APIs."""
 
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)

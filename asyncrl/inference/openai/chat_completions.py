@@ -225,18 +225,8 @@ OFF: Final = (False, 0)
 SURFACE: Final = SupportedParameters(
     Body,
     ignored=IGNORED_BY_OPENAI
-    | {
-        "metadata",
-        "prediction",
-        "seed",
-        "reasoning_effort",
-        "verbosity",
-        "return_tokens_as_token_ids",
-        "cache_salt",
-        "priority",
-        "request_id",
-        "parallel_tool_calls",
-    },
+    | {"metadata", "prediction", "seed", "reasoning_effort", "verbosity", "return_tokens_as_token_ids"}
+    | {"cache_salt", "priority", "request_id", "parallel_tool_calls"},
     neutral={
         "frequency_penalty": (0,),
         "presence_penalty": (0,),
@@ -354,17 +344,8 @@ def call_of(body: Body) -> ApiCall:
         stop=body.stop,
         stop_token_ids=None if body.stop_token_ids is None else tuple(body.stop_token_ids),
     )
-    return ApiCall(
-        body.model,
-        messages_of(body.messages),
-        tools,
-        str(body.tool_choice),
-        sampling,
-        body.n,
-        body.stream,
-        body.continue_final_message,
-        body,
-    )
+    asked = body.model, messages_of(body.messages), tools, str(body.tool_choice), sampling
+    return ApiCall(*asked, body.n, body.stream, body.continue_final_message, body)
 
 
 def _head(call: ApiCall, kind: str) -> Json:

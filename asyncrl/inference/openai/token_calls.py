@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable
 from itertools import takewhile
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
@@ -14,13 +14,8 @@ from asyncrl.api.generation import GenerationRequest, GenerationResult, Sampling
 from asyncrl.inference.openai import chat_completions
 from asyncrl.inference.openai.api_call import MAX_ANSWERS, ApiCall, Json, SupportedParameters, invalid, sampling_of
 
-
-class PromptIds(Protocol):
-    """`ChatClient.prompt_ids`."""
-
-    def __call__(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
-        """Return the ids that the policy continues."""
-        ...
+PromptIds = Callable[..., tuple[int, ...]]
+"""`ChatClient.prompt_ids`: the ids that the policy continues."""
 
 
 class Tokenize(msgspec.Struct):
@@ -75,30 +70,14 @@ _GENERATE: Final = SupportedParameters(
 )
 _SAMPLING: Final = SupportedParameters(
     Sampling,
-    ignored=frozenset(
-        [
-            "logprobs",
-            "seed",
-            "output_kind",
-            "routed_experts_prompt_start",
-            # how ids become text, of which the answer has none
-            "detokenize",
-            "skip_special_tokens",
-            "spaces_between_special_tokens",
-        ]
-    ),
+    ignored=frozenset({"logprobs", "seed", "output_kind", "routed_experts_prompt_start"})
+    | {"detokenize", "skip_special_tokens", "spaces_between_special_tokens"},  # of text, which the answer lacks
     neutral={
         name: chat_completions.SURFACE.neutral[name]
-        for name in [
-            "frequency_penalty",
-            "presence_penalty",
-            "repetition_penalty",
-            "logit_bias",
-            "min_tokens",
-            "ignore_eos",
-            "prompt_logprobs",
-            "include_stop_str_in_output",
-        ]
+        for name in (
+            *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"),
+            *("min_tokens", "ignore_eos", "prompt_logprobs", "include_stop_str_in_output"),
+        )
     },
 )
 _CHAT: Final = SupportedParameters(

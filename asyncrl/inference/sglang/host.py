@@ -37,7 +37,7 @@ from asyncrl.config.memory import context_length, in_order, is_out_of_memory
 from asyncrl.config.setting import Device
 from asyncrl.inference.child_host import ChildHost, PortBlock, ServerCommand
 from asyncrl.inference.client import GenerationServerClient, connect
-from asyncrl.inference.engine_host import BASE_VERSION, EngineStartError
+from asyncrl.inference.process import BASE_VERSION, EngineStartError
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.models.model_config import read_model_config
 from asyncrl.models.picture_rules import PictureRules, PictureRulesError, placeholder_id
@@ -339,7 +339,8 @@ async def _fault(client: GenerationServerClient, config: ExperimentConfig) -> tu
     mode, generation = config.manager.update_mode, config.generation
     if fault := await _fault_in_keeping(client, mode, generation.start_timeout_s):
         return f"manager.update_mode={str(mode)!r}", fault
-    if config.model.float32_head and generation.engine.urls and not await client.computes_head_in_float32():
+    asked = config.model.float32_head and generation.engine.urls
+    if asked and (await client.server_info()).get("enable_fp32_lm_head") is not True:
         fault = "computes logits in the type of its weights; start it with --enable-fp32-lm-head, or use false"
         return "model.float32_head=true", fault
     folder = Path(str(config.model.path))
@@ -365,7 +366,10 @@ async def _fault_in_keeping(client: GenerationServerClient, mode: UpdateMode, ti
             "does not say which weights each token of its answers is of (no weight_versions); use SGLang 0.5.20 or "
             "newer, or update_mode=interrupt"
         )
-    if mode == UpdateMode.in_place and await client.shares_older_prefixes():
+    if mode == UpdateMode.retract:
+        return ""
+    info = await client.server_info()
+    if not (info.get("disable_radix_cache") or info.get("prefix_cache_by_version")):
         return (
             "shares cached prefixes among requests, and would give new ones keys and values of ever older weights; "
             "start it with --disable-radix-cache, or use update_mode=retract"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import weakref
 from pathlib import Path
@@ -101,3 +102,13 @@ async def test_a_model_that_does_not_fit_ends_the_process_with_the_settings_to_l
     monkeypatch.setattr(host_module, "load_engine", too_large)
     with pytest.raises(OutOfMemory, match="out of memory: the embedded engine on the CPU in the load of its model"):
         await EmbeddedHost(config, security=None).start()
+
+
+def test_parts_for_some_models_and_settings_alone_are_imported_where_these_are_asked_for() -> None:
+    folder, own = Path(str(host_module.__file__)).parent, ("experts", "memory", "pictures", "states")
+    optional = {f"asyncrl.inference.embedded.{name}" for name in own} | {"asyncrl.models.pictures"}
+    files = [file for file in folder.glob("*.py") if file.stem not in (*own, "__main__")]
+    assert len(files) > 10
+    for file in files:
+        imported = {node.module for node in ast.parse(file.read_text()).body if isinstance(node, ast.ImportFrom)}
+        assert not imported & optional, file.name

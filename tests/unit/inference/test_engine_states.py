@@ -16,11 +16,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from asyncrl.inference.embedded import prefix, step
-from asyncrl.inference.embedded.cache import SlotStates
+from asyncrl.inference.embedded import states, step
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, Job, SamplingSpec
 from asyncrl.inference.embedded.served_models import check_parity
+from asyncrl.inference.embedded.states import SlotStates
 from asyncrl.inference.messages import PauseMode
 from asyncrl.models.parity import UnsupportedModelError
 from tests.engine_steps import drain, run
@@ -280,8 +280,8 @@ def test_an_update_in_place_keeps_the_states_of_the_old_weights_as_it_keeps_thei
 
 
 def _padded_together(patch: pytest.MonkeyPatch) -> None:
-    original = prefix.batches_of
-    patch.setattr(prefix, "batches_of", lambda rows, most, ragged: original(rows, most, ragged=True))
+    original = step.batches_of
+    patch.setattr(step, "batches_of", lambda rows, most, ragged: original(rows, most, ragged=True))
 
 
 def _no_copy(patch: pytest.MonkeyPatch) -> None:
@@ -294,7 +294,7 @@ def _one_state_for_all(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_modules_searched(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(step, "states_in_modules", lambda model: [])
+    patch.setattr(states, "states_in_modules", lambda model: [])
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, Job, SamplingSpec
-from asyncrl.inference.embedded.prefix import WORTH_A_FORWARD
+from asyncrl.inference.embedded.prefix_cache import WORTH_A_FORWARD
 from asyncrl.inference.messages import PauseMode
 from tests.engine_steps import drain, run
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.colocated.server import Guest
 from asyncrl.comm.name_files import FileResolver
 from asyncrl.comm.names import GuestMemory, guest_memory_key
-from asyncrl.inference.process import Guest
 from asyncrl.observe import observer
 from asyncrl.runtime.process.waiting import cancel
 

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from asyncrl.inference.embedded.prefix_cache import Match, Node, Prefix, PrefixCache, Rows
+from asyncrl.inference.embedded.cache import Prefix
+from asyncrl.inference.embedded.prefix_cache import Match, Node, PrefixCache, Rows
 from tests.examples import examples
 
 prefixes = st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple)
@@ -144,7 +145,9 @@ class Seen:
 
 def test_rows_of_a_picture_that_nobody_holds_are_gone() -> None:
     held = {100: Seen(), 200: Seen()}
-    cache = PrefixCache(pictures_in=lambda tokens: [held[token] for token in tokens if token in held])
+    cache = PrefixCache(
+        pictures_in=lambda tokens: [(at, held[token]) for at, token in enumerate(tokens) if token in held]
+    )
     cache.fit(100, 0)
     first, second = (1, 100, 101, 2, 3), (1, 200, 201, 2, 3)
     for tokens in (first, second, (1, 100, 101, 2, 4)):

@@ -14,18 +14,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from asyncrl.inference.embedded.attention import Reach, after_base_bias
+from asyncrl.inference.embedded.cache import MOST_MASKED_PAIRS, Prefix, PrefixRow, RowTensors, batches_of
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, Job, SamplingSpec
-from asyncrl.inference.embedded.prefix import WORTH_A_FORWARD, PrefixForward
-from asyncrl.inference.embedded.prefix_cache import (
-    MOST_MASKED_PAIRS,
-    Prefix,
-    PrefixRow,
-    RowTensors,
-    batches_of,
-    common_length,
-)
-from asyncrl.inference.embedded.step import ModelRunner
+from asyncrl.inference.embedded.prefix_cache import WORTH_A_FORWARD, common_length
+from asyncrl.inference.embedded.step import ModelRunner, PrefixForward
 from asyncrl.inference.messages import PauseMode
 from tests.examples import examples
 
@@ -53,7 +46,7 @@ def test_every_prefix_goes_to_its_slots_behind_its_base(
         assert made.bases_B.tolist() == [row.base for row in batch]
         assert made.before == max(row.base for row in batch)
         assert made.sources_B.tolist() == [slots[row.prefix][0] for row in batch]
-        to = made.targets
+        to = made
         for slot, number in zip(to.slots_N.tolist(), to.rows_N.tolist(), strict=True):
             row = batch[number]
             own = to.slots_M == slot
@@ -128,7 +121,7 @@ def test_slots_hold_the_keys_and_values_that_each_prefix_has_alone(kind: str) ->
         slots: dict[Prefix, list[int]] = {}
         for number, prefix in enumerate(found):
             slots.setdefault(prefix, []).append(number)
-        runner.cache = runner.caches.make(4096)
+        runner.cache = runner.make_cache(4096)
         runner.cache.reserve(len(found), max(map(len, found)) + 1, 0, 0)
         begun: dict[Prefix, list[int]] = {}
         for prefix, own in slots.items():

@@ -14,7 +14,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.memory import context_length
 from asyncrl.config.setting import Device, Dtype
 from asyncrl.inference.child_host import BLOCK_SIZE, FIRST_PORT, NoFreePorts, PortBlock, reserve_ports
-from asyncrl.inference.engine_host import EngineStartError
+from asyncrl.inference.process import EngineStartError
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.inference.sglang.host import (
     DROPPED_FLAGS,

@@ -503,7 +503,7 @@ COLUMNS = (*CHECKS, SGLANG)
 def served_by_sglang(candidate: Candidate, python: str, scratch: Path) -> str:
     """A real server on the CPU scores several prompts at once as a plain forward does."""
     from asyncrl.inference.client import connect
-    from asyncrl.inference.engine_host import EngineStartError
+    from asyncrl.inference.process import EngineStartError
     from asyncrl.inference.sglang.host import SGLangHost
 
     config = ExperimentConfig()

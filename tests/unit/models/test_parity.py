@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from asyncrl.inference.embedded import attention, prefix, step
+from asyncrl.inference.embedded import attention, step
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.engine_io import GenerationInput, Job, SamplingSpec
 from asyncrl.models.parity import (
@@ -372,9 +372,9 @@ def test_an_engine_whose_prefill_or_decoding_leaves_something_out_refuses(
 
 
 def _one_slot_for_all(patch: pytest.MonkeyPatch) -> None:
-    original = prefix.PrefixForward.compute
+    original = step.PrefixForward.compute
     patch.setattr(
-        prefix.PrefixForward,
+        step.PrefixForward,
         "compute",
         lambda self, slots_of, bases: original(
             self, {prefix: [0 for _ in slots] for prefix, slots in slots_of.items()}, bases

@@ -1,61 +1,23 @@
-"""Interface between a GenerationServer process and its engine, and a server that somebody else started."""
+"""A server that somebody else started, and the wait for one that answers."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import Final, Protocol
 
 from asyncrl.comm.http_client import HttpError, HttpRefused
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.inference.client import connect
+from asyncrl.inference.process import BASE_VERSION, EngineStartError, ServedEngine
 from asyncrl.runtime.process.starting import LONGEST_STARTS
 
-BASE_VERSION: Final = "0"
-"""Label of the weights that an engine starts with: policy version 0 is the initial model."""
 _READY_POLL_S, _LAST_READY_POLL_S = 0.2, 2.0
 """First and last interval of the readiness check, in s. It grows, so that answering the check does not count as
 progress.
 """
 _REQUEST_TIMEOUT_S = 5.0
-
-
-class EngineStartError(RuntimeError):
-    """An engine did not become ready."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServedEngine:
-    """An engine that takes requests. `pid` is None if this process did not start it."""
-
-    url: str
-    pid: int | None
-
-
-class EngineHost(Protocol):
-    """An engine behind SGLang's HTTP API: its start, failure and end.
-
-    Attributes:
-        shortage: what happened and the settings to lower, if the engine failed for lack of memory.
-    """
-
-    shortage: tuple[str, str] | None
-
-    async def start(self) -> ServedEngine:
-        """Start it with the initial model under label `BASE_VERSION`; may be called again after `failed`.
-
-        Raises:
-            EngineStartError: it did not start; the message has the reason.
-        """
-
-    async def failed(self) -> str:
-        """Wait until the engine is gone; return the reason."""
-
-    async def stop(self) -> None:
-        """Release the engine, and end it if it was started here. May be repeated."""
 
 
 class AdoptedHost:
