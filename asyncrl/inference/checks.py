@@ -14,8 +14,7 @@ from asyncrl.config.memory import context_length, needed_context, single_answer
 from asyncrl.config.setting import Device
 from asyncrl.inference.settings import ALL_GUESTS, BACKENDS, GenerationConfig, guests_of
 from asyncrl.manager.settings import UpdateMode
-from asyncrl.models.model_config import read_model_config
-from asyncrl.models.picture_rules import placeholder_in
+from asyncrl.models.model_config import placeholder_in, read_model_config
 from asyncrl.runtime.plan import WorkerPlan, plan_workers
 from asyncrl.runtime.process.hardware import LOOPBACK, count_gpus
 from asyncrl.runtime.settings import SystemConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +20,23 @@ from transformers import (
 from asyncrl.config.setting import Dtype
 from asyncrl.models.folder_checks import ModelPart
 from asyncrl.models.parity import UnsupportedModelError
-from asyncrl.models.picture_rules import PictureModelError
-from asyncrl.models.pictures import Pictures, tower_parameters
-from asyncrl.models.transformers_internals import language_model, set_attention
+from asyncrl.models.transformers_internals import language_model, set_attention, takes_pictures, tower_parameters
 from asyncrl.trainer.model.layout_parity import first_layout
 from asyncrl.trainer.settings import AttentionImplementation, VisionMode
 from asyncrl.weights.whole_folder import HEAD, check_whole, head_shapes, read_tensor
 
+if TYPE_CHECKING:
+    from asyncrl.models.pictures import Pictures
+
 logger = logging.getLogger(__name__)
+
+BASE_LAYER, _ADAPTER = ".base_layer", ".default"
+"""Parts of a parameter's name that peft inserts: in the base under an adapter, and in an adapter."""
+
+
+def plain_name(name: str) -> str:
+    """Remove peft's insertions from a parameter's name. A base parameter then has its name in the model folder."""
+    return name.replace(BASE_LAYER, "").replace(_ADAPTER, "")
 
 
 def load_causal_lm(
@@ -59,8 +68,11 @@ def prepare_vision(
     if mode != VisionMode.train:
         for parameter in tower_parameters(model):
             parameter.requires_grad_(False)
-    if mode == VisionMode.none:
+    if mode == VisionMode.none or not takes_pictures(model):
         return None
+    from asyncrl.models.picture_rules import PictureModelError  # only for models that take pictures
+    from asyncrl.models.pictures import Pictures
+
     try:
         return Pictures.of(model, Path(path), attach=attach)
     except PictureModelError as error:

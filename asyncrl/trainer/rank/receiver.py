@@ -32,8 +32,7 @@ from asyncrl.comm.files import retry_write_blocking
 from asyncrl.comm.push_pull import InvalidTrajectory
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import token_ids
-from asyncrl.models.model_config import RoutingShape, read_model_config, routing_shape_of
-from asyncrl.models.picture_rules import placeholder_id
+from asyncrl.models.model_config import RoutingShape, placeholder_id, read_model_config, routing_shape_of
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import PollBuffer, PolledBuffer
 from asyncrl.trainer.rank.inbox import Inbox, InboxFull, InboxStore, StoredTrajectoryDamaged
