@@ -218,6 +218,10 @@ def facts_of(path: str | None) -> ModelFacts | None:
         return None
 
 
+UNRECORDED = -1
+"""An entry without a recorded choice of a router, which then chooses itself."""
+
+
 @dataclass(frozen=True, slots=True)
 class RoutingShape:
     """Shape of the choices of a model's routers: `per_token` of `experts`, in each of `layers` layers."""

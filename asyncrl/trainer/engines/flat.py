@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from asyncrl.algorithms.kl import ema_update_
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.memory import context_length
 from asyncrl.config.setting import Dtype, token_ids
@@ -320,6 +319,8 @@ class FlatPolicyEngine(FlatEngine, RolePolicy[FlatOptimizer]):
 
     def average_towards(self, source: PolicyEngine, decay: float) -> None:
         """See `PolicyEngine`; `source` is a trained flat engine, whose fp32 master values count."""
+        from asyncrl.algorithms.kl import ema_update_  # only with algorithm.reference.mode=ema
+
         assert isinstance(source, FlatPolicyEngine), type(source)
         self._before_changes()
         theirs = dict(source.network.named_parameters()) | source.optimizer.masters()  # a frozen part has no master

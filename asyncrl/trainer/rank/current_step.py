@@ -33,7 +33,7 @@ from asyncrl.config.run_dir import SAMPLES_DIR
 from asyncrl.config.variants import role_of_policy
 from asyncrl.data.tokenizers import load_tokenizer
 from asyncrl.observe.samples import TOKEN_SCORES, Row, forget_after, rows_of, write_samples
-from asyncrl.trainer.batches.exchange import exchange_trajectories, hand_down, move_columns
+from asyncrl.trainer.batches.exchange import exchange_trajectories, hand_down
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch, detach
 from asyncrl.trainer.messages import BeginStep, GridShare, MoveColumns, RunCall
 from asyncrl.trainer.parallel.placement import WorkerGrid
@@ -214,6 +214,8 @@ class CurrentStep:
 
     def move_columns(self, request: MoveColumns) -> None:
         """Copy columns of the step's batches from one grid's ranks to another's."""
+        from asyncrl.trainer.batches.column_moves import move_columns  # only if roles have grids of their own
+
         batches = {grid: batch for (policy, grid), batch in self._batches.items() if policy == request.policy}
         shares = {grid: share for (policy, grid), share in self._shares.items() if policy == request.policy}
         move_columns(request, self._world, shares, batches)

@@ -11,7 +11,8 @@ import torch
 
 from asyncrl.observe.settings import ProfileConfig
 from asyncrl.trainer.rank import measures as rank_measures
-from asyncrl.trainer.rank.measures import StepMeasures, StepProfile, Utilisation, measured_peak, peak_flops
+from asyncrl.trainer.rank.measures import StepMeasures, Utilisation, measured_peak, peak_flops
+from asyncrl.trainer.rank.profile import StepProfile
 
 
 def _engine(flops: float | None) -> Any:

@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 from asyncrl.algorithms.arithmetic import Stats, merge_stats
-from asyncrl.algorithms.kl import ema_update_
 from asyncrl.trainer.batches.micro_batch import MicroBatch, one_micro_batch
 from asyncrl.trainer.engines.base import PolicyEngine
 from asyncrl.trainer.engines.optimizer import (
@@ -300,6 +299,8 @@ class ShardedPolicyEngine(ShardedEngine, RolePolicy[ShardedAdamW]):
 
     def average_towards(self, source: PolicyEngine, decay: float) -> None:
         """See `PolicyEngine`; `source` is a trained engine of the same layout, whose fp32 values count."""
+        from asyncrl.algorithms.kl import ema_update_  # only with algorithm.reference.mode=ema
+
         assert isinstance(source, ShardedPolicyEngine), type(source)
         mine, theirs = self.parameters(), source.parameters()
         self._before_changes()

@@ -22,9 +22,9 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device, Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.engine_io import GenerationInput, SamplingSpec
-from asyncrl.models.model_config import ROUTERS
+from asyncrl.models.model_config import ROUTERS, UNRECORDED
 from asyncrl.models.parity import UnsupportedModelError
-from asyncrl.models.routing import UNRECORDED, Routers
+from asyncrl.models.routing import Routers
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
