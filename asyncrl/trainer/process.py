@@ -41,7 +41,7 @@ from asyncrl.trainer.engines.role import RoleEngine
 from asyncrl.trainer.model.layout_parity import layout_in_use
 from asyncrl.trainer.parallel.placement import Placement, placement
 from asyncrl.trainer.parallel.world import World, is_alone
-from asyncrl.trainer.rank.current_step import CurrentStep, open_sample_logs
+from asyncrl.trainer.rank.current_step import CurrentStep
 from asyncrl.trainer.rank.measures import MemoryShortage, StepMeasures, Utilisation, gpu_memory, peak_flops
 from asyncrl.trainer.rank.receiver import TrajectoryCheck, TrajectoryReceiver
 from asyncrl.trainer.rank.requests import WAITING, ImmediateRequests, ModelCalls, QueuedRequests
@@ -49,6 +49,7 @@ from asyncrl.trainer.rank.training_rank import TrainingRank, Versions, build_ran
 
 if TYPE_CHECKING:
     from asyncrl.trainer.parallel.process_groups import Collectives
+    from asyncrl.trainer.rank.sample_log import SampleLog
 
 _SERVE_S = 0.5  # longest wait for a request between two checks for a stop request
 _MEET_LOOK_S = 0.1
@@ -111,7 +112,11 @@ class ModelWorker(Worker):
         calls = ModelCalls(config, graph, self._rank)
         utilisation = Utilisation(self._rank.engines, peak_flops(device, dtype))
         observer.gauges(utilisation.gauges)
-        sample_logs = open_sample_logs(config, self._world, self.run_dir)
+        sample_logs: dict[str, SampleLog] = {}
+        if config.samples.every:
+            from asyncrl.trainer.rank.sample_log import open_sample_logs  # only with samples.every
+
+            sample_logs = open_sample_logs(config, self._world, self.run_dir)
         for log in sample_logs.values():
             self._open.callback(log.close)
         if self._collectives is not None:
