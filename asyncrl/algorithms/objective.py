@@ -25,7 +25,7 @@ Aggregations, `(mask_T, seq_ids_T, num_seqs, *, params) -> Aggregation`, are at 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -40,8 +40,16 @@ from asyncrl.algorithms.arithmetic import (
     mean_stat,
     sequence_lengths,
 )
-from asyncrl.algorithms.inputs import Aggregation, CorrectionInputs, CorrectionOutput, KLInputs, PolicyLossInputs
-from asyncrl.algorithms.registry import ObjectiveSpec, ProximalMode, Resolve, aggregation
+from asyncrl.algorithms.inputs import (
+    Aggregation,
+    CorrectionInputs,
+    CorrectionOutput,
+    KLInputs,
+    PolicyLossInputs,
+    SelectionInputs,
+    SelectionOutput,
+)
+from asyncrl.algorithms.registry import ObjectiveSpec, ProximalMode, Resolve, aggregation, selection
 
 
 class Objective:
@@ -62,7 +70,9 @@ class Objective:
         self._loss = resolve("policy_loss", spec.policy_loss.name, spec.policy_loss.params)
         self._correction = resolve("correction", spec.correction.name, spec.correction.params)
         self.selects = spec.selection.name != "none"
-        self.selection = resolve("selection", spec.selection.name, spec.selection.params) if self.selects else None
+        self.selection: Callable[[SelectionInputs], SelectionOutput] = everything
+        if self.selects:
+            self.selection = resolve("selection", spec.selection.name, spec.selection.params)
         self._aggregation = resolve("aggregation", spec.aggregation.name, spec.aggregation.params)
         self._kl = resolve("kl", spec.kl.name, spec.kl.params) if spec.kl else None
         self._corrects = spec.correction.name != "none"
@@ -316,6 +326,12 @@ class KLController:
         """Restore the result of `state_dict`, unless the setting, with which it began, has changed since."""
         if self._adapts and state.get("first", self._first) == self._first:
             self.coef = state.get("coef", self.coef)  # it may have been fixed before
+
+
+@selection("none")
+def everything(inputs: SelectionInputs) -> SelectionOutput:
+    """Every token keeps its loss."""
+    return SelectionOutput(torch.ones_like(inputs.advantages_T, dtype=torch.bool))
 
 
 @aggregation("token_mean")

@@ -14,12 +14,6 @@ from asyncrl.algorithms.inputs import SelectionInputs, SelectionOutput
 from asyncrl.algorithms.registry import selection
 
 
-@selection("none")
-def everything(inputs: SelectionInputs) -> SelectionOutput:
-    """Every token keeps its loss."""
-    return SelectionOutput(torch.ones_like(inputs.advantages_T, dtype=torch.bool))
-
-
 @selection("m2po")
 def m2po(inputs: SelectionInputs, *, threshold: float = 0.04, binding: bool = True) -> SelectionOutput:
     """Second-moment trust region: the tokens of largest l^2 are masked until the mean of l^2 is at most `threshold`.

@@ -42,7 +42,7 @@ from asyncrl.trainer.model.layout_parity import layout_in_use
 from asyncrl.trainer.parallel.placement import Placement, placement
 from asyncrl.trainer.parallel.world import World, is_alone
 from asyncrl.trainer.rank.current_step import CurrentStep
-from asyncrl.trainer.rank.measures import MemoryShortage, StepMeasures, Utilisation, gpu_memory, peak_flops
+from asyncrl.trainer.rank.measures import MemoryShortage, StepMeasures, gpu_memory, peak_flops
 from asyncrl.trainer.rank.receiver import TrajectoryCheck, TrajectoryReceiver
 from asyncrl.trainer.rank.requests import WAITING, ImmediateRequests, ModelCalls, QueuedRequests
 from asyncrl.trainer.rank.training_rank import TrainingRank, Versions, build_rank
@@ -110,8 +110,13 @@ class ModelWorker(Worker):
         self._open.callback(self._rank.disk_writer.close)
         self._open.callback(self._rank.memory_writer.close)
         calls = ModelCalls(config, graph, self._rank)
-        utilisation = Utilisation(self._rank.engines, peak_flops(device, dtype))
-        observer.gauges(utilisation.gauges)
+        profile = None
+        if config.profile.steps:
+            from asyncrl.trainer.rank.profile import StepProfile  # only with profile.steps
+
+            profile = StepProfile(config.profile, self.index, self.run_dir / PROFILE_DIR, device)
+        measures = StepMeasures(self._rank.engines, peak_flops(device, dtype), device, profile)
+        observer.gauges(measures.gauges)
         sample_logs: dict[str, SampleLog] = {}
         if config.samples.every:
             from asyncrl.trainer.rank.sample_log import open_sample_logs  # only with samples.every
@@ -125,11 +130,6 @@ class ModelWorker(Worker):
         head = heads.index(self.index) if self._world.takes_trajectories else 0
         self._receiver = self._open_receiver(head)
         self._versions = Versions(config, self.run_dir, self._world, self._rank, self.http_security, device)
-        profile = None
-        if config.profile.steps:
-            from asyncrl.trainer.rank.profile import StepProfile  # only with profile.steps
-
-            profile = StepProfile(config.profile, self.index, self.run_dir / PROFILE_DIR, device)
         queued = QueuedRequests(
             self._rank,
             receiver=self._receiver,
@@ -137,7 +137,7 @@ class ModelWorker(Worker):
             memory_checkpoint=self._memory_checkpoint,
             step=CurrentStep(config, self._world, sample_logs, device),
             calls=calls,
-            measures=StepMeasures(utilisation, profile, device),
+            measures=measures,
             memory=memory,
             columns=config.columns,
             device=device,

@@ -278,7 +278,7 @@ class FlatPolicyEngine(FlatEngine, RolePolicy[FlatOptimizer]):
     ) -> None:
         super().__init__(model, trunk_of(model), **engine)
         self._model = model
-        self._published: Published = WholeModel(model, self._place.worker)
+        self._published = WholeModel(model, self._place.worker)
         if lora is not None:
             from asyncrl.trainer.model.lora import published_whole  # only with model.lora
 

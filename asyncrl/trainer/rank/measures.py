@@ -15,7 +15,7 @@ import re
 import resource
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -79,19 +79,32 @@ def _seconds(matrix: torch.Tensor) -> float:
     return time.perf_counter() - begin
 
 
-class Utilisation:
-    """Counts the operations and the seconds of the calls that this rank runs.
+class StepMeasures:
+    """Measures each step of a rank from `begin` to `end`: the operations and the seconds of its calls, and memory.
 
     Args:
         engines: engine of every role that the rank hosts.
         peak: peak of the rank's device, in operations per second.
+        device: device of the rank.
+        profile: records chosen steps; None: no step is recorded.
     """
 
-    def __init__(self, engines: Mapping[str, TrainingEngine], peak: float) -> None:
-        self._engines, self._peak = engines, peak
+    def __init__(
+        self,
+        engines: Mapping[str, TrainingEngine],
+        peak: float,
+        device: torch.device,
+        profile: StepProfile | None = None,
+    ) -> None:
+        self._engines, self._peak, self._device, self._profile = engines, peak, device, profile
         self._computing_s = 0.0
-        self._step = (0.0, 0.0)
+        self._before = (0.0, 0.0)
         self._mfu: float | None = None
+
+    def begin(self, step: int) -> None:
+        """Start to measure `step`."""
+        if self._profile is not None:
+            self._profile.begin(step)
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -102,16 +115,24 @@ class Utilisation:
         finally:
             self._computing_s += time.perf_counter() - began
 
-    def end_step(self) -> tuple[float, float] | None:
-        """Return operations per second and MFU of the step's calls; None if they are not counted."""
-        total = self._total()
+    @contextmanager
+    def call(self, name: str) -> Iterator[None]:
+        """Within this block the rank runs the call `name`."""
+        with nullcontext() if self._profile is None else self._profile.call(name), self.computing():
+            yield
+
+    def end(self) -> EndedStep:
+        """End the step; return peak memory, and operations per second and MFU of its calls if they are counted."""
+        if self._profile is not None:
+            self._profile.end()
+        memory, total = _peak_memory(self._device), self._total()
         if total is None:
-            return None
-        flops, seconds = total - self._step[0], self._computing_s - self._step[1]
-        self._step = (total, self._computing_s)
+            return EndedStep(memory)
+        flops, seconds = total - self._before[0], self._computing_s - self._before[1]
+        self._before = (total, self._computing_s)
         speed = flops / seconds if seconds else 0.0
         self._mfu = speed / self._peak
-        return speed, self._mfu
+        return EndedStep(memory, speed, self._mfu)
 
     def gauges(self) -> dict[str, float]:
         """Return figures for a line of `observed/`."""
@@ -125,41 +146,6 @@ class Utilisation:
     def _total(self) -> float | None:
         counts = [engine.flops for engine in self._engines.values()]
         return None if None in counts else sum(count for count in counts if count is not None)
-
-
-class StepMeasures:
-    """Measures each step of a rank from `begin` to `end`.
-
-    Args:
-        utilisation: counts operations and the seconds of calls.
-        profile: records chosen steps; None: no step is recorded.
-        device: device of the rank.
-    """
-
-    def __init__(self, utilisation: Utilisation, profile: StepProfile | None, device: torch.device) -> None:
-        self._utilisation, self._profile, self._device = utilisation, profile, device
-
-    def begin(self, step: int) -> None:
-        """Start to measure `step`."""
-        if self._profile is not None:
-            self._profile.begin(step)
-
-    def computing(self) -> AbstractContextManager[None]:
-        """Count the time within this block as time of calls."""
-        return self._utilisation.computing()
-
-    @contextmanager
-    def call(self, name: str) -> Iterator[None]:
-        """Within this block the rank runs the call `name`."""
-        with nullcontext() if self._profile is None else self._profile.call(name), self.computing():
-            yield
-
-    def end(self) -> EndedStep:
-        """End the step; return peak memory and speed."""
-        if self._profile is not None:
-            self._profile.end()
-        speed, mfu = self._utilisation.end_step() or (None, None)
-        return EndedStep(_peak_memory(self._device), speed, mfu)
 
 
 def gpu_memory(device: torch.device) -> dict[str, float]:

@@ -285,7 +285,7 @@ class ShardedPolicyEngine(ShardedEngine, RolePolicy[ShardedAdamW]):
             Gathering(specs, built.stages, built.folder, mine, self._place, self.device)
             for specs in (built.published, built.adapters)
         )
-        self._published: Published = published if plan.lora is None else adapters
+        self._published = published if plan.lora is None else adapters
         if plan.lora is not None and plan.merge:
             self._published = Merged(published, adapters, plan.lora, built.folder.values(), self.model_config)
 
