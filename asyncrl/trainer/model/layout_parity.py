@@ -254,14 +254,15 @@ class _Subject(Subject):
     def __init__(
         self, engine: ParityTestable, original: _Subject | None = None, lengths: Mapping[str, int] | None = None
     ) -> None:
-        self._engine = engine
+        self._engine, self._layout = engine, first_layout(AttentionImplementation.eager)
         probes = probe_for(engine.network)
         sequences = [*probes, *forks(probes)] if original is None else original.sequences
         super().__init__(engine.network, engine.weights(), engine.pictures, sequences, original, lengths)
 
     def fault(self, layout: SequenceLayout) -> str | None:
         """Return the fault of the model under `layout`; None if it has none. The model stays set to `layout`."""
-        for self._layout in kernel_variants(layout):
+        for variant in kernel_variants(layout):
+            self._layout = variant
             if (fault := self.found_fault()) is not None:
                 return fault
         return None
