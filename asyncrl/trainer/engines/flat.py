@@ -19,7 +19,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -46,18 +46,14 @@ from asyncrl.trainer.engines.optimizer import (
 )
 from asyncrl.trainer.engines.role import Finish, Outputs, RoleEngine, RolePolicy, RoleValue
 from asyncrl.trainer.model.layout_parity import first_layout, refuse_longer_than_independent, select_attention
-from asyncrl.trainer.model.load_models import (
-    Critic,
-    load_causal_lm,
-    load_critic,
-    load_reward_model,
-    plain_name,
-    prepare_vision,
-)
+from asyncrl.trainer.model.load_models import load_causal_lm, plain_name, prepare_vision
 from asyncrl.trainer.model.lora_checks import publishes_adapters
 from asyncrl.trainer.parallel.world import RankPosition
 from asyncrl.trainer.settings import KeptOn, LoraConfig, OptimizerConfig, OptimizerName, VisionMode
 from asyncrl.weights.folder_tensors import Published, WholeModel
+
+if TYPE_CHECKING:
+    from asyncrl.trainer.model.value_models import Critic
 
 
 class FlatOptimizer(EngineOptimizer):
@@ -376,6 +372,8 @@ class FlatValueEngine(FlatEngine, RoleValue[FlatOptimizer]):
 
     @classmethod
     def _of_network(cls, network: PreTrainedModel, **engine: Any) -> Self:
+        from asyncrl.trainer.model.value_models import Critic  # only with a critic or reward model
+
         return cls(Critic(network), **engine)
 
     def plain(self, tokens: Tokens) -> Tensor:
@@ -449,6 +447,8 @@ class FlatLoader(EngineLoader):
 
     def critic(self, path: str, optimizer: OptimizerConfig) -> FlatValueEngine:
         def load() -> FlatValueEngine:
+            from asyncrl.trainer.model.value_models import load_critic  # only with a critic
+
             critic = load_critic(path, self._dtype, self._attention, self._device)
             pictures = prepare_vision(critic.trunk, path, self._vision)
             made = self._optimizer(critic, optimizer)
@@ -458,6 +458,8 @@ class FlatLoader(EngineLoader):
 
     def reward_model(self, path: str, optimizer: OptimizerConfig | None = None) -> FlatValueEngine:
         def load() -> FlatValueEngine:
+            from asyncrl.trainer.model.value_models import load_reward_model  # only with a reward model
+
             trained = optimizer is not None
             critic, classifier = load_reward_model(path, self._dtype, self._attention, self._device, trained=trained)
             made = self._optimizer(critic, optimizer)

@@ -33,7 +33,7 @@ from asyncrl.trainer.engines.sharded.context_parallel import StreamPart, across_
 from asyncrl.trainer.model import layers as model_layers
 from asyncrl.trainer.model.attention import PACKED, DeviceBlock
 from asyncrl.trainer.model.layers import checkpoint_layers
-from asyncrl.trainer.model.load_models import Critic
+from asyncrl.trainer.model.value_models import Critic
 from asyncrl.trainer.parallel.placement import Coordinates, Layout, WorkerGrid
 from asyncrl.trainer.settings import AttentionImplementation, OptimizerConfig
 from asyncrl.trainer.sizing import (

@@ -24,7 +24,8 @@ from asyncrl.trainer.engines.flat import FlatOptimizer, FlatPolicyEngine, FlatVa
 from asyncrl.trainer.model import layers as model_layers
 from asyncrl.trainer.model.layers import checkpoint_layers
 from asyncrl.trainer.model.layout_parity import first_layout
-from asyncrl.trainer.model.load_models import load_causal_lm, load_critic
+from asyncrl.trainer.model.load_models import load_causal_lm
+from asyncrl.trainer.model.value_models import load_critic
 from asyncrl.trainer.settings import OptimizerConfig
 
 from ....late_stream import LateStream
