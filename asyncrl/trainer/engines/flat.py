@@ -274,8 +274,9 @@ class FlatPolicyEngine(FlatEngine, RolePolicy[FlatOptimizer]):
     ) -> None:
         super().__init__(model, trunk_of(model), **engine)
         self._model = model
-        self._published = WholeModel(model, self._place.worker)
-        if lora is not None:
+        if lora is None:
+            self._published = WholeModel(model, self._place.worker)
+        else:
             from asyncrl.trainer.model.lora import published_whole  # only with model.lora
 
             self._published = published_whole(model, self._place.worker, lora, merge=merge)
