@@ -231,7 +231,7 @@ class FlatEngine(RoleEngine[FlatOptimizer]):
                 torch.autograd.backward(loss)
 
     @abstractmethod
-    def outputs_of(self, micro_batch: MicroBatch, **outputs: Any) -> Outputs:
+    def outputs_of(self, micro_batch: MicroBatch, *_: Any, **outputs: Any) -> Outputs:
         """Return the outputs of a micro-batch; differentiable."""
 
     def _hidden(self, micro_batch: MicroBatch) -> Tensor:
@@ -420,7 +420,8 @@ class FlatLoader(EngineLoader):
             pictures = prepare_vision(model, path, self._vision)
             if config.model.float32_head:
                 compute_head_in_float32(model)
-            lora, routers = None, None
+            lora: LoraConfig | None = None
+            routers = None
             if optimizer is not None and config.model.lora.rank:
                 from asyncrl.trainer.model.lora import add_adapters, initialise  # only with model.lora
 

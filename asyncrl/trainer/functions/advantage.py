@@ -40,7 +40,7 @@ def advantage(ctx: CallContext, batch: StepBatch) -> StatValues:
     token_rewards_T = batch["token_rewards"]
     if penalty_T is not None and place == KLPlace.reward:
         token_rewards_T = token_rewards_T + penalty_T
-    values_T, bootstrap_S = None, None
+    values_T = bootstrap_S = None
     if "values" in ctx.reads:
         from asyncrl.algorithms.critic import align_values  # only with a critic
 
