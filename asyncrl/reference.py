@@ -87,7 +87,7 @@ from asyncrl.plugins.envs.single_turn import SingleTurnEnv
 from asyncrl.plugins.rewards.arithmetic import arithmetic_reward
 from asyncrl.rollout.episode import run_group
 from asyncrl.trainer.engines.optimizer import decay_groups
-from asyncrl.trainer.model.load_models import Critic as CriticModel
+from asyncrl.trainer.model.value_models import Critic as CriticModel
 from asyncrl.trainer.supervised.base_model import ensure_base_model
 from asyncrl.weights.whole_folder import check_whole
 

@@ -67,7 +67,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "ledger": ("manager/rollouts/ledger.py",),
     "objective": ("algorithms/objective.py", "algorithms/kl.py", "algorithms/policy_losses.py"),
     "advantages": ("algorithms/advantages.py", "algorithms/gae.py"),
-    "corrections": ("algorithms/corrections.py",),
+    "corrections": ("algorithms/corrections.py", "algorithms/selections.py"),
     "packing": ("trainer/batches/*.py",),
     "chat": ("chat/conversation.py", "chat/parsers.py", "chat/call_formats.py"),
     "rewards": ("plugins/rewards/math_answer.py", "plugins/rewards/text.py", "plugins/rewards/code_tests.py"),

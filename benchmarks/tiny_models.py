@@ -20,7 +20,8 @@ from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.base import PolicyEngine, PolicyOutputs
 from asyncrl.trainer.parallel.placement import placement
-from asyncrl.trainer.parallel.world import World, training_world
+from asyncrl.trainer.parallel.process_groups import training_world
+from asyncrl.trainer.parallel.world import World
 from asyncrl.trainer.rank.training_rank import TrainingRank, build_rank
 
 CPU = torch.device("cpu")

@@ -44,7 +44,6 @@ from asyncrl.algorithms.arithmetic import (
     turn_starts,
     whiten,
 )
-from asyncrl.algorithms.gae import token_rewards
 from asyncrl.algorithms.inputs import AdvantageInputs, AdvantageOutput
 from asyncrl.algorithms.registry import advantage
 
@@ -164,6 +163,28 @@ def _turns(inputs: AdvantageInputs, discount: float) -> Units:
     episodes_K = (all_S if inputs.episodes_S is None else inputs.episodes_S)[seq_ids_K]
     returns_K = discounted_suffix_sum(rewards_K, seq_ids_K, discount)
     return Units(inputs, returns_K, group_K, episodes_K, turns_T.clamp(min=0))
+
+
+def token_rewards(inputs: AdvantageInputs, action_T: Tensor) -> Tensor:
+    """Return the reward at each policy token (indices `action_T`), shape [N].
+
+    It is the sum of token rewards from there up to the next policy token of the sequence. The last policy token also
+    has the sequence's reward. Token rewards before the first policy token have no action and are dropped.
+    """
+    seq_ids_N = inputs.seq_ids_T[action_T]
+    rewards_N = torch.where(is_last(seq_ids_N), as_float(inputs.rewards_S)[seq_ids_N], 0)
+    if inputs.token_rewards_T is None or not len(action_T):
+        return rewards_N
+    before_T = inputs.mask_T.cumsum(0) - 1
+    earned_T = (before_T >= 0) & (seq_ids_N[before_T.clamp(min=0)] == inputs.seq_ids_T)
+    return rewards_N.index_add(0, before_T[earned_T], inputs.token_rewards_T[earned_T].to(rewards_N.dtype))
+
+
+def is_last(seq_ids_N: Tensor) -> Tensor:
+    """Return True at the last action of each sequence, shape [N]."""
+    last_N = torch.ones_like(seq_ids_N, dtype=torch.bool)
+    last_N[:-1] = seq_ids_N[1:] != seq_ids_N[:-1]
+    return last_N
 
 
 @advantage("grpo")

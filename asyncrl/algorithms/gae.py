@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from asyncrl.algorithms.advantages import is_last, token_rewards
 from asyncrl.algorithms.arithmetic import as_float, discounted_suffix_sum, segment_sum, turn_starts
 from asyncrl.algorithms.arithmetic import whiten as whiten_tokens
 from asyncrl.algorithms.inputs import AdvantageInputs, AdvantageOutput
@@ -65,21 +66,6 @@ def reinforce_pp(inputs: AdvantageInputs, *, gamma: float = 1.0) -> AdvantageOut
     return AdvantageOutput(whiten_tokens(to_go_T, inputs.mask_T, inputs.all_reduce))
 
 
-def token_rewards(inputs: AdvantageInputs, action_T: Tensor) -> Tensor:
-    """Return the reward at each policy token (indices `action_T`), shape [N].
-
-    It is the sum of token rewards from there up to the next policy token of the sequence. The last policy token also
-    has the sequence's reward. Token rewards before the first policy token have no action and are dropped.
-    """
-    seq_ids_N = inputs.seq_ids_T[action_T]
-    rewards_N = torch.where(_is_last(seq_ids_N), as_float(inputs.rewards_S)[seq_ids_N], 0)
-    if inputs.token_rewards_T is None or not len(action_T):
-        return rewards_N
-    before_T = inputs.mask_T.cumsum(0) - 1
-    earned_T = (before_T >= 0) & (seq_ids_N[before_T.clamp(min=0)] == inputs.seq_ids_T)
-    return rewards_N.index_add(0, before_T[earned_T], inputs.token_rewards_T[earned_T].to(rewards_N.dtype))
-
-
 def _over_actions(inputs: AdvantageInputs, starts_T: Tensor, gamma: float, lam: float, whiten: bool) -> AdvantageOutput:
     """Return A_k at all tokens of the action k; actions begin at `starts_T`, on which the critic is trained."""
     _check_discounts(gamma=gamma, lam=lam)
@@ -90,7 +76,7 @@ def _over_actions(inputs: AdvantageInputs, starts_T: Tensor, gamma: float, lam: 
     of_action_N = starts_T.cumsum(0)[action_T] - 1
     values_K, seq_ids_K = values_T[starts_T], inputs.seq_ids_T[starts_T]
     rewards_K = segment_sum(token_rewards(inputs, action_T).to(values_T.dtype), of_action_N, len(values_K))
-    next_K = torch.where(_is_last(seq_ids_K), _terminal_values(inputs)[seq_ids_K], values_K.roll(-1))
+    next_K = torch.where(is_last(seq_ids_K), _terminal_values(inputs)[seq_ids_K], values_K.roll(-1))
     advantages_K = discounted_suffix_sum(rewards_K + gamma * next_K - values_K, seq_ids_K, gamma * lam)
     advantages_T = torch.zeros_like(values_T).index_copy(0, action_T, advantages_K[of_action_N])
     returns_T = torch.zeros_like(values_T).index_copy(0, action_T, (advantages_K + values_K)[of_action_N])
@@ -112,10 +98,3 @@ def _terminal_values(inputs: AdvantageInputs) -> Tensor:
     if inputs.bootstrap_values_S is None:
         raise ValueError("truncated_S is given without bootstrap_values_S; pass the critic's value at each last token")
     return torch.where(inputs.truncated_S.bool(), as_float(inputs.bootstrap_values_S).detach(), 0)
-
-
-def _is_last(seq_ids_N: Tensor) -> Tensor:
-    """Return True at the last action of each sequence, shape [N]."""
-    last_N = torch.ones_like(seq_ids_N, dtype=torch.bool)
-    last_N[:-1] = seq_ids_N[1:] != seq_ids_N[:-1]
-    return last_N

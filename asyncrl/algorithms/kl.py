@@ -1,4 +1,4 @@
-"""KL to the reference policy: estimators `(KLInputs, *, params) -> kl_T`, the penalty in the reward, its coefficient.
+"""KL to the reference policy: estimators `(KLInputs, *, params) -> kl_T`, and the penalty in the reward.
 
 The last function moves the reference towards the actor.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -153,44 +152,6 @@ def kl_token_rewards(kl_T: Tensor, mask_T: Tensor, kl_coef: float) -> Tensor:
     Ziegler et al. 2019 (arXiv:1909.08593) eq. 2; `kl_T` from a kl estimator (k1 is unbiased here), constant.
     """
     return torch.where(mask_T, -kl_coef * kl_T.detach(), 0)
-
-
-ERROR_LIMIT = 0.2
-"""Ziegler et al. clip the proportional error to +-0.2, so that one odd batch cannot throw the coefficient."""
-
-
-@dataclass
-class KLController:
-    """The current KL coefficient, updated once per train step: a constant or, if there is a target,
-
-        coef <- coef (1 + clip(kl / target - 1, +-0.2) n / horizon)
-
-    Ziegler et al. 2019 (arXiv:1909.08593) section 2.2; n and `horizon` are in samples: the larger the horizon, the
-    slower. `target` 0 keeps the coefficient constant, and a coefficient of 0 stays 0.
-    """
-
-    coef: float
-    target: float = 0.0
-    horizon: float = 1.0
-
-    def __post_init__(self) -> None:
-        self._adapts = self.coef > 0.0 and self.target > 0.0
-        self._first = self.coef
-
-    def update(self, kl: float, num_samples: int) -> None:
-        """Adapt the coefficient to a finished step's mean KL (in the units of `target`) over `num_samples`."""
-        if self._adapts:
-            error = min(max(kl / self.target - 1.0, -ERROR_LIMIT), ERROR_LIMIT)
-            self.coef *= 1.0 + error * num_samples / self.horizon
-
-    def state_dict(self) -> dict[str, float]:
-        """Return the coefficient for a checkpoint; nothing if it is constant, which is a setting."""
-        return {"coef": self.coef, "first": self._first} if self._adapts else {}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore the result of `state_dict`, unless the setting, with which it began, has changed since."""
-        if self._adapts and state.get("first", self._first) == self._first:
-            self.coef = state.get("coef", self.coef)  # it may have been fixed before
 
 
 @torch.no_grad()

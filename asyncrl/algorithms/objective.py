@@ -25,7 +25,8 @@ Aggregations, `(mask_T, seq_ids_T, num_seqs, *, params) -> Aggregation`, are at 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -39,8 +40,16 @@ from asyncrl.algorithms.arithmetic import (
     mean_stat,
     sequence_lengths,
 )
-from asyncrl.algorithms.inputs import Aggregation, CorrectionInputs, CorrectionOutput, KLInputs, PolicyLossInputs
-from asyncrl.algorithms.registry import ObjectiveSpec, ProximalMode, Resolve, aggregation
+from asyncrl.algorithms.inputs import (
+    Aggregation,
+    CorrectionInputs,
+    CorrectionOutput,
+    KLInputs,
+    PolicyLossInputs,
+    SelectionInputs,
+    SelectionOutput,
+)
+from asyncrl.algorithms.registry import ObjectiveSpec, ProximalMode, Resolve, aggregation, selection
 
 
 class Objective:
@@ -60,8 +69,10 @@ class Objective:
         self.spec = spec
         self._loss = resolve("policy_loss", spec.policy_loss.name, spec.policy_loss.params)
         self._correction = resolve("correction", spec.correction.name, spec.correction.params)
-        self.selection = resolve("selection", spec.selection.name, spec.selection.params)
         self.selects = spec.selection.name != "none"
+        self.selection: Callable[[SelectionInputs], SelectionOutput] = everything
+        if self.selects:
+            self.selection = resolve("selection", spec.selection.name, spec.selection.params)
         self._aggregation = resolve("aggregation", spec.aggregation.name, spec.aggregation.params)
         self._kl = resolve("kl", spec.kl.name, spec.kl.params) if spec.kl else None
         self._corrects = spec.correction.name != "none"
@@ -277,6 +288,50 @@ def should_stop(stats: Mapping[str, float], *, max_kl: float = 0.0, max_weight_v
     if max_weight_variance and not variance <= max_weight_variance:
         return f"variance of the importance weights {variance:.4g} is above {max_weight_variance:.4g}"
     return None
+
+
+ERROR_LIMIT = 0.2
+"""Ziegler et al. clip the proportional error to +-0.2, so that one odd batch cannot throw the coefficient."""
+
+
+@dataclass
+class KLController:
+    """The current KL coefficient, updated once per train step: a constant or, if there is a target,
+
+        coef <- coef (1 + clip(kl / target - 1, +-0.2) n / horizon)
+
+    Ziegler et al. 2019 (arXiv:1909.08593) section 2.2; n and `horizon` are in samples: the larger the horizon, the
+    slower. `target` 0 keeps the coefficient constant, and a coefficient of 0 stays 0.
+    """
+
+    coef: float
+    target: float = 0.0
+    horizon: float = 1.0
+
+    def __post_init__(self) -> None:
+        self._adapts = self.coef > 0.0 and self.target > 0.0
+        self._first = self.coef
+
+    def update(self, kl: float, num_samples: int) -> None:
+        """Adapt the coefficient to a finished step's mean KL (in the units of `target`) over `num_samples`."""
+        if self._adapts:
+            error = min(max(kl / self.target - 1.0, -ERROR_LIMIT), ERROR_LIMIT)
+            self.coef *= 1.0 + error * num_samples / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the coefficient for a checkpoint; nothing if it is constant, which is a setting."""
+        return {"coef": self.coef, "first": self._first} if self._adapts else {}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Restore the result of `state_dict`, unless the setting, with which it began, has changed since."""
+        if self._adapts and state.get("first", self._first) == self._first:
+            self.coef = state.get("coef", self.coef)  # it may have been fixed before
+
+
+@selection("none")
+def everything(inputs: SelectionInputs) -> SelectionOutput:
+    """Every token keeps its loss."""
+    return SelectionOutput(torch.ones_like(inputs.advantages_T, dtype=torch.bool))
 
 
 @aggregation("token_mean")

@@ -50,6 +50,8 @@ ROUTERS: Mapping[str, str] = {
     "gpt_oss": "GptOssTopKRouter",
 }
 """The class of the routers for each `model_type`. Each chooses by one `topk`, and a test shows that it can replay."""
+PICTURE_TOKENS = ("image_token_id", "image_token_index")
+"""Fields that may hold the id of the token that stands for a picture's rows."""
 _LARGEST_BYTE = 255
 
 
@@ -64,6 +66,21 @@ def read_model_config(folder: str | Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError("not a JSON object")
     return found
+
+
+def placeholder_id(config: Mapping[str, Any]) -> int | None:
+    """Return the id of the token that is replaced by a picture's rows, from the content of `config.json`, or None."""
+    if "vision_config" not in config:
+        return None
+    return next((int(config[name]) for name in PICTURE_TOKENS if config.get(name) is not None), None)
+
+
+def placeholder_in(folder: str | Path) -> int | None:
+    """As `placeholder_id`, for the model in `folder`; None also if its `config.json` cannot be read."""
+    try:
+        return placeholder_id(read_model_config(folder))
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
 
 
 def for_all_versions(name: str, content: bytes) -> bytes:
@@ -199,6 +216,10 @@ def facts_of(path: str | None) -> ModelFacts | None:
         return ModelFacts.of(read_model_config(path))
     except (OSError, ValueError):
         return None
+
+
+UNRECORDED = -1
+"""An entry without a recorded choice of a router, which then chooses itself."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,21 +36,20 @@ from __future__ import annotations
 import copy
 import random
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from asyncrl.api.picture import Picture
-from asyncrl.models.pictures import Pictures, SeenPicture
 from asyncrl.models.transformers_internals import attention, context_limit, new_model, text_part, text_settings
 
+if TYPE_CHECKING:
+    from asyncrl.models.pictures import Pictures
+
 Tokens = Sequence[int]
-_SIDE = 32
-"""Side of the pictures, in pixels."""
 LENGTHS = (19, 12, 11, 7)
 """Lengths of the sequences: ragged, and so short that the check costs a few forwards of a sentence or two."""
 TEXT_BEHIND = 5
@@ -231,73 +230,6 @@ def find_leak(
     return f"packed sequences leak into each other: of the gradient, {foreign / (foreign + mine):.1g} is by neighbours"
 
 
-def picture_probes(pictures: Pictures, sequences: Sequence[Tokens]) -> tuple[list[list[int]], list[SeenPicture]]:
-    """Return sequences with pictures, and the pictures, which the caller must hold while it uses these ids.
-
-    The first two have the same text around different pictures. Those at even and at odd places have neither tokens nor
-    pictures in common if the same holds for `sequences`.
-    """
-    draw = random.Random(_SEED)
-
-    def noise() -> SeenPicture:
-        pixels = np.frombuffer(draw.randbytes(3 * _SIDE * _SIDE), np.uint8).reshape(_SIDE, _SIDE, 3)
-        return pictures.ids.seen(Picture.from_array(pixels))
-
-    one, other, third = noise(), noise(), noise()
-    even, odd = (_without(tokens, pictures.ids.token_id) for tokens in sequences[:2])
-    half = len(odd) // 2
-
-    def shown(text: list[int], seen: SeenPicture, more: list[int]) -> list[int]:
-        return [*text[:2], *range(seen.first, seen.first + seen.rows), *text[2:], *more]
-
-    begun = shown(even, one, [])
-    made = [
-        shown(even, one, []),
-        shown(odd, third, odd[:half]),
-        shown(even, other, []),
-        shown(odd[:half], third, odd),
-        [*begun[:-half], *range(other.first, other.first + other.rows), *even[:9]],
-    ]
-    return made, [one, other, third]
-
-
-def fault_with_pictures(
-    plain: Sequence[Tensor],
-    compare: Callable[[], Difference],
-    rounding: Rounding,
-    difference: float,
-    leak: Callable[[], str | None] = lambda: None,
-) -> str | None:
-    """Return the fault of an engine on the sequences of `picture_probes`; None without a fault or without sequences.
-
-    Args:
-        plain: transformers' results for these sequences.
-        compare: returns the engine's difference from `plain`.
-        rounding: rounding of the model on sequences of text.
-        difference: mean difference of the engine on these.
-        leak: if there is no difference, looks for sequences that influence each other.
-    """
-    if not plain:
-        return None
-    one, _, other, *_ = plain
-    effect = Difference.of([one[-TEXT_BEHIND:]], [other[-TEXT_BEHIND:]]).mean
-    if effect == 0.0:
-        return "with pictures, it computes the same whatever the picture"
-    try:
-        fault = compare().beyond(rounding.within(effect, difference)) or leak()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # any error of a model's own code is a reason to refuse the model
-        fault = f"its forward fails: {told(error)}"
-    return fault and f"with pictures, {fault} (model.vision=none uses it for text alone)"
-
-
-def _without(tokens: Tokens, placeholder: int) -> list[int]:
-    """Return `tokens` with another of them in place of `placeholder`, which transformers would count as pictures."""
-    other = next((token for token in tokens if token != placeholder), placeholder)
-    return [other if token == placeholder else token for token in tokens]
-
-
 def plain_logprobs(model: PreTrainedModel, tokens: Tokens, pictures: Pictures | None = None) -> Tensor:
     """Return log p(tokens[t] | tokens[:t]) for t >= 1 at temperature 1 by transformers alone, [L - 1], fp32.
 
@@ -356,6 +288,124 @@ def told(error: Exception) -> str:
     return f"{type(error).__name__}: {error!s:.160}"
 
 
+class Subject(ABC):
+    """A model that an engine must compute as transformers does; transformers' plain results are the truth.
+
+    Args:
+        network: the model.
+        weights: its parameters, by their names in a new model.
+        pictures: its pictures; None if it is used for text alone.
+        sequences: what the engine computes together.
+        original: of a copy with short lengths, the subject that it is a copy of.
+        lengths: of a copy, the fields that were lowered, with the original's values.
+
+    Raises:
+        UnsupportedModelError: transformers cannot compute the model.
+    """
+
+    forward_of_engine = "its forward"
+    """Name of what fails if the engine raises an error, for messages."""
+
+    def __init__(
+        self,
+        network: PreTrainedModel,
+        weights: Mapping[str, Tensor],
+        pictures: Pictures | None,
+        sequences: Sequence[Tokens],
+        original: Subject | None = None,
+        lengths: Mapping[str, int] | None = None,
+    ) -> None:
+        self.network, self._weights, self._pictures, self.sequences = network, weights, pictures, sequences
+        self._original, self._lengths = original, lengths or {}
+        self._of_text = 0.0  # mean difference of the engine on sequences of text
+        try:
+            self._compute_plain()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # any error of a model's own code is a reason to refuse the model
+            dtype = str(network.dtype).removeprefix("torch.")
+            raise self._refusal(f"transformers' own forward of it in {dtype} fails: {told(error)}") from error
+
+    def _compute_plain(self) -> None:
+        self.plain = [self._plain(tokens) for tokens in self.sequences]
+        self._rounding = Rounding.of(self.plain, self._plain_again(), self.network.dtype)
+        self._shown, self._held = ([], []) if self._pictures is None else self._pictures.probes(self.sequences)
+        self._plain_shown = [self._plain(tokens) for tokens in self._shown]
+
+    @abstractmethod
+    def _refusal(self, reason: str) -> UnsupportedModelError:
+        """Return the error that refuses the model for `reason`."""
+
+    @abstractmethod
+    def _plain(self, tokens: Tokens) -> Tensor:
+        """Run transformers' own forward on one sequence."""
+
+    @abstractmethod
+    def _plain_again(self) -> Sequence[Tensor]:
+        """Run transformers' own forward on all `sequences` with another kernel (`other_kernel`)."""
+
+    @abstractmethod
+    def _copy(self, short: ShortModel) -> Self:
+        """Return the subject of a copy with short lengths."""
+
+    @abstractmethod
+    def _difference(self, sequences: Sequence[Tokens], plain: Sequence[Tensor]) -> Difference:
+        """Compute `sequences` with the engine, and compare the results with `plain`."""
+
+    def _leak(self, sequences: Sequence[Tokens]) -> str | None:
+        """Return a message if one of `sequences` influences the results of another; for engines that train."""
+        return None
+
+    def with_short_lengths(self, reach: int) -> Self | None:
+        """Return a copy of the model in which each length up to `reach` is lowered below its sequences; None if it has
+        no such length.
+        """
+        fitting = max(map(len, self.sequences))
+        short = short_model(self.network, self._weights, reach, fitting)
+        return None if short is None else self._copy(short)
+
+    @property
+    def shortest(self) -> int:
+        """The shortest length that was lowered."""
+        return min(self._lengths.values())
+
+    def found_fault(self) -> str | None:
+        """Describe how the engine's results, as it is set, are wrong; None if they are right."""
+        fault = self._tried(self._fault_of_text, self.forward_of_engine)
+        if fault is None and self._shown and (fault := self._tried(self._fault_with_pictures, "its forward")):
+            fault = f"with pictures, {fault} (model.vision=none uses it for text alone)"
+        if fault and self._lengths:
+            lengths = " and ".join(f"{name}={value}" for name, value in self._lengths.items())
+            fault = f"in rows longer than {lengths}, {fault}"
+        return fault
+
+    @staticmethod
+    def _tried(check: Callable[[], str | None], forward: str) -> str | None:
+        try:
+            return check()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # as above
+            return f"{forward} fails: {told(error)}"
+
+    def _fault_of_text(self) -> str | None:
+        allowed = self._rounding
+        if self._original is not None:
+            effect = Difference.of(self._original.plain, self.plain).mean
+            allowed = self._rounding.within(effect, self._original._of_text)
+        difference = self._difference(self.sequences, self.plain)
+        self._of_text = difference.mean
+        return difference.beyond(allowed) or self._leak(self.sequences)
+
+    def _fault_with_pictures(self) -> str | None:
+        one, _, other, *_ = self._plain_shown
+        effect = Difference.of([one[-TEXT_BEHIND:]], [other[-TEXT_BEHIND:]]).mean
+        if effect == 0.0:
+            return "it computes the same whatever the picture"
+        difference = self._difference(self._shown, self._plain_shown)
+        return difference.beyond(self._rounding.within(effect, self._of_text)) or self._leak(self._shown)
+
+
 class ShortModel(NamedTuple):
     """A copy of a model with short lengths.
 
@@ -366,11 +416,6 @@ class ShortModel(NamedTuple):
 
     model: PreTrainedModel
     lengths: Mapping[str, int]
-
-
-def spoken(lengths: Mapping[str, int]) -> str:
-    """Return the lengths as text for a message."""
-    return " and ".join(f"{name}={value}" for name, value in lengths.items())
 
 
 def short_model(model: PreTrainedModel, weights: Mapping[str, Tensor], reach: int, fitting: int) -> ShortModel | None:

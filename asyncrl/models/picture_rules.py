@@ -37,7 +37,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from asyncrl.models.model_config import read_model_config
+from asyncrl.models.model_config import placeholder_id, read_model_config
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -47,8 +47,6 @@ ANSWER_S: Final = 120.0
 KNOWN_SIZES: Final = 1024
 """Number of sizes whose texts are cached: the text of a large picture has some 10 kB."""
 IDLE_S: Final = 60.0
-TOKEN_FIELDS: Final = ("image_token_id", "image_token_index")
-"""Fields of a config that may hold the placeholder's id."""
 _KEPT_OUT: Final = frozenset({"torch", "torchvision", "torchaudio"})
 
 
@@ -58,21 +56,6 @@ class PictureRulesError(ValueError):
 
 class PictureModelError(ValueError):
     """The pictures of the model in a folder cannot be prepared; the message says why."""
-
-
-def placeholder_id(config: Mapping[str, Any]) -> int | None:
-    """Return the id of the token that is replaced by a picture's rows, from the content of `config.json`, or None."""
-    if "vision_config" not in config:
-        return None
-    return next((int(config[name]) for name in TOKEN_FIELDS if config.get(name) is not None), None)
-
-
-def placeholder_in(folder: str | Path) -> int | None:
-    """As `placeholder_id`, for the model in `folder`; None also if its `config.json` cannot be read."""
-    try:
-        return placeholder_id(read_model_config(folder))
-    except (OSError, ValueError, TypeError, AttributeError):
-        return None
 
 
 class Sized(Protocol):

@@ -22,6 +22,7 @@ Shapes: L = tokens of a sequence, N = rows of pictures, H = width of the text mo
 from __future__ import annotations
 
 import inspect
+import random
 import threading
 import weakref
 from collections import OrderedDict
@@ -40,8 +41,9 @@ from transformers import PreTrainedModel
 
 from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.models.host_copies import host_buffer, upload
-from asyncrl.models.picture_rules import PictureProcessor, placeholder_id
-from asyncrl.models.transformers_internals import text_part
+from asyncrl.models.model_config import placeholder_id
+from asyncrl.models.picture_rules import PictureProcessor
+from asyncrl.models.transformers_internals import takes_pictures, text_part, tower_parameters
 
 LAST_ID: Final = (1 << 31) - 1
 """Ids fit 32 bits, by which prefixes are sorted."""
@@ -49,6 +51,9 @@ RECENT_BYTES: Final = 256 << 20
 """Bytes of prepared pictures, with their rows, that are held even if no sample needs them."""
 _CACHE: Final = 512
 """Number of prompts whose positions are cached: those of 2,000 tokens take 48 kB."""
+_SIDE: Final = 32
+"""Side of the parity check's pictures, in pixels."""
+_SEED: Final = 77
 IMAGE_TYPE: Final = 1
 """Transformers' number for a place of a picture in `mm_token_type_ids` and `token_type_ids`."""
 
@@ -124,6 +129,34 @@ class Pictures:
     def around(self, model: PreTrainedModel) -> Pictures:
         """Return the pictures of another model that reads them in the same way."""
         return Pictures(model, self.ids)
+
+    # -- tokens
+
+    def shown(
+        self, sequences: Sequence[Sequence[int]], placed: Sequence[Sequence[PlacedPicture]]
+    ) -> tuple[list[Sequence[int]], list[SeenPicture]]:
+        """Return `sequences` with the ids of their pictures' rows, and the pictures.
+
+        The caller must keep the pictures alive as long as it uses these ids.
+
+        Args:
+            placed: pictures of each sequence; empty if no sequence has any.
+        """
+        if not placed:
+            return list(sequences), []
+        made = [self.ids.shown(*each) for each in zip(sequences, placed, strict=True)]
+        return [ids for ids, _ in made], [seen for _, held in made for seen in held]
+
+    def tokens(
+        self, sequences: Sequence[Sequence[int]], device: torch.device, held: Sequence[SeenPicture] = ()
+    ) -> ShownTokens:
+        """Return the tokens of sequences of ids, rows of pictures included."""
+        host_ids_T = np.array([token for tokens in sequences for token in tokens], dtype=np.int64)
+        ids_T = torch.from_numpy(host_ids_T).to(device)
+        positions_3T = None
+        if self.three_positions:
+            positions_3T = np.concatenate([self.positions(tokens) for tokens in sequences], axis=1)
+        return ShownTokens(ids_T, host_ids_T, positions_3T, self.types(ids_T) if self.two_way else None, held)
 
     # -- rows
 
@@ -246,6 +279,35 @@ class Pictures:
 
     # -- transformers' own way
 
+    def probes(self, sequences: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[SeenPicture]]:
+        """Return sequences with pictures for the parity check, and the pictures, which the caller must hold while it
+        uses these ids.
+
+        The first and the third have the same text around different pictures. Those at even and at odd places have
+        neither tokens nor pictures in common if the same holds for `sequences`.
+        """
+        draw = random.Random(_SEED)
+        sides = [np.frombuffer(draw.randbytes(3 * _SIDE * _SIDE), np.uint8).reshape(_SIDE, _SIDE, 3) for _ in range(3)]
+        one, other, third = held = [self.ids.seen(Picture.from_array(pixels)) for pixels in sides]
+        token_id = self.ids.token_id
+
+        def text(tokens: Sequence[int]) -> list[int]:
+            another = next((token for token in tokens if token != token_id), token_id)
+            return [another if token == token_id else token for token in tokens]  # or it would count as a picture
+
+        def shown(before: list[int], seen: SeenPicture, after: list[int]) -> list[int]:
+            return [*before, *range(seen.first, seen.first + seen.rows), *after]
+
+        even, odd = map(text, sequences[:2])
+        half = len(odd) // 2
+        made = [
+            shown(even[:2], one, even[2:]),
+            shown(odd[:2], third, [*odd[2:], *odd[:half]]),
+            shown(even[:2], other, even[2:]),
+            shown(odd[:half][:2], third, [*odd[:half][2:], *odd]),
+        ]
+        return [*made, shown(made[0][:-half], other, even[:9])], held
+
     def plain_inputs(self, ids: Sequence[int]) -> dict[str, Tensor]:
         """Return the inputs of transformers' own forward for one sequence: placeholders and pictures, no positions."""
         parameters = inspect.signature(self._model.forward).parameters
@@ -260,9 +322,29 @@ class Pictures:
         }
 
 
-def takes_pictures(model: PreTrainedModel) -> bool:
-    """True if `model` takes pictures: it has a vision tower, and a method that makes rows of pictures."""
-    return hasattr(model.config, "vision_config") and hasattr(model.base_model, "get_image_features")
+@dataclass(frozen=True, eq=False)
+class ShownTokens:
+    """Tokens as a model that takes pictures sees them.
+
+    Attributes:
+        ids_T: [T], with the ids of pictures' rows in place of their placeholders; on the device.
+        host_ids_T: the same, in host memory.
+        positions_3T: three positions of each token; None if the positions are the places in the sequences.
+        types_T: [T], transformers' `token_type_ids`; None if the model takes none.
+        held: the pictures, kept alive as long as these ids are used.
+    """
+
+    ids_T: Tensor
+    host_ids_T: NDArray[np.int64]
+    positions_3T: NDArray[np.int64] | None
+    types_T: Tensor | None
+    held: Sequence[SeenPicture]
+
+    def positions(self, sources: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the positions of the tokens `sources` [rows, width], whose places are `places`: `places` itself, or
+        three positions of each token, [3, rows, width].
+        """
+        return places if self.positions_3T is None else np.ascontiguousarray(self.positions_3T[:, sources])
 
 
 class _Held(NamedTuple):
@@ -456,13 +538,6 @@ class VisionTower:
         shape = (sum(map(len, parts)), *parts[0].shape[1:])
         joined = torch.cat(tuple(parts), out=host_buffer(shape, parts[0].dtype, device))
         return joined.to(device, non_blocking=True)
-
-
-def tower_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
-    """Return the parameters of `model` that only make rows of pictures: of its vision tower and its projector."""
-    parts = (text_part(model), model.get_output_embeddings())  # type: ignore[no-untyped-call]
-    others = {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
-    return [parameter for parameter in model.parameters() if id(parameter) not in others]
 
 
 def _flat(rows: Any) -> Tensor:

@@ -19,16 +19,16 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from asyncrl.models.model_config import ROUTERS
+from asyncrl.api.trajectory import Trajectory, unrecorded
+from asyncrl.models.model_config import ROUTERS, UNRECORDED, RoutingShape
 from asyncrl.models.parity import UnsupportedModelError
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-UNRECORDED = -1
-"""An entry without a recorded choice: the router chooses itself."""
 
 
 class _OneTopK(TorchFunctionMode):
@@ -139,3 +139,33 @@ class Routers:
     def again(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """For `torch.utils.checkpoint`: make the recomputation of the current forward replay the same choices."""
         return nullcontext(), self.replaying(self._given)
+
+
+def routing_fault(trajectory: Trajectory, shape: RoutingShape) -> str | None:
+    """Return the fault of the expert choices in `trajectory`; None if they are complete.
+
+    They are complete if every token that the model must read to compute the generated ones has experts that exist.
+    """
+    columns = trajectory.columns
+    routing = columns.routing
+    if routing is None:
+        return (
+            "does not tell which experts its tokens went through (moe.replay_routing): its agent has to build its "
+            "samples by asyncrl.plugins.agents.sample_builder or the chat client, or to give them Sample.routing"
+        )
+    expected = (shape.layers, shape.per_token)
+    if routing.dtype != shape.dtype or routing.shape[1:] != expected:
+        return f"has a routing of {routing.dtype} {routing.shape[1:]}, the model makes {shape.dtype} {expected}"
+    lowest_T, highest_T = routing.min((1, 2)), routing.max((1, 2))
+    absent_T = lowest_T == unrecorded(shape.dtype)
+    if (wrong_T := (highest_T >= shape.experts) & ~absent_T).any():
+        return f"went through expert {int(highest_T[wrong_T][0])}, the model has {shape.experts} in a layer"
+    # A sample's last generated token is the last scored token; the tokens before it go into the model.
+    generated = np.flatnonzero(columns.loss_mask)
+    seq_ids_T = np.repeat(np.arange(len(columns)), columns.lengths)
+    last_S = np.full(len(columns), -1)
+    np.maximum.at(last_S, seq_ids_T[generated], generated)
+    needed_T = np.arange(len(seq_ids_T)) < last_S[seq_ids_T]
+    if (missing := int((needed_T & absent_T).sum())) > 0:
+        return f"does not tell the experts of {missing} tokens that lie before a generated one"
+    return None

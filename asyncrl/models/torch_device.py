@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend
 from asyncrl.config.machine import free_memory, host_memory
 from asyncrl.config.memory import OUT_OF_MEMORY
 from asyncrl.config.setting import ConfigError, Device
+from asyncrl.models.model_config import ModelFacts
 from asyncrl.runtime.process.hardware import count_gpus, visible_gpus
 
 _CPU_INFO = Path("/proc/cpuinfo")
@@ -105,12 +106,11 @@ def attention_kernel(config: Mapping[str, Any], implementation: str, device: tor
         config: content of the model's `config.json`.
         implementation: `sdpa` for torch's `scaled_dot_product_attention`, else transformers' name.
     """
-    text = config.get("text_config", config)
-    heads, hidden = text.get("num_attention_heads"), text.get("hidden_size")
-    if implementation != "sdpa" or not heads or not hidden:
+    facts = ModelFacts.of(config)
+    if implementation != "sdpa" or not facts.head_size:
         return implementation
-    size = text.get("head_dim") or hidden // heads
-    query: Tensor = torch.zeros(1, heads, 2, size, dtype=dtype, device=device, requires_grad=True)
+    shape = (1, facts.query_heads, 2, facts.head_size)
+    query: Tensor = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
     choice = torch._fused_sdp_choice(query, query, query, is_causal=True)
     return f"sdpa, kernel {SDPBackend(choice).name.lower()}"
 

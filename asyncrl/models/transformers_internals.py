@@ -31,8 +31,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 from transformers.modeling_utils import LoadStateDictConfig
 
-from asyncrl.models.model_config import read_model_config
-from asyncrl.models.picture_rules import placeholder_id
+from asyncrl.models.model_config import placeholder_id, read_model_config
 
 CACHE_LAYER_METHODS = frozenset({"lazy_initialization", "update", "get_mask_sizes", "get_seq_length", "get_max_length"})
 """Methods that a cache layer must define. The embedded engine's slots define them; models call no others."""
@@ -166,6 +165,18 @@ def text_part(model: PreTrainedModel) -> PreTrainedModel:
     if not hasattr(model.config, "vision_config"):
         return model
     return cast(PreTrainedModel, model.get_decoder())  # type: ignore[no-untyped-call]
+
+
+def takes_pictures(model: PreTrainedModel) -> bool:
+    """True if `model` takes pictures: it has a vision tower, and a method that makes rows of pictures."""
+    return hasattr(model.config, "vision_config") and hasattr(model.base_model, "get_image_features")
+
+
+def tower_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
+    """Return the parameters of `model` that only make rows of pictures: of its vision tower and its projector."""
+    parts = (text_part(model), model.get_output_embeddings())  # type: ignore[no-untyped-call]
+    others = {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
+    return [parameter for parameter in model.parameters() if id(parameter) not in others]
 
 
 def decoding_parts(model: PreTrainedModel) -> tuple[nn.Module, ...]:

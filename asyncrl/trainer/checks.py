@@ -14,8 +14,7 @@ from asyncrl.config.setting import ConfigError, Device, Dtype
 from asyncrl.inference.settings import backends_that
 from asyncrl.master.graph import GraphError, load_graph
 from asyncrl.models.folder_checks import hugging_face_folder
-from asyncrl.models.model_config import read_model_config, routing_shape
-from asyncrl.models.picture_rules import placeholder_in
+from asyncrl.models.model_config import placeholder_in, read_model_config, routing_shape
 from asyncrl.runtime.plan import plan_workers, with_types
 from asyncrl.runtime.process.hardware import count_gpus, uncounted_gpus
 from asyncrl.trainer import algorithm_checks

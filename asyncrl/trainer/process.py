@@ -15,6 +15,7 @@ import asyncio
 import os
 from contextlib import ExitStack
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from transformers.utils.logging import disable_progress_bar
@@ -38,14 +39,17 @@ from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint, price_lin
 from asyncrl.trainer.engines.base import PolicyEngine
 from asyncrl.trainer.engines.role import RoleEngine
 from asyncrl.trainer.model.layout_parity import layout_in_use
-from asyncrl.trainer.parallel.placement import placement
-from asyncrl.trainer.parallel.process_groups import Collectives
-from asyncrl.trainer.parallel.world import all_have_started, training_world
-from asyncrl.trainer.rank.current_step import CurrentStep, open_sample_logs
-from asyncrl.trainer.rank.measures import MemoryShortage, StepMeasures, StepProfile, Utilisation, gpu_memory, peak_flops
+from asyncrl.trainer.parallel.placement import Placement, placement
+from asyncrl.trainer.parallel.world import World, is_alone
+from asyncrl.trainer.rank.current_step import CurrentStep
+from asyncrl.trainer.rank.measures import MemoryShortage, StepMeasures, gpu_memory, peak_flops
 from asyncrl.trainer.rank.receiver import TrajectoryCheck, TrajectoryReceiver
 from asyncrl.trainer.rank.requests import WAITING, ImmediateRequests, ModelCalls, QueuedRequests
 from asyncrl.trainer.rank.training_rank import TrainingRank, Versions, build_rank
+
+if TYPE_CHECKING:
+    from asyncrl.trainer.parallel.process_groups import Collectives
+    from asyncrl.trainer.rank.sample_log import SampleLog
 
 _SERVE_S = 0.5  # longest wait for a request between two checks for a stop request
 _MEET_LOOK_S = 0.1
@@ -64,7 +68,7 @@ class ModelWorker(Worker):
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
         self._open = ExitStack()
-        self._collectives = Collectives()
+        self._collectives: Collectives | None = None
         self._memory_checkpoint = MemoryCheckpoint.of_rank(self.config, self.run_dir)
 
     def start(self) -> int:
@@ -77,7 +81,8 @@ class ModelWorker(Worker):
         A thread calls this at a stop request, because the main thread may be waiting for a peer.
         """
         self.request_stop()
-        self._collectives.abort()
+        if self._collectives is not None:
+            self._collectives.abort()
 
     def configure(self) -> None:
         """Load the models, join the other ranks, take connections."""
@@ -93,11 +98,9 @@ class ModelWorker(Worker):
             self._meet(placed.workers)
         if device.type == "cuda":
             observer.gauges(partial(gpu_memory, device))
-        joining = (config, self.index, placed, device, self.run_dir, self.resolver, self._collectives)
-        start_s = LONGEST_STARTS * config.system.start_timeout_s  # the master detects ranks that no longer start
         memory = MemoryShortage(config, self.name, device, len(graph.roles()))
         with memory.explained("the load of its models"):
-            self._world = self._open.enter_context(training_world(*joining, start_s=start_s))
+            self._world = self._join(placed, device)
             observer.stage("loads the models")
             self._rank: TrainingRank = build_rank(config, graph, self._world, device)
         dtype = getattr(torch, config.model.dtype.on(device.type))
@@ -107,17 +110,26 @@ class ModelWorker(Worker):
         self._open.callback(self._rank.disk_writer.close)
         self._open.callback(self._rank.memory_writer.close)
         calls = ModelCalls(config, graph, self._rank)
-        utilisation = Utilisation(self._rank.engines, peak_flops(device, dtype))
-        observer.gauges(utilisation.gauges)
-        sample_logs = open_sample_logs(config, self._world, self.run_dir)
+        profile = None
+        if config.profile.steps:
+            from asyncrl.trainer.rank.profile import StepProfile  # only with profile.steps
+
+            profile = StepProfile(config.profile, self.index, self.run_dir / PROFILE_DIR, device)
+        measures = StepMeasures(self._rank.engines, peak_flops(device, dtype), device, profile)
+        observer.gauges(measures.gauges)
+        sample_logs: dict[str, SampleLog] = {}
+        if config.samples.every:
+            from asyncrl.trainer.rank.sample_log import open_sample_logs  # only with samples.every
+
+            sample_logs = open_sample_logs(config, self._world, self.run_dir)
         for log in sample_logs.values():
             self._open.callback(log.close)
-        all_have_started(config)
+        if self._collectives is not None:
+            self._collectives.all_have_started(config.trainer.collective_timeout_s)
         heads = self._world.placement.actor.data_heads
         head = heads.index(self.index) if self._world.takes_trajectories else 0
         self._receiver = self._open_receiver(head)
         self._versions = Versions(config, self.run_dir, self._world, self._rank, self.http_security, device)
-        profile = StepProfile(config.profile, self.index, self.run_dir / PROFILE_DIR, device)
         queued = QueuedRequests(
             self._rank,
             receiver=self._receiver,
@@ -125,12 +137,25 @@ class ModelWorker(Worker):
             memory_checkpoint=self._memory_checkpoint,
             step=CurrentStep(config, self._world, sample_logs, device),
             calls=calls,
-            measures=StepMeasures(utilisation, profile, device),
+            measures=measures,
             memory=memory,
             columns=config.columns,
             device=device,
         )
         self._take_connections(head, queued)
+
+    def _join(self, placed: Placement, device: torch.device) -> World:
+        """Make the process groups of several ranks."""
+        if is_alone(self.config, placed):
+            return World()
+        from asyncrl.trainer.parallel.process_groups import Collectives, training_world  # only with several ranks
+
+        self._collectives = collectives = Collectives()
+        if self.stop_requested.is_set():  # perhaps before there was anything to abort
+            collectives.abort()
+        start_s = LONGEST_STARTS * self.config.system.start_timeout_s  # the master detects ranks that no longer start
+        joining = (self.config, self.index, placed, device, self.run_dir, self.resolver, collectives)
+        return self._open.enter_context(training_world(*joining, start_s=start_s))
 
     def _meet(self, ranks: int) -> None:
         """Wait until all ranks are about to join: the first rank waits for all, the others for the first.

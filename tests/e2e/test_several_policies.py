@@ -20,7 +20,7 @@ from asyncrl.data.prompt_format import PromptFormat
 from asyncrl.data.tokenizers import load_tokenizer
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
 from asyncrl.reference import Actor, Critic, ReferenceConfig, ReferenceTrainer, StepReport
-from asyncrl.trainer.model.load_models import Critic as CriticModel
+from asyncrl.trainer.model.value_models import Critic as CriticModel
 
 pytestmark = pytest.mark.slow
 STEPS = 6

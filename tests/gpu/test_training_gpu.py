@@ -22,7 +22,8 @@ from asyncrl.config.setting import Dtype
 from asyncrl.master.graph import load_graph
 from asyncrl.trainer.functions.model_functions import StatValues
 from asyncrl.trainer.parallel.placement import placement
-from asyncrl.trainer.parallel.world import World, training_world
+from asyncrl.trainer.parallel.process_groups import training_world
+from asyncrl.trainer.parallel.world import World
 from asyncrl.trainer.rank.training_rank import TrainingRank, build_rank
 from asyncrl.trainer.settings import AttentionImplementation, KeptOn
 from tests.device_cases import model_of, step, trajectories

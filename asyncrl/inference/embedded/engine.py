@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel
 
-from asyncrl.data.stop_strings import Decode
 from asyncrl.config.memory import is_out_of_memory
+from asyncrl.data.stop_strings import Decode
 from asyncrl.inference.embedded.engine_io import (
     EngineLimits,
     EngineStats,

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from asyncrl.data.stop_strings import Decode
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.memory import context_length, in_order, is_out_of_memory, server_settings
 from asyncrl.config.setting import Dtype
+from asyncrl.data.stop_strings import Decode
 from asyncrl.data.tokenizers import CONFIG_FILE, TOKENIZER_FILE, load_tokenizer
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.server import Server, serve

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -22,18 +23,14 @@ from asyncrl.inference.embedded.cache import LENGTH_STEP
 from asyncrl.inference.embedded.step import ModelRunner, PrefixForward
 from asyncrl.models.parity import (
     Difference,
-    Rounding,
+    ShortModel,
+    Subject,
     Tokens,
     UnsupportedModelError,
-    fault_with_pictures,
     forks,
     other_kernel,
-    picture_probes,
     plain_logprobs,
     probe_for,
-    short_model,
-    spoken,
-    told,
 )
 from asyncrl.models.transformers_internals import (
     CHUNKED_LAYERS,
@@ -132,58 +129,19 @@ def check_parity(forward: PrefixForward, longest: int) -> None:
     raise _refusal(model, f"{own}{fault}", hint)
 
 
-class _Subject:
-    """A model that the engine has to compute correctly, and the results of transformers' plain forward for it.
+class _Subject(Subject):
+    """A model that `forward` serves."""
 
-    Args:
-        forward: computes the model.
-        original: of a copy with short lengths, the subject that it is a copy of.
-        lengths: of a copy, the fields that were lowered and the original's values.
-
-    Raises:
-        UnsupportedModelError: transformers cannot compute it.
-    """
+    forward_of_engine = "its forward with slots"
 
     def __init__(
         self, forward: PrefixForward, original: _Subject | None = None, lengths: Mapping[str, int] | None = None
     ) -> None:
-        self._forward, self._original, self._lengths = forward, original, lengths or {}
-        self._difference_of_text = 0.0
-        model, pictures = self._model, forward.runner.pictures
-        self._sequences: list[list[int]] = _sequences(model) if original is None else original._sequences
-        try:
-            self.plain = [plain_logprobs(model, tokens) for tokens in self._sequences]
-            self._rounding = Rounding.of(self.plain, other_kernel(model, self._sequences), model.dtype)
-            self._shown, self._held = ([], []) if pictures is None else picture_probes(pictures, self._sequences)
-            self._plain_shown = [plain_logprobs(model, tokens, pictures) for tokens in self._shown]
-            forward.runner.find_states()
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # any error of the model's code is the reason for refusing it
-            dtype = str(model.dtype).removeprefix("torch.")
-            raise _refusal(model, f"transformers' own forward of it in {dtype} fails: {told(error)}") from error
-
-    def with_short_lengths(self, longest: int) -> _Subject | None:
-        """Return a copy whose lengths are below its sequences', of the lengths that `longest` tokens reach; None if
-        there is no such length.
-        """
-        model, fitting = self._model, max(len(tokens) for tokens in self._sequences)
-        short = short_model(model, dict(model.named_parameters(remove_duplicate=False)), longest, fitting)
-        if short is None:
-            return None
-        known = self._forward.runner.pictures
-        pictures = None if known is None else known.around(short.model)
-        runner = ModelRunner(short.model, _positions(self._sequences), lean=True, pictures=pictures)
-        return _Subject(PrefixForward(runner), self, short.lengths)
-
-    @property
-    def _model(self) -> PreTrainedModel:
-        return self._forward.runner.model
-
-    @property
-    def shortest(self) -> int:
-        """The shortest lowered length."""
-        return min(self._lengths.values())
+        self._forward = forward
+        model, pictures = forward.runner.model, forward.runner.pictures
+        sequences = _sequences(model) if original is None else original.sequences
+        weights = dict(model.named_parameters(remove_duplicate=False))
+        super().__init__(model, weights, pictures, sequences, original, lengths)
 
     def fault(self, pattern: int, goes_on: bool) -> str | None:
         """Describe how the runner's results for the sequences are wrong; None if they are right.
@@ -194,38 +152,36 @@ class _Subject:
         """
         self._forward.runner.masks.pattern = pattern
         self._forward.goes_on = goes_on
-        try:
-            difference = self._difference(self._sequences, self.plain)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            fault: str | None = f"its forward with slots fails: {told(error)}"
-        else:
-            self._difference_of_text = difference.mean
-            fault = difference.beyond(self._allowed()) or fault_with_pictures(
-                self._plain_shown,
-                lambda: self._difference(self._shown, self._plain_shown),
-                self._rounding,
-                difference.mean,
-            )
-        return f"in rows longer than {spoken(self._lengths)}, {fault}" if fault and self._lengths else fault
+        return self.found_fault()
+
+    def _refusal(self, reason: str) -> UnsupportedModelError:
+        return _refusal(self.network, reason)
+
+    def _compute_plain(self) -> None:
+        super()._compute_plain()
+        self._forward.runner.find_states()
+
+    def _plain(self, tokens: Tokens) -> Tensor:
+        return plain_logprobs(self.network, tokens, self._pictures)
+
+    def _plain_again(self) -> Sequence[Tensor]:
+        return other_kernel(self.network, self.sequences)
+
+    def _copy(self, short: ShortModel) -> Self:
+        pictures = None if self._pictures is None else self._pictures.around(short.model)
+        runner = ModelRunner(short.model, _positions(self.sequences), lean=True, pictures=pictures)
+        return type(self)(PrefixForward(runner), self, short.lengths)
 
     def _difference(self, sequences: Sequence[Tokens], plain: Sequence[Tensor]) -> Difference:
         """Compare what is decoded and what is scored of `sequences` with `plain`, and return the larger difference: the
         two have their own code. Other sequences join `sequences` until they are as many as the text probes.
         """
-        others = self._sequences[len(sequences) :]
+        others = self.sequences[len(sequences) :]
         decoded = _decoded(self._forward, [*sequences, *others])[: len(sequences)]
         scored = [_scored(self._forward.runner, tokens) for tokens in sequences]
         tails = [its[-len(mine) :] for its, mine in zip(plain, decoded, strict=True)]
         found = Difference.of(tails, decoded), Difference.of(plain, scored)
         return max(found, key=lambda each: (math.isnan(each.mean), each.mean))
-
-    def _allowed(self) -> Rounding:
-        if self._original is None:
-            return self._rounding
-        effect = Difference.of(self._original.plain, self.plain).mean
-        return self._rounding.within(effect, self._original._difference_of_text)
 
 
 def _sequences(model: PreTrainedModel) -> list[list[int]]:

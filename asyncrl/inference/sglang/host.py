@@ -39,8 +39,8 @@ from asyncrl.inference.child_host import ChildHost, PortBlock, ServerCommand
 from asyncrl.inference.client import GenerationServerClient, connect
 from asyncrl.inference.process import BASE_VERSION, EngineStartError
 from asyncrl.manager.settings import UpdateMode
-from asyncrl.models.model_config import read_model_config
-from asyncrl.models.picture_rules import PictureRules, PictureRulesError, placeholder_id
+from asyncrl.models.model_config import placeholder_id, read_model_config
+from asyncrl.models.picture_rules import PictureRules, PictureRulesError
 from asyncrl.runtime.plan import ALLOCATOR_VARIABLES
 from asyncrl.trainer.settings import VisionMode
 from asyncrl.weights.logprob_probe import PICTURE_SIDE, probe_picture, with_picture

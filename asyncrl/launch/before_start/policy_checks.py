@@ -19,8 +19,7 @@ from asyncrl.inference.messages import ModelInfo
 from asyncrl.manager.settings import PolicyConfig, VersionPoolConfig
 from asyncrl.master.graph import TRAINED_ROLES, GraphError, load_graph
 from asyncrl.models.folder_checks import hugging_face_folder
-from asyncrl.models.model_config import read_model_config
-from asyncrl.models.picture_rules import placeholder_in
+from asyncrl.models.model_config import placeholder_in, read_model_config
 from asyncrl.trainer import teacher_checks as teachers
 from asyncrl.trainer.checks import of_policy
 from asyncrl.trainer.parallel.placement import engine_of

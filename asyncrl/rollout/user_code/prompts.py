@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.api import Prompt, SamplingParams, ToolSchema
 from asyncrl.config.experiment import ExperimentConfig
@@ -17,9 +17,11 @@ from asyncrl.data.prompt_format import PromptFormat, load_chat_template, make_pr
 from asyncrl.data.prompt_queue import PromptRef
 from asyncrl.data.settings import is_data_path
 from asyncrl.data.tokenizers import load_tokenizer
-from asyncrl.models.model_config import read_model_config
-from asyncrl.models.picture_rules import PictureRules, picture_rules
+from asyncrl.models.model_config import placeholder_id, read_model_config
 from asyncrl.trainer.settings import VisionMode
+
+if TYPE_CHECKING:
+    from asyncrl.models.picture_rules import PictureRules
 
 
 class Prompts:
@@ -129,9 +131,13 @@ def pictures_taken(config: ExperimentConfig) -> PictureRules | None:
     described = Path(str(config.model.path)).expanduser() / "config.json"
     if config.model.vision == VisionMode.none or not described.is_file():
         return None
-    kind = str(read_model_config(described.parent).get("model_type"))
-    taken = config.generation.engine.takes_pictures(config.manager.weight_transport, kind)
-    return picture_rules(described.parent) if taken else None
+    model = read_model_config(described.parent)
+    taken = config.generation.engine.takes_pictures(config.manager.weight_transport, str(model.get("model_type")))
+    if not taken or placeholder_id(model) is None:
+        return None
+    from asyncrl.models.picture_rules import PictureRules  # only for models that take pictures
+
+    return PictureRules(described.parent)
 
 
 def load_train_set(config: ExperimentConfig) -> Dataset:

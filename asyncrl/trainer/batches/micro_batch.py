@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.models.host_copies import upload
-from asyncrl.models.pictures import Pictures, SeenPicture
 from asyncrl.models.transformers_internals import packing_arguments
 from asyncrl.trainer.batches.micro_batch_layout import (
     WORTHWHILE,
@@ -41,6 +40,9 @@ from asyncrl.trainer.batches.micro_batch_layout import (
     lay_out,
 )
 from asyncrl.trainer.model.attention import DeviceBlock
+
+if TYPE_CHECKING:
+    from asyncrl.models.pictures import Pictures, ShownTokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,48 +81,6 @@ class MicroBatch:
     def num_seqs(self) -> int:
         """Number of sequences."""
         return len(self.seqs)
-
-
-@dataclass(frozen=True, eq=False)
-class ShownTokens:
-    """Tokens as a model that takes pictures sees them.
-
-    Attributes:
-        ids_T: [T], with the ids of pictures' rows in place of their placeholders; on the device.
-        host_ids_T: the same, in host memory.
-        positions_3T: three positions of each token; None if the positions are the places in the sequences.
-        types_T: [T], transformers' `token_type_ids`; None if the model takes none.
-        held: the pictures, kept alive as long as these ids are used.
-    """
-
-    ids_T: Tensor
-    host_ids_T: Ints
-    positions_3T: Ints | None
-    types_T: Tensor | None = None
-    held: Sequence[SeenPicture] = ()
-
-    @classmethod
-    def of(
-        cls,
-        pictures: Pictures,
-        sequences: Sequence[Sequence[int]],
-        device: torch.device,
-        held: Sequence[SeenPicture] = (),
-    ) -> ShownTokens:
-        """Tokens of sequences of ids, rows of pictures included."""
-        host_ids_T = np.array([token for tokens in sequences for token in tokens], dtype=np.int64)
-        ids_T = torch.from_numpy(host_ids_T).to(device)
-        types_T = pictures.types(ids_T) if pictures.two_way else None
-        if not pictures.three_positions:
-            return cls(ids_T, host_ids_T, None, types_T, held)
-        positions_3T = np.concatenate([pictures.positions(tokens) for tokens in sequences], axis=1)
-        return cls(ids_T, host_ids_T, positions_3T, types_T, held)
-
-    def positions(self, sources: Ints, places: Ints) -> Ints:
-        """Return the positions of the tokens `sources` [rows, width], whose places are `places`: `places` itself, or
-        three positions of each token, [3, rows, width].
-        """
-        return places if self.positions_3T is None else np.ascontiguousarray(self.positions_3T[:, sources])
 
 
 def wanted_lengths(wanted_T: NDArray[np.bool_], starts_S: Ints, lengths_S: Ints) -> Ints:
@@ -291,7 +251,7 @@ def one_micro_batch(
     ids_T = tokens_T = torch.tensor([token for tokens in sequences for token in tokens], device=device)
     shown = None
     if pictures is not None:
-        shown = ShownTokens.of(pictures, sequences, device)
+        shown = pictures.tokens(sequences, device)
         tokens_T = ids_T.masked_fill(ids_T >= pictures.ids.first, pictures.ids.token_id)
     wanted_T = np.full(len(tokens_T), wanted)
     wanted_T[starts_S] = False

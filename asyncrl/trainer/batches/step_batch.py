@@ -44,7 +44,7 @@ from asyncrl.api.columns import TOKEN, column
 from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.api.trajectory import SampleColumns, SharedPrompt, Trajectory, compared_episodes, join_routing, unrecorded
 from asyncrl.master.graph import BATCH_KEYS
-from asyncrl.models.routing import UNRECORDED
+from asyncrl.models.model_config import UNRECORDED
 from asyncrl.trainer.batches.micro_batch_layout import Prefixes, PrefixOrder, picture_symbols, symbols
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)

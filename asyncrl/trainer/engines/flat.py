@@ -17,36 +17,22 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from asyncrl.algorithms.arithmetic import Stats
-from asyncrl.algorithms.kl import ema_update_
-from asyncrl.api.picture import PlacedPicture
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.memory import context_length
 from asyncrl.config.setting import Dtype, token_ids
 from asyncrl.models.chunked_logprobs import EntropyMode, logits_function, restricted, token_logprobs
-from asyncrl.models.fused_norms import fuse_norms
 from asyncrl.models.parity import Tokens, in_rms, other_kernel, plain_hidden, plain_logprobs
-from asyncrl.models.routing import Routers
 from asyncrl.models.transformers_internals import compute_head_in_float32, trunk_of
 from asyncrl.trainer.batches.micro_batch import MicroBatch, one_micro_batch
-from asyncrl.trainer.batches.step_batch import StepBatch
-from asyncrl.trainer.engines.base import (
-    EngineLoader,
-    PolicyEngine,
-    PolicyLoss,
-    PolicyOutputs,
-    StepOutcome,
-    ValueEngine,
-    ValueLoss,
-)
+from asyncrl.trainer.engines.base import EngineLoader, PolicyEngine, StepOutcome
 from asyncrl.trainer.engines.optimizer import (
     MOMENTS,
     EngineOptimizer,
@@ -58,28 +44,16 @@ from asyncrl.trainer.engines.optimizer import (
     trainable,
     zero_moments,
 )
-from asyncrl.trainer.engines.role import RoleEngine
-from asyncrl.trainer.model.layers import as_written, checkpoint_layers, compile_layers
+from asyncrl.trainer.engines.role import Finish, Outputs, RoleEngine, RolePolicy, RoleValue
 from asyncrl.trainer.model.layout_parity import first_layout, refuse_longer_than_independent, select_attention
-from asyncrl.trainer.model.load_models import (
-    Critic,
-    load_causal_lm,
-    load_critic,
-    load_reward_model,
-    prepare_vision,
-)
-from asyncrl.trainer.model.lora import (
-    Merged,
-    WholeAdapters,
-    WholeBase,
-    add_adapters,
-    initialise,
-    plain_name,
-)
+from asyncrl.trainer.model.load_models import load_causal_lm, plain_name, prepare_vision
 from asyncrl.trainer.model.lora_checks import publishes_adapters
 from asyncrl.trainer.parallel.world import RankPosition
 from asyncrl.trainer.settings import KeptOn, LoraConfig, OptimizerConfig, OptimizerName, VisionMode
 from asyncrl.weights.folder_tensors import Published, WholeModel
+
+if TYPE_CHECKING:
+    from asyncrl.trainer.model.value_models import Critic
 
 
 class FlatOptimizer(EngineOptimizer):
@@ -215,17 +189,24 @@ class FlatEngine(RoleEngine[FlatOptimizer]):
         compiled: bool = False,
         **role: Any,
     ) -> None:
-        super().__init__(optimizer=optimizer, place=place or RankPosition(), **role)
+        super().__init__(device=trunk.device, optimizer=optimizer, place=place or RankPosition(), **role)
         self.module = module
         self._trunk = trunk
-        self._as_written = as_written if compiled else nullcontext
+        self._as_written: Callable[[], AbstractContextManager[None]] = nullcontext
         if compiled:
+            from asyncrl.trainer.model.layers import as_written, compile_layers  # only with trainer.compile
+
+            self._as_written = as_written
             compile_layers(trunk)
-        elif trunk.device.type == "cuda":
+        elif self.device.type == "cuda":
+            from asyncrl.models.fused_norms import fuse_norms  # torch has the kernel on GPUs
+
             fuse_norms(trunk, gradients=optimizer is not None)
         if optimizer is None:
             module.requires_grad_(False)
         elif gradient_checkpointing:
+            from asyncrl.trainer.model.layers import checkpoint_layers  # only with trainer.gradient_checkpointing
+
             checkpoint_layers(trunk, self.routers, on_host=activations_on_host)
         self._count_from_now(trunk)
 
@@ -243,159 +224,125 @@ class FlatEngine(RoleEngine[FlatOptimizer]):
         self._place.data.all_reduce_sum(self.optimizer.grad)
         return super().step(lr)
 
+    def _run(self, own: Iterable[MicroBatch], finish: Finish, **outputs: Any) -> None:
+        for micro_batch in own:
+            loss = finish(micro_batch, self.outputs_of(micro_batch, **outputs))
+            if torch.is_grad_enabled():
+                torch.autograd.backward(loss)
+
+    @abstractmethod
+    def outputs_of(self, micro_batch: MicroBatch, *_: Any, **outputs: Any) -> Outputs:
+        """Return the outputs of a micro-batch; differentiable."""
+
+    def _hidden(self, micro_batch: MicroBatch) -> Tensor:
+        """Return the trunk's output at every input token, shape [rows * width, H]."""
+        with self.replaying(micro_batch), self.seeing(micro_batch):
+            output: Tensor = self._trunk(use_cache=False, **micro_batch.model_inputs).last_hidden_state
+        return output.flatten(0, 1)
+
+    # -- for the parity check (`ParityTestable`)
+
     @property
     @abstractmethod
     def network(self) -> PreTrainedModel:
         """See `ParityTestable`."""
 
+    def weights(self) -> dict[str, Tensor]:
+        return {plain_name(name): each for name, each in self.network.named_parameters(remove_duplicate=False)}
+
+    def with_network(self, network: PreTrainedModel) -> Self:
+        pictures = None if self.pictures is None else self.pictures.around(network)
+        return self._of_network(
+            network, pictures=pictures, attention=self.attention, tokens_per_micro_batch=self._budget
+        )
+
+    @classmethod
+    @abstractmethod
+    def _of_network(cls, network: PreTrainedModel, **engine: Any) -> Self:
+        """Return a frozen engine of `network`."""
+
     def plain_again(self, sequences: Sequence[Tokens]) -> Sequence[Tensor]:
-        """See `ParityTestable`."""
         with self._as_written():
             return other_kernel(self.network, sequences)
 
-    def _proof_engine(self) -> dict[str, Any]:
-        return {"attention": self.attention, "tokens_per_micro_batch": self._budget}
 
-    def _hidden(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the trunk's output at every input token, shape [rows * width, H]."""
-        with self.replaying(micro_batch), self.vision.seeing(micro_batch):
-            output: Tensor = self._trunk(use_cache=False, **micro_batch.model_inputs).last_hidden_state
-        return output.flatten(0, 1)
-
-    def _accumulate(
-        self,
-        batch: StepBatch,
-        wanted_T: Tensor,
-        seqs: Sequence[int],
-        share_of: Callable[[MicroBatch], tuple[Tensor, Stats]],
-    ) -> tuple[Tensor, list[Stats]]:
-        self.optimizer.zero_grad()
-        total = torch.zeros((), device=batch.device)
-        stats: list[Stats] = []
-        for micro_batch in self.micro_batches(batch, wanted_T, seqs):
-            share, micro_stats = share_of(micro_batch)
-            if torch.is_grad_enabled():
-                torch.autograd.backward(share)
-            total += share.detach()
-            stats.append(micro_stats)
-        return total, stats
-
-
-class FlatPolicyEngine(FlatEngine, PolicyEngine):
+class FlatPolicyEngine(FlatEngine, RolePolicy[FlatOptimizer]):
     """A whole causal language model."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        temperature: float,
-        allowed: Sequence[int] = (),
-        lora: LoraConfig | None = None,
-        merge: bool = False,
-        **engine: Any,
+        self, model: PreTrainedModel, *, lora: LoraConfig | None = None, merge: bool = False, **engine: Any
     ) -> None:
         super().__init__(model, trunk_of(model), **engine)
         self._model = model
-        self._published = (
-            WholeModel(model, self._place.worker) if lora is None else WholeAdapters(model, self._place.worker)
-        )
-        if lora is not None and merge:
-            base = WholeBase(model, self._place.worker)
-            self._published = Merged(base, self._published, lora, base.folder, model.config)
-        self._temperature = temperature
-        self._logits_of = self._sampled_logits_of = logits_function(model)
-        if allowed:
-            allowed_A = torch.tensor(allowed, device=model.device)
-            self._sampled_logits_of = lambda hidden_NH: restricted(self._logits_of(hidden_NH), allowed_A)
+        if lora is None:
+            self._published = WholeModel(model, self._place.worker)
+        else:
+            from asyncrl.trainer.model.lora import published_whole  # only with model.lora
+
+            self._published = published_whole(model, self._place.worker, lora, merge=merge)
+        self._logits_of = logits_function(model)
 
     @property
     def model_config(self) -> PretrainedConfig:
         config: PretrainedConfig = self._model.config
         return config
 
-    def score(
-        self, micro_batch: MicroBatch, entropy: EntropyMode = EntropyMode.none, *, distributions: bool = False
-    ) -> PolicyOutputs:
-        """Return the outputs at the micro-batch's wanted tokens; differentiable."""
-        if distributions:
-            all_NV = self._distributions(micro_batch)
-            return PolicyOutputs(all_NV.gather(-1, micro_batch.tokens_N[:, None]).squeeze(-1), None, all_NV)
-        hidden_NH = self._hidden(micro_batch).index_select(0, micro_batch.predictors_N)
-        logprobs_N, entropy_N = token_logprobs(
-            hidden_NH, micro_batch.tokens_N, self._sampled_logits_of, temperature=self._temperature, entropy=entropy
-        )
-        return PolicyOutputs(logprobs_N, entropy_N)
-
-    def compute_gradients(
+    def outputs_of(
         self,
-        batch: StepBatch,
-        wanted_T: Tensor,
-        seqs: Sequence[int],
-        loss: PolicyLoss,
+        micro_batch: MicroBatch,
         *,
+        temperature: float = 1.0,
         entropy: EntropyMode = EntropyMode.none,
         distributions: bool = False,
-    ) -> tuple[Tensor, list[Stats]]:
-        def share_of(micro_batch: MicroBatch) -> tuple[Tensor, Stats]:
-            return loss(micro_batch, self.score(micro_batch, entropy, distributions=distributions))
+        allowed_A: Tensor | None = None,
+    ) -> Outputs:
+        """Return the fields of `PolicyOutputs` at the micro-batch's wanted tokens; differentiable."""
 
-        return self._accumulate(batch, wanted_T, seqs, share_of)
+        def logits_of(hidden_NH: Tensor) -> Tensor:
+            logits_NV = self._logits_of(hidden_NH)
+            return logits_NV if allowed_A is None else restricted(logits_NV, allowed_A)
+
+        hidden_NH, tokens_N = self._hidden(micro_batch).index_select(0, micro_batch.predictors_N), micro_batch.tokens_N
+        if not distributions:
+            return token_logprobs(hidden_NH, tokens_N, logits_of, temperature=temperature, entropy=entropy)
+        all_NV = torch.log_softmax(logits_of(hidden_NH).float() / temperature, dim=-1)
+        return all_NV.gather(-1, tokens_N[:, None]).squeeze(-1), None, all_NV
 
     @torch.no_grad()
     def distributions(self, micro_batch: MicroBatch) -> Tensor:
         self._count(micro_batch)
-        return self._distributions(micro_batch)
+        all_NV: Tensor = self.outputs_of(micro_batch, **self._sampled, distributions=True)[2]
+        return all_NV
 
-    @torch.no_grad()
-    def logprobs(self, batch: StepBatch, wanted_T: Tensor) -> Tensor:
-        logprobs_T = torch.zeros(batch.num_tokens, device=batch.device)
-        for micro_batch in self.micro_batches(batch, wanted_T):
-            logprobs_T[micro_batch.targets_N] = self.score(micro_batch).logprobs_N
-        return logprobs_T
+    def average_towards(self, source: PolicyEngine, decay: float) -> None:
+        """See `PolicyEngine`; `source` is a trained flat engine, whose fp32 master values count."""
+        from asyncrl.algorithms.kl import ema_update_  # only with algorithm.reference.mode=ema
 
-    @torch.no_grad()
-    def score_sequences(
-        self, sequences: Sequence[Sequence[int]], pictures: Sequence[Sequence[PlacedPicture]] = ()
-    ) -> list[list[float]]:
-        ids, _held = self.vision.shown_ids(sequences, pictures)
-        return [[0.0, *logprobs.tolist()] for logprobs in self.together(ids)]
+        assert isinstance(source, FlatPolicyEngine), type(source)
+        self._before_changes()
+        theirs = dict(source.network.named_parameters()) | source.optimizer.masters()  # a frozen part has no master
+        ema_update_(dict(self._model.named_parameters()), theirs, decay)
+        self._weights_changed()
 
     @property
     def network(self) -> PreTrainedModel:
         return self._model
 
-    def weights(self) -> dict[str, Tensor]:
-        return _weights_of(self._model)
-
-    def with_network(self, network: PreTrainedModel) -> FlatPolicyEngine:
-        pictures = None if self.pictures is None else self.pictures.around(network)
-        return FlatPolicyEngine(network, temperature=self._temperature, pictures=pictures, **self._proof_engine())
+    @classmethod
+    def _of_network(cls, network: PreTrainedModel, **engine: Any) -> Self:
+        return cls(network, temperature=1.0, **engine)
 
     def plain(self, tokens: Tokens) -> Tensor:
         with self._as_written():
             return plain_logprobs(self._model, tokens, self.pictures)
 
     def together(self, sequences: Sequence[Tokens]) -> Sequence[Tensor]:
-        packed = one_micro_batch(sequences, self.attention, self._model.device, wanted=True, pictures=self.pictures)
-        hidden_NH = self._hidden(packed).index_select(0, packed.predictors_N)
-        logprobs_N, _ = token_logprobs(hidden_NH, packed.tokens_N, self._logits_of)
-        in_order = logprobs_N.index_select(0, packed.targets_N.argsort())
+        packed = one_micro_batch(sequences, self.attention, self.device, wanted=True, pictures=self.pictures)
+        in_order = self.outputs_of(packed)[0].index_select(0, packed.targets_N.argsort())
         return torch.split(in_order, [len(tokens) - 1 for tokens in sequences])
 
-    def average_towards(self, source: PolicyEngine, decay: float) -> None:
-        """See `PolicyEngine`; `source` is a trained flat engine, whose fp32 master values count."""
-        assert isinstance(source, FlatPolicyEngine), type(source)
-        self._before_changes()
-        theirs = dict(source.network.named_parameters()) | source.optimizer.masters()  # a frozen part has no master
-        ema_update_(dict(self._model.named_parameters()), theirs, decay)
-        self.vision.weights_changed()
 
-    def _distributions(self, micro_batch: MicroBatch) -> Tensor:
-        hidden_NH = self._hidden(micro_batch).index_select(0, micro_batch.predictors_N)
-        return torch.log_softmax(self._sampled_logits_of(hidden_NH).float() / self._temperature, dim=-1)
-
-
-class FlatValueEngine(FlatEngine, ValueEngine):
+class FlatValueEngine(FlatEngine, RoleValue[FlatOptimizer]):
     """A whole critic or reward model.
 
     Args:
@@ -409,55 +356,36 @@ class FlatValueEngine(FlatEngine, ValueEngine):
 
     @property
     def model_config(self) -> PretrainedConfig:
-        return (self._classifier or self._critic.trunk).config
+        return (self._classifier or self._trunk).config
 
     @cached_property
     def _published(self) -> Published:
         return super()._published if self._classifier is None else WholeModel(self._classifier, self._place.worker)
 
-    def values(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the value of the prefix before each wanted token, [N]; differentiable."""
-        return self._critic.values(self._hidden(micro_batch).index_select(0, micro_batch.predictors_N))
-
-    def compute_gradients(
-        self, batch: StepBatch, wanted_T: Tensor, seqs: Sequence[int], loss: ValueLoss
-    ) -> tuple[Tensor, list[Stats]]:
-        return self._accumulate(batch, wanted_T, seqs, lambda micro_batch: loss(micro_batch, self.values(micro_batch)))
-
-    @torch.no_grad()
-    def outputs(self, batch: StepBatch, seqs: Sequence[int] | None = None) -> Tensor:
-        outputs_T = torch.zeros(batch.num_tokens, device=batch.device)
-        for micro_batch in self._whole_sequences(batch, seqs):
-            hidden_IH = self._hidden(micro_batch).index_select(0, micro_batch.places_I)
-            outputs_T[micro_batch.sources_I] = self._critic.values(hidden_IH)
-        return outputs_T
+    def outputs_of(self, micro_batch: MicroBatch, *, everywhere: bool = False) -> Outputs:
+        """Return the value of the prefix before each wanted token, or up to each input token (`everywhere`)."""
+        places = micro_batch.places_I if everywhere else micro_batch.predictors_N
+        return (self._critic.values(self._hidden(micro_batch).index_select(0, places)),)
 
     @property
     def network(self) -> PreTrainedModel:
-        return self._critic.trunk
+        return self._trunk
 
-    def weights(self) -> dict[str, Tensor]:
-        return _weights_of(self._critic.trunk)
+    @classmethod
+    def _of_network(cls, network: PreTrainedModel, **engine: Any) -> Self:
+        from asyncrl.trainer.model.value_models import Critic  # only with a critic or reward model
 
-    def with_network(self, network: PreTrainedModel) -> FlatValueEngine:
-        pictures = None if self.pictures is None else self.pictures.around(network)
-        return FlatValueEngine(Critic(network), pictures=pictures, **self._proof_engine())
+        return cls(Critic(network), **engine)
 
     def plain(self, tokens: Tokens) -> Tensor:
         with self._as_written():
-            return plain_hidden(self._critic.trunk, tokens, self.pictures)
+            return plain_hidden(self._trunk, tokens, self.pictures)
 
     def together(self, sequences: Sequence[Tokens]) -> Sequence[Tensor]:
-        device = self._critic.trunk.device
-        packed = one_micro_batch(sequences, self.attention, device, wanted=False, pictures=self.pictures)
+        packed = one_micro_batch(sequences, self.attention, self.device, wanted=False, pictures=self.pictures)
         hidden_IH = self._hidden(packed).index_select(0, packed.places_I)
         in_order = hidden_IH.index_select(0, packed.sources_I.argsort())
         return torch.split(in_rms(in_order), [len(tokens) for tokens in sequences])
-
-
-def _weights_of(network: PreTrainedModel) -> dict[str, Tensor]:
-    """Return parameters by the names that they had before adapters were added."""
-    return {plain_name(name): each for name, each in network.named_parameters(remove_duplicate=False)}
 
 
 Engine = TypeVar("Engine", FlatPolicyEngine, FlatValueEngine)
@@ -485,28 +413,33 @@ class FlatLoader(EngineLoader):
         }
 
     def policy(self, path: str, dtype: Dtype, optimizer: OptimizerConfig | None) -> FlatPolicyEngine:
+        config = self._config
+
         def load() -> FlatPolicyEngine:
             model = load_causal_lm(path, dtype.on(self._device.type), self._attention, self._device)
             pictures = prepare_vision(model, path, self._vision)
-            if self._config.model.float32_head:
+            if config.model.float32_head:
                 compute_head_in_float32(model)
-            lora = self._config.model.lora if optimizer is not None and self._config.model.lora.rank else None
-            if lora is not None:
-                add_adapters(model, lora, vision=self._vision == VisionMode.train)
-                initialise(model.named_parameters(), self._config.seed)
-            # Greedy answers report their log-probabilities at temperature 1.
-            temperature = self._config.rollout.sampling.temperature or 1.0
-            made = None if optimizer is None else self._optimizer(model, optimizer)
+            lora: LoraConfig | None = None
             routers = None
-            if optimizer is not None and self._config.moe.replay_routing:
+            if optimizer is not None and config.model.lora.rank:
+                from asyncrl.trainer.model.lora import add_adapters, initialise  # only with model.lora
+
+                lora = config.model.lora
+                add_adapters(model, lora, vision=self._vision == VisionMode.train)
+                initialise(model.named_parameters(), config.seed)
+            if optimizer is not None and config.moe.replay_routing:
+                from asyncrl.models.routing import Routers  # only with moe.replay_routing
+
                 routers = Routers(trunk_of(model), model.config.get_text_config().model_type)
             return FlatPolicyEngine(
                 model,
-                temperature=temperature,
-                allowed=token_ids(self._config.rollout.sampling.allowed_token_ids),
-                optimizer=made,
+                # Greedy answers report their log-probabilities at temperature 1.
+                temperature=config.rollout.sampling.temperature or 1.0,
+                allowed=token_ids(config.rollout.sampling.allowed_token_ids),
+                optimizer=self._optimizer(model, optimizer),
                 lora=lora,
-                merge=not publishes_adapters(self._config),
+                merge=not publishes_adapters(config),
                 routers=routers,
                 pictures=pictures,
                 **self._engine,
@@ -516,6 +449,8 @@ class FlatLoader(EngineLoader):
 
     def critic(self, path: str, optimizer: OptimizerConfig) -> FlatValueEngine:
         def load() -> FlatValueEngine:
+            from asyncrl.trainer.model.value_models import load_critic  # only with a critic
+
             critic = load_critic(path, self._dtype, self._attention, self._device)
             pictures = prepare_vision(critic.trunk, path, self._vision)
             made = self._optimizer(critic, optimizer)
@@ -525,9 +460,11 @@ class FlatLoader(EngineLoader):
 
     def reward_model(self, path: str, optimizer: OptimizerConfig | None = None) -> FlatValueEngine:
         def load() -> FlatValueEngine:
+            from asyncrl.trainer.model.value_models import load_reward_model  # only with a reward model
+
             trained = optimizer is not None
             critic, classifier = load_reward_model(path, self._dtype, self._attention, self._device, trained=trained)
-            made = None if optimizer is None else self._optimizer(critic, optimizer)
+            made = self._optimizer(critic, optimizer)
             return FlatValueEngine(critic, classifier=classifier, optimizer=made, **self._engine)
 
         return self._together(load, path)
@@ -548,7 +485,9 @@ class FlatLoader(EngineLoader):
 
         return self._place.everyone.together(proven, f"loading {path}")
 
-    def _optimizer(self, module: nn.Module, config: OptimizerConfig) -> FlatOptimizer:
+    def _optimizer(self, module: nn.Module, config: OptimizerConfig | None) -> FlatOptimizer | None:
+        if config is None:
+            return None
         named = ((plain_name(name), parameter) for name, parameter in module.named_parameters())
         undecayed = () if config.decay_embeddings else embedding_names(module)
         matrices = matrices_of_layers(module) if config.name == OptimizerName.muon else ()

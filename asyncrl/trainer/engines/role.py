@@ -1,18 +1,5 @@
-"""Common parts of the engines: a role's optimizer, its state for checkpoints, the cut into micro-batches, its pictures,
-and its time off the device.
-
-Off the device
---------------
-A role's tensors may be on the device while the role works, and in host memory while it is idle (`HostOffload`):
-
-    on the device   ──▶  storages filled: copied from the host
-    idle            ──▶  copied to the host (pinned if the device is a GPU), storages emptied
-
-Tensors and their views stay the same objects. Only storages are emptied and filled, as FSDP does with gathered
-parameters. So the holders of a tensor (an optimizer, a flat vector's views, FSDP2) need not know. While a role is idle
-its tensors have shape and type but no values, and reading them crashes.
-
-On a CPU the host is the device: the same happens, without a benefit.
+"""What both engines do with a role: its micro-batches and the loop over them, its optimizer, its state for checkpoints,
+its pictures.
 """
 
 from __future__ import annotations
@@ -23,162 +10,45 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from asyncrl.algorithms.arithmetic import Stats
 from asyncrl.api.picture import Picture, PlacedPicture
-from asyncrl.models.host_copies import HostCopy, host_buffer, own_storage, storages
-from asyncrl.models.pictures import Pictures, SeenPicture
-from asyncrl.models.routing import Routers
-from asyncrl.trainer.batches.micro_batch import MicroBatch, ShownTokens, micro_batches, wanted_lengths
+from asyncrl.models.chunked_logprobs import EntropyMode
+from asyncrl.models.host_copies import HostCopy, own_storage
+from asyncrl.trainer.batches.micro_batch import MicroBatch, micro_batches, one_micro_batch, wanted_lengths
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import StepBatch
-from asyncrl.trainer.engines.base import PolicyEngine, StepOutcome, TrainingEngine
+from asyncrl.trainer.engines.base import (
+    PolicyEngine,
+    PolicyLoss,
+    PolicyOutputs,
+    StepOutcome,
+    TrainingEngine,
+    ValueEngine,
+    ValueLoss,
+)
 from asyncrl.trainer.engines.optimizer import EngineOptimizer, local
 from asyncrl.trainer.model.flops import FlopCount, ForwardPass
-from asyncrl.trainer.model.lora import adapters_off
 from asyncrl.trainer.parallel.world import RankPosition
 from asyncrl.weights.folder_tensors import Published, TensorSpec
 
-
-class RoleVision:
-    """The pictures of a role's model. Those of a batch are prepared once for all calls of its step.
-
-    Args:
-        pictures: picture processing of the model; None if the model is used for text alone.
-        trained: True if the role is trained.
-    """
-
-    def __init__(self, pictures: Pictures | None, *, trained: bool) -> None:
-        self.pictures = pictures
-        self._shown: WeakKeyDictionary[StepBatch, ShownTokens] = WeakKeyDictionary()
-        tower = () if pictures is None or not trained else pictures.tower.parameters()
-        self._trains_tower = any(parameter.requires_grad for parameter in tower)
-
-    def weights_changed(self) -> None:
-        """Forget the rows of pictures that were computed with earlier weights."""
-        if self.pictures is not None:
-            self.pictures.tower.weights_changed()
-
-    def seeing(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
-        """Within this block the model sees the pictures of `micro_batch`.
-
-        If the vision tower is trained and gradients are recorded, it computes their rows with gradients. Otherwise the
-        rows are computed once per version of the weights.
-        """
-        if self.pictures is None or micro_batch.shown is None:
-            return nullcontext()
-        keep = not (self._trains_tower and torch.is_grad_enabled())
-        return self.pictures.holding(micro_batch.shown, keep=keep)
-
-    def shown_tokens(self, batch: StepBatch) -> ShownTokens | None:
-        """Return the tokens of `batch` with its pictures; None if it has no pictures.
-
-        Raises:
-            ValueError: the batch has pictures, and the model is used for text alone.
-        """
-        if not batch.pictures:
-            return None
-        if self.pictures is None:
-            raise ValueError("the batch has pictures, and the model is used for text alone (model.vision)")
-        shown = self._shown.get(batch)
-        if shown is None:
-            tokens = batch["tokens"].tolist()
-            ends = (batch.starts_S + batch.lengths_S).tolist()
-            parts = [tokens[start:end] for start, end in zip(batch.starts_S.tolist(), ends, strict=True)]
-            ids, held = self.shown_ids(parts, batch.pictures)
-            shown = self._shown[batch] = ShownTokens.of(self.pictures, ids, batch.device, held)
-        return shown
-
-    def shown_ids(
-        self, sequences: Sequence[Sequence[int]], pictures: Sequence[Sequence[PlacedPicture]]
-    ) -> tuple[list[Sequence[int]], list[SeenPicture]]:
-        """Return `sequences` with the ids of their pictures' rows, and the pictures, which the caller must keep
-        alive.
-        """
-        if self.pictures is None or not pictures:
-            return list(sequences), []
-        made = [self.pictures.ids.shown(*each) for each in zip(sequences, pictures, strict=True)]
-        return [ids for ids, _ in made], [seen for _, held in made for seen in held]
-
-    def placeholders(self, picture: Picture) -> list[int]:
-        """Return the token ids that stand for `picture` in a prompt; none if the model is used for text alone."""
-        if self.pictures is None:
-            return []
-        return [self.pictures.ids.token_id] * self.pictures.ids.seen(picture).rows
-
-
-Kept = Callable[[], Iterable[Tensor]]
-
-
-class HostOffload:
-    """Keeps a role on its device only within `on_device`.
-
-    Args:
-        kept: returns the tensors to bring back; called each time, because FSDP2 replaces some of them.
-        scratch: returns tensors whose values are not needed while the role is idle.
-        leave: called before the role leaves the device.
-    """
-
-    def __init__(self, kept: Kept, scratch: Kept, leave: Callable[[], None]) -> None:
-        self._kept, self._scratch, self._leave = kept, scratch, leave
-        self._hosts: dict[int, Tensor] = {}
-        self._away: list[tuple[torch.UntypedStorage, torch.device, int, Tensor | None]] = []
-        self._users = 1  # the creator of the role
-        self._release()
-
-    @contextmanager
-    def on_device(self) -> Iterator[None]:
-        """Keep the role on its device within this block. Blocks may be nested."""
-        self._enter()
-        try:
-            yield
-        finally:
-            self._release()
-
-    def _enter(self) -> None:
-        self._users += 1
-        if self._users > 1:
-            return
-        away, self._away = self._away, []
-        for storage, device, size, host in away:
-            storage.resize_(size)
-            if host is not None:
-                _bytes_of(storage, device, size).copy_(host, non_blocking=True)
-
-    def _release(self) -> None:
-        self._users -= 1
-        if self._users:
-            return
-        self._leave()
-        for device, storage in storages(self._kept()):
-            size = storage.nbytes()
-            self._away.append((storage, device, size, self._on_host(storage, device, size)))
-        self._away += [(storage, device, storage.nbytes(), None) for device, storage in storages(self._scratch())]
-        for device in {device for _, device, _, _ in self._away if device.type == "cuda"}:
-            torch.cuda.synchronize(device)  # the copied storages are freed below
-        for storage, *_ in self._away:
-            storage.resize_(0)
-
-    def _on_host(self, storage: torch.UntypedStorage, device: torch.device, size: int) -> Tensor:
-        key = storage._cdata
-        if key not in self._hosts or len(self._hosts[key]) != size:  # pinning is slow, so each buffer is pinned once
-            self._hosts[key] = host_buffer([size], torch.uint8, device)
-        return self._hosts[key].copy_(_bytes_of(storage, device, size), non_blocking=True)
-
-
-def _bytes_of(storage: torch.UntypedStorage, device: torch.device, size: int) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (size,), (1,))
-
+if TYPE_CHECKING:
+    from asyncrl.models.pictures import Pictures, ShownTokens
+    from asyncrl.models.routing import Routers
+    from asyncrl.trainer.engines.offload import HostOffload
 
 Optimizer = TypeVar("Optimizer", bound=EngineOptimizer)
+Outputs = tuple[Any, ...]
+"""What a micro-batch gives: of a policy the fields of `PolicyOutputs`, in their order; of a value model its values."""
+Finish = Callable[[MicroBatch, Outputs], Tensor]
 _log = logging.getLogger(__name__)
 
 
@@ -186,6 +56,7 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
     """One role's model on this rank. What is not documented here is in `asyncrl.trainer.engines.base`.
 
     Args:
+        device: device that the rank computes on.
         attention: how sequences are laid out.
         tokens_per_micro_batch: budget of one forward and backward pass.
         optimizer: None for a frozen role.
@@ -197,6 +68,7 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
     def __init__(
         self,
         *,
+        device: torch.device,
         attention: AttentionKind,
         tokens_per_micro_batch: int,
         optimizer: Optimizer | None,
@@ -204,27 +76,104 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
         routers: Routers | None = None,
         pictures: Pictures | None = None,
     ) -> None:
-        self.attention = attention
-        self.routers = routers
-        self.pictures = pictures
-        self.vision = RoleVision(pictures, trained=optimizer is not None)
+        self.device, self.attention = device, attention
+        self.routers, self.pictures = routers, pictures
         self._budget, self._optimizer, self._place = tokens_per_micro_batch, optimizer, place
+        tower = () if pictures is None or optimizer is None else pictures.tower.parameters()
+        self._trains_tower = any(parameter.requires_grad for parameter in tower)
+        self._shown: WeakKeyDictionary[StepBatch, ShownTokens] = WeakKeyDictionary()
         self._offload: HostOffload | None = None
         self._reading: list[HostCopy] = []
         self._flops: FlopCount | None = None
 
-    def replaying(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
-        """Within this block the routers choose the experts recorded in `micro_batch`."""
-        return nullcontext() if self.routers is None else self.routers.replaying(micro_batch.routing)
+    @abstractmethod
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return this rank's parameters, or its parts of them, by their names in checkpoints."""
 
-    @contextmanager
-    def choosing_freely(self) -> Iterator[None]:
-        """Within this block the routers choose by themselves, whatever a micro-batch has recorded."""
-        before, self.routers = self.routers, None
-        try:
-            yield
-        finally:
-            self.routers = before
+    @property
+    @abstractmethod
+    def root(self) -> nn.Module:
+        """The module that has this rank's parameters and buffers."""
+
+    # -- the loop over micro-batches
+
+    @abstractmethod
+    def _run(self, own: Iterable[MicroBatch], finish: Finish, **outputs: Any) -> None:
+        """Compute the micro-batches `own`, one after the other. `finish` gets the outputs of each where they are, and
+        returns the loss of the backward pass, which runs if gradients are recorded.
+
+        Args:
+            outputs: which outputs; a policy's are at `temperature`, with entropies by `entropy`.
+        """
+
+    def _accumulate(
+        self, own: Iterable[MicroBatch], share_of: Callable[[MicroBatch, Outputs], tuple[Tensor, Stats]], **outputs: Any
+    ) -> tuple[Tensor, list[Stats]]:
+        """Compute the gradients of the loss shares of `own`; return their sum and the statistics of each."""
+        self.optimizer.zero_grad()
+        total = torch.zeros((), device=self.device)
+        stats: list[Stats] = []
+
+        def finish(micro_batch: MicroBatch, out: Outputs) -> Tensor:
+            share, micro_stats = share_of(micro_batch, out)
+            total.add_(share.detach())
+            stats.append(micro_stats)
+            return share
+
+        self._run(own, finish, **outputs)
+        return total, stats
+
+    @torch.no_grad()
+    def _collect(
+        self, tokens: int, own: Iterable[MicroBatch], where: Callable[[MicroBatch], Tensor], **outputs: Any
+    ) -> Tensor:
+        """Return a column [tokens] with the first output of each micro-batch at the positions `where`, 0 elsewhere."""
+        column_T = torch.zeros(tokens, device=self.device)
+
+        def finish(micro_batch: MicroBatch, out: Outputs) -> Tensor:
+            column_T[where(micro_batch)] = out[0]
+            found: Tensor = out[0]
+            return found
+
+        self._run(own, finish, **outputs)
+        return column_T
+
+    def micro_batches(
+        self, batch: StepBatch, wanted_T: Tensor, seqs: Sequence[int] | None = None
+    ) -> Iterator[MicroBatch]:
+        """Return the micro-batches that score the tokens of `wanted_T` (bool) in the samples `seqs` (None: all)."""
+        wanted = wanted_T.cpu().numpy()
+        lengths = wanted_lengths(wanted, batch.starts_S, batch.lengths_S)
+        return self._cut(batch, wanted, lengths, seqs)
+
+    def _whole_sequences(self, batch: StepBatch, seqs: Sequence[int] | None) -> Iterator[MicroBatch]:
+        """Return micro-batches of the samples `seqs` (None: all) to their last token."""
+        return self._cut(batch, np.zeros(batch.num_tokens, dtype=np.bool_), batch.lengths_S, seqs)
+
+    def _cut(
+        self, batch: StepBatch, wanted: NDArray[np.bool_], lengths: NDArray[np.int64], seqs: Sequence[int] | None
+    ) -> Iterator[MicroBatch]:
+        """Yield the micro-batches.
+
+        All are laid out, and their copies to the device begun, before the first is yielded.
+        """
+        made = deque(
+            micro_batches(
+                batch["tokens"],
+                wanted,
+                batch.starts_S,
+                lengths,
+                range(batch.num_seqs) if seqs is None else seqs,
+                budget=self._budget,
+                kind=self.attention,
+                prefixes=batch.prefixes if self.attention.shares_prefixes else None,
+                routing=batch.routing if self.routers is not None else None,
+                shown=self._shown_tokens(batch),
+            )
+        )
+        while made:
+            self._count(made[0])
+            yield made.popleft()  # frees a computed micro-batch, with the masks that it made
 
     def _count_from_now(self, trunk: PreTrainedModel) -> None:
         """Start to count this rank's operations. Called once the model is complete, as it will be trained."""
@@ -250,14 +199,47 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
     def flops(self) -> float | None:
         return None if self._flops is None else self._flops.total
 
-    @abstractmethod
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """Return this rank's parameters, or its parts of them, by their names in checkpoints."""
+    # -- experts and pictures
 
-    @property
-    @abstractmethod
-    def root(self) -> nn.Module:
-        """The module that has this rank's parameters and buffers."""
+    def replaying(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
+        """Within this block the routers choose the experts recorded in `micro_batch`."""
+        return nullcontext() if self.routers is None else self.routers.replaying(micro_batch.routing)
+
+    def seeing(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
+        """Within this block the model sees the pictures of `micro_batch`.
+
+        If the vision tower is trained and gradients are recorded, it computes their rows with gradients. Otherwise the
+        rows are computed once per version of the weights.
+        """
+        if self.pictures is None or micro_batch.shown is None:
+            return nullcontext()
+        return self.pictures.holding(micro_batch.shown, keep=not (self._trains_tower and torch.is_grad_enabled()))
+
+    def _shown_tokens(self, batch: StepBatch) -> ShownTokens | None:
+        """Return the tokens of `batch` with its pictures, which are prepared once for all calls of its step; None if it
+        has no pictures.
+
+        Raises:
+            ValueError: the batch has pictures, and the model is used for text alone.
+        """
+        if not batch.pictures:
+            return None
+        if self.pictures is None:
+            raise ValueError("the batch has pictures, and the model is used for text alone (model.vision)")
+        if batch not in self._shown:
+            tokens, starts = batch["tokens"].tolist(), batch.starts_S.tolist()
+            ends = (batch.starts_S + batch.lengths_S).tolist()
+            parts = [tokens[start:end] for start, end in zip(starts, ends, strict=True)]
+            ids, held = self.pictures.shown(parts, batch.pictures)
+            self._shown[batch] = self.pictures.tokens(ids, batch.device, held)
+        return self._shown[batch]
+
+    def _weights_changed(self) -> None:
+        """Forget the rows of pictures that were computed with earlier weights."""
+        if self.pictures is not None:
+            self.pictures.tower.weights_changed()
+
+    # -- weights and state
 
     @property
     def trained(self) -> bool:
@@ -277,7 +259,7 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
     def step(self, lr: float) -> StepOutcome:
         self._before_changes()
         outcome = self.optimizer.step(lr)
-        self.vision.weights_changed()
+        self._weights_changed()
         return outcome
 
     @cached_property
@@ -297,8 +279,12 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
             return self._optimizer.state()
         return {f"weights.{name}": parameter.detach() for name, parameter in self.parameters().items()}, {}
 
+    def load_state(self, meta: Mapping[str, Any]) -> None:
+        if self._optimizer is not None:
+            self._optimizer.load_state(meta)
+        self._weights_changed()
+
     def let_end(self, copy: HostCopy) -> None:
-        """See `TrainingEngine`."""
         self._reading.append(copy)
 
     def _before_changes(self) -> None:
@@ -306,22 +292,9 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
         while self._reading:
             self._reading.pop().before_changes()
 
-    def load_state(self, meta: Mapping[str, Any]) -> None:
-        if self._optimizer is not None:
-            self._optimizer.load_state(meta)
-        self.vision.weights_changed()
-
-    @contextmanager
-    def without_adapters(self) -> Iterator[None]:
-        """See `PolicyEngine`. Routers choose by themselves, and picture rows are recomputed."""
-        with adapters_off(self.root), self.choosing_freely():
-            self.vision.weights_changed()
-            try:
-                yield
-            finally:
-                self.vision.weights_changed()
-
     def offload(self) -> None:
+        from asyncrl.trainer.engines.offload import HostOffload  # only with trainer.offload
+
         own_storage(self.root)
         self._offload = HostOffload(self._offloadable_tensors, self._transient_tensors, self._leave)
 
@@ -345,117 +318,80 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
         """Called before the role leaves the device, where its tensors lose their values."""
         self._before_changes()
 
-    def micro_batches(
-        self, batch: StepBatch, wanted_T: Tensor, seqs: Sequence[int] | None = None
-    ) -> Iterator[MicroBatch]:
-        """Return the micro-batches that score the tokens of `wanted_T` (bool) in the samples `seqs` (None: all)."""
-        wanted = wanted_T.cpu().numpy()
-        lengths = wanted_lengths(wanted, batch.starts_S, batch.lengths_S)
-        return self._cut(batch, wanted, lengths, range(batch.num_seqs) if seqs is None else seqs)
 
-    def _whole_sequences(self, batch: StepBatch, seqs: Sequence[int] | None) -> Iterator[MicroBatch]:
-        """Return micro-batches of the samples `seqs` (None: all) to their last token."""
-        chosen = range(batch.num_seqs) if seqs is None else seqs
-        return self._cut(batch, np.zeros(batch.num_tokens, dtype=np.bool_), batch.lengths_S, chosen)
+class RolePolicy(RoleEngine[Optimizer], PolicyEngine):
+    """A causal language model; its tokens are scored at `temperature`, among the tokens `allowed` (empty: all)."""
 
-    def _cut(
-        self, batch: StepBatch, wanted: NDArray[np.bool_], lengths: NDArray[np.int64], seqs: Sequence[int]
-    ) -> Iterator[MicroBatch]:
-        """Yield the micro-batches.
+    def __init__(self, *, temperature: float, allowed: Sequence[int] = (), **role: Any) -> None:
+        super().__init__(**role)
+        self._sampled: dict[str, Any] = {"temperature": temperature, "entropy": EntropyMode.none}
+        if allowed:
+            self._sampled["allowed_A"] = torch.tensor(allowed, device=self.device)
 
-        All are laid out, and their copies to the device begun, before the first is yielded.
-        """
-        made = deque(
-            micro_batches(
-                batch["tokens"],
-                wanted,
-                batch.starts_S,
-                lengths,
-                seqs,
-                budget=self._budget,
-                kind=self.attention,
-                prefixes=batch.prefixes if self.attention.shares_prefixes else None,
-                routing=batch.routing if self.routers is not None else None,
-                shown=self.vision.shown_tokens(batch),
-            )
-        )
-        while made:
-            self._count(made[0])
-            yield made.popleft()  # frees a computed micro-batch, with the masks that it made
+    def compute_gradients(
+        self,
+        batch: StepBatch,
+        wanted_T: Tensor,
+        seqs: Sequence[int],
+        loss: PolicyLoss,
+        *,
+        entropy: EntropyMode = EntropyMode.none,
+        distributions: bool = False,
+    ) -> tuple[Tensor, list[Stats]]:
+        def share_of(micro_batch: MicroBatch, out: Outputs) -> tuple[Tensor, Stats]:
+            return loss(micro_batch, PolicyOutputs(*out))
 
-    def placeholders(self, picture: Picture) -> list[int]:
-        """See `PolicyEngine`."""
-        return self.vision.placeholders(picture)
-
-
-class LoraReference(PolicyEngine):
-    """`actor` with its adapters off. What is not documented here is in `asyncrl.trainer.engines.base`."""
-
-    def __init__(self, actor: PolicyEngine) -> None:
-        self._actor = actor
-
-    @property
-    def trained(self) -> bool:
-        return False
-
-    @property
-    def flops(self) -> float:
-        return 0.0  # included in the actor's count
-
-    @property
-    def model_config(self) -> PretrainedConfig:
-        return self._actor.model_config
-
-    def step(self, lr: float) -> StepOutcome:
-        self._is_frozen()
-
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return nothing: the role's weights are those of the model folder."""
-        return {}, {}
-
-    def let_end(self, copy: HostCopy) -> None:
-        """Do nothing: the role has no state."""
-
-    def offload(self) -> None:
-        """Do nothing: the role has no tensors of its own."""
-
-    def on_device(self) -> AbstractContextManager[None]:
-        return self._actor.on_device()
-
-    def load_state(self, meta: Mapping[str, Any]) -> None:
-        """Do nothing: there is nothing to load."""
+        wanted = self._sampled | {"entropy": entropy} | ({"distributions": True} if distributions else {})
+        return self._accumulate(self.micro_batches(batch, wanted_T, seqs), share_of, **wanted)
 
     def logprobs(self, batch: StepBatch, wanted_T: Tensor) -> Tensor:
-        with self._actor.without_adapters():
-            return self._actor.logprobs(batch, wanted_T)
-
-    def placeholders(self, picture: Picture) -> list[int]:
-        return self._actor.placeholders(picture)
+        own = self.micro_batches(batch, wanted_T)
+        return self._collect(batch.num_tokens, own, lambda micro_batch: micro_batch.targets_N, **self._sampled)
 
     def score_sequences(
         self, sequences: Sequence[Sequence[int]], pictures: Sequence[Sequence[PlacedPicture]] = ()
     ) -> list[list[float]]:
-        with self._actor.without_adapters():
-            return self._actor.score_sequences(sequences, pictures)
+        ids, _held = (sequences, []) if self.pictures is None else self.pictures.shown(sequences, pictures)
+        together = one_micro_batch(ids, self.attention, self.device, wanted=True, pictures=self.pictures)
+        lengths = [len(tokens) for tokens in sequences]
+        found_T = self._collect(
+            sum(lengths),
+            [together],
+            lambda micro_batch: micro_batch.targets_N,
+            temperature=1.0,
+            entropy=EntropyMode.none,
+        )
+        return [logprobs.tolist() for logprobs in torch.split(found_T, lengths)]
 
-    def distributions(self, micro_batch: MicroBatch) -> Tensor:
-        with self._actor.without_adapters():
-            return self._actor.distributions(micro_batch)
+    def placeholders(self, picture: Picture) -> list[int]:
+        if self.pictures is None:
+            return []
+        return [self.pictures.ids.token_id] * self.pictures.ids.seen(picture).rows
 
-    def compute_gradients(self, *_: Any, **__: Any) -> tuple[Tensor, list[Stats]]:
-        self._is_frozen()
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """See `PolicyEngine`. Routers choose by themselves, and picture rows are recomputed."""
+        from asyncrl.trainer.model.lora import adapters_off  # only with model.lora
 
-    def average_towards(self, source: PolicyEngine, decay: float) -> None:
-        self._is_frozen()
+        routers, self.routers = self.routers, None
+        self._weights_changed()
+        try:
+            with adapters_off(self.root):
+                yield
+        finally:
+            self.routers = routers
+            self._weights_changed()
 
-    def without_adapters(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
-    def published_specs(self) -> list[TensorSpec]:
-        self._is_frozen()
+class RoleValue(RoleEngine[Optimizer], ValueEngine):
+    """A critic or reward model."""
 
-    def gather(self, owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
-        self._is_frozen()
+    def compute_gradients(
+        self, batch: StepBatch, wanted_T: Tensor, seqs: Sequence[int], loss: ValueLoss
+    ) -> tuple[Tensor, list[Stats]]:
+        own = self.micro_batches(batch, wanted_T, seqs)
+        return self._accumulate(own, lambda micro_batch, out: loss(micro_batch, out[0]), everywhere=False)
 
-    def _is_frozen(self) -> NoReturn:
-        raise RuntimeError("this role is frozen: it is the base of the actor's adapters")
+    def outputs(self, batch: StepBatch, seqs: Sequence[int] | None = None) -> Tensor:
+        own = self._whole_sequences(batch, seqs)
+        return self._collect(batch.num_tokens, own, lambda micro_batch: micro_batch.sources_I, everywhere=True)

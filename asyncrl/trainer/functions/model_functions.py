@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, TypeAlias
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from asyncrl.algorithms.arithmetic import Stats, all_reduce_stats, stat_values
-from asyncrl.algorithms.critic import ValueNorm, ValueObjective
-from asyncrl.algorithms.kl import KLController
-from asyncrl.algorithms.objective import Objective
+from asyncrl.algorithms.objective import KLController, Objective
 from asyncrl.algorithms.registry import Choice, KLPlace, ObjectiveSpec, ValueNormalisation
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.catalog import MODEL_FUNCTION, resolve
@@ -25,6 +23,9 @@ from asyncrl.models.ranks import Ranks
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.base import PolicyEngine, TrainingEngine, ValueEngine
 from asyncrl.trainer.settings import AlgorithmConfig
+
+if TYPE_CHECKING:
+    from asyncrl.algorithms.critic import ValueNorm, ValueObjective
 
 StatValues: TypeAlias = dict[str, Any]
 """Numbers by name; `ppo/loss_per_minibatch` is a list."""
@@ -143,14 +144,19 @@ class TrainState:
     def __init__(self, algorithm: AlgorithmConfig) -> None:
         find = partial(resolve, plugins=algorithm.plugins)
         self.objective = Objective(objective_spec(algorithm), find)
-        value_loss, aggregation = _choice(algorithm.critic.value_loss), _choice(algorithm.aggregation)
-        self.value_objective = ValueObjective(value_loss, aggregation, find)
-        self._advantage = algorithm.advantage.name
+        self._algorithm, self._advantage = algorithm, algorithm.advantage.name
         self.kl = KLController(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
-        norm = algorithm.critic.value_norm
-        self.value_norm = None if norm == ValueNormalisation.none else ValueNorm(norm)
+        self.value_norm = _value_norm(algorithm.critic.value_norm)
         self.baselines: dict[str, float] = {}
         """Baselines of the advantage estimator by role, if it keeps any; see `AdvantageInputs.baselines`."""
+
+    @cached_property
+    def value_objective(self) -> ValueObjective:
+        """The critic's objective."""
+        from asyncrl.algorithms.critic import ValueObjective  # only with a critic
+
+        critic, find = self._algorithm.critic, partial(resolve, plugins=self._algorithm.plugins)
+        return ValueObjective(_choice(critic.value_loss), _choice(self._algorithm.aggregation), find)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a checkpoint stores; JSON-serialisable."""
@@ -168,6 +174,14 @@ class TrainState:
             self.baselines = dict(state.get("baselines", {}))
         if self.value_norm is not None:
             self.value_norm.load_state_dict(state["value_norm"])
+
+
+def _value_norm(mode: ValueNormalisation) -> ValueNorm | None:
+    if mode == ValueNormalisation.none:
+        return None
+    from asyncrl.algorithms.critic import ValueNorm  # only with a critic
+
+    return ValueNorm(mode)
 
 
 def objective_spec(algorithm: AlgorithmConfig) -> ObjectiveSpec:

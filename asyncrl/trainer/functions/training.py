@@ -1,6 +1,4 @@
-"""The train steps of actor and critic: one optimizer step per minibatch, in each pass over the batch; the actor's loss,
-and the denominators of both.
-"""
+"""The actor's train step: one optimizer step per minibatch, in each pass over the batch; its loss and denominators."""
 
 from __future__ import annotations
 
@@ -12,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.arithmetic import Stat, Stats, count_stat, mean_stat, merge_stats
-from asyncrl.algorithms.critic import align_values
-from asyncrl.algorithms.inputs import PolicyLossInputs, SelectionInputs, SelectionOutput, ValueLossInputs
+from asyncrl.algorithms.arithmetic import Stat, Stats, count_stat, merge_stats
+from asyncrl.algorithms.inputs import PolicyLossInputs, SelectionInputs, SelectionOutput
 from asyncrl.algorithms.objective import Objective, should_stop, weight_variance
 from asyncrl.algorithms.registry import WHOLE_DISTRIBUTIONS
 from asyncrl.models.chunked_logprobs import EntropyMode
@@ -337,80 +334,3 @@ def _report(ctx: CallContext, batch: StepBatch, loss: ActorLoss, progress: _Prog
         "lr": progress.lr,
         "kl/coef": ctx.state.kl.coef,
     }
-
-
-@model_function("critic_train")
-def critic_train(ctx: CallContext, batch: StepBatch) -> StatValues:
-    """Train the critic on `returns`, with one optimizer step per minibatch of each pass.
-
-    `values` are the critic's outputs at the step's start. With `value_norm` the returns update the normalisation first,
-    and old values and targets are in its units.
-    """
-    engine, objective = ctx.value(), ctx.state.value_objective
-    wanted_T = batch["value_mask"] if "value_mask" in batch else batch["loss_mask"]
-    old_T, returns_T = _targets(ctx, batch, wanted_T)
-    normalisers = global_normalisers(ctx, batch, wanted_T, objective.normaliser)
-    losses, stats, norms = [], [_no_stats(ctx, batch.device)], []
-    lr = 0.0
-    for number, normaliser in enumerate(normalisers):
-        lr = ctx.config.critic_learning_rate(batch.version, number / batch.num_minibatches)
-        if normaliser == 0.0:
-            continue
-
-        def share(micro_batch: MicroBatch, values_N: Tensor, normaliser: float = normaliser) -> tuple[Tensor, Stats]:
-            targets_N = micro_batch.targets_N
-            everything_N = torch.ones_like(targets_N, dtype=torch.bool)
-            inputs = ValueLossInputs(values_N, old_T[targets_N], returns_T[targets_N], everything_N)
-            return objective(inputs, micro_batch.seq_ids_N, micro_batch.num_seqs, normaliser)
-
-        loss, parts = engine.compute_gradients(batch, wanted_T, batch.minibatch(number), share)
-        norms.append(engine.step(lr))
-        losses.append(loss)
-        stats += parts
-    reduced = ctx.reduce(merge_stats([*stats, _fit(old_T, returns_T, wanted_T)]))
-    total = torch.stack([*losses, torch.zeros((), device=batch.device)]).sum()
-    return {
-        **reduced,
-        "critic/explained_variance": _explained_variance(reduced),
-        "critic/loss": float(ctx.ranks.all_reduce_sum(total)) / max(1, len(losses)),
-        "critic/grad_norm": sum(outcome.grad_norm for outcome in norms) / max(1, len(norms)),
-        "critic/lr": lr,
-    }
-
-
-def _fit(old_T: Tensor, returns_T: Tensor, wanted_T: Tensor) -> Stats:
-    """Return the means from which the explained variance of the returns is computed, for the values at the step's
-    start.
-    """
-    error_T, returns_T = (returns_T - old_T).double(), returns_T.double()
-    return {
-        "critic/returns_mean": mean_stat(returns_T, wanted_T),
-        "critic/returns_square_mean": mean_stat(returns_T.square(), wanted_T),
-        "critic/error_mean": mean_stat(error_T, wanted_T),
-        "critic/error_square_mean": mean_stat(error_T.square(), wanted_T),
-    }
-
-
-def _explained_variance(reduced: StatValues) -> float:
-    """Return 1 - Var(returns - values) / Var(returns); 0 if all returns are equal."""
-    of_returns = reduced["critic/returns_square_mean"] - reduced["critic/returns_mean"] ** 2
-    of_errors = reduced["critic/error_square_mean"] - reduced["critic/error_mean"] ** 2
-    return 1.0 - of_errors / of_returns if of_returns > 0.0 else 0.0
-
-
-def _targets(ctx: CallContext, batch: StepBatch, wanted_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Return values at the step's start and regression targets, both in the critic's units."""
-    old_T, _ = align_values(batch["values"], batch.seq_ids_T, batch.num_seqs)
-    returns_T = batch["returns"]
-    norm = ctx.state.value_norm
-    if norm is None:
-        return old_T, returns_T
-    old_T = norm.normalise(old_T)
-    norm.update(returns_T, wanted_T, ctx.ranks.all_reduce_sum if ctx.ranks.world > 1 else None)
-    return old_T, norm.normalise(returns_T)
-
-
-def _no_stats(ctx: CallContext, device: torch.device) -> Stats:
-    none_N = torch.zeros(0, device=device)
-    ids_N = torch.zeros(0, dtype=torch.int64, device=device)
-    return ctx.state.value_objective(ValueLossInputs(none_N, none_N, none_N, ids_N.bool()), ids_N, 0, 0.0)[1]

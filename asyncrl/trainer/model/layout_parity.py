@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -28,19 +28,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from asyncrl.models.parity import (
     Difference,
-    Rounding,
+    ShortModel,
+    Subject,
     Tokens,
     UnsupportedModelError,
-    fault_with_pictures,
     find_leak,
     forks,
-    picture_probes,
     probe_for,
-    short_model,
-    spoken,
-    told,
 )
-from asyncrl.models.pictures import Pictures
 from asyncrl.models.torch_device import attention_kernel
 from asyncrl.models.transformers_internals import (
     PLAIN_LAYERS,
@@ -53,6 +48,9 @@ from asyncrl.models.transformers_internals import (
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.model.attention import PACKED, VARLEN, kernel_exists
 from asyncrl.trainer.settings import AttentionImplementation
+
+if TYPE_CHECKING:
+    from asyncrl.models.pictures import Pictures
 
 logger = logging.getLogger(__name__)
 
@@ -250,92 +248,43 @@ def _unseen_layers(network: PreTrainedModel, layout: SequenceLayout) -> str | No
     return None
 
 
-class _Subject:
-    """A model to check, with the results of transformers' plain forward as the truth.
-
-    Args:
-        engine: computes the model.
-        original: the original of a copy with short lengths.
-        lengths: for a copy, the fields that were lowered and the original's values.
-
-    Raises:
-        UnsupportedModelError: transformers cannot compute the model.
-    """
+class _Subject(Subject):
+    """A model that `engine` trains."""
 
     def __init__(
         self, engine: ParityTestable, original: _Subject | None = None, lengths: Mapping[str, int] | None = None
-    ):
-        self._engine, self._original, self._lengths = engine, original, lengths or {}
-        self._difference = 0.0
-        network = engine.network
-        probes = probe_for(network)
-        self.sequences: list[list[int]] = [*probes, *forks(probes)] if original is None else original.sequences
-        try:
-            self.plain = [engine.plain(tokens) for tokens in self.sequences]
-            self._rounding = Rounding.of(self.plain, engine.plain_again(self.sequences), network.dtype)
-            pictures = engine.pictures
-            self._shown, self._held = ([], []) if pictures is None else picture_probes(pictures, self.sequences)
-            self._plain_shown = [engine.plain(tokens) for tokens in self._shown]
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # any error of a model's own code is a reason to refuse the model
-            raise UnsupportedModelError(
-                f"{type(network).__name__} cannot be trained: transformers' own forward of it in "
-                f"{str(network.dtype).removeprefix('torch.')} fails: {told(error)}. Use another model.dtype, or "
-                "another model"
-            ) from error
-
-    def with_short_lengths(self, reach: int) -> _Subject | None:
-        """Return a copy of the model in which each length below `reach` is lowered below its sequences; None if it has
-        no such length.
-        """
-        fitting = max(len(tokens) for tokens in self.sequences)
-        short = short_model(self._engine.network, self._engine.weights(), reach, fitting)
-        return None if short is None else _Subject(self._engine.with_network(short.model), self, short.lengths)
-
-    @property
-    def shortest(self) -> int:
-        """The shortest length that was lowered."""
-        return min(self._lengths.values())
+    ) -> None:
+        self._engine, self._layout = engine, first_layout(AttentionImplementation.eager)
+        probes = probe_for(engine.network)
+        sequences = [*probes, *forks(probes)] if original is None else original.sequences
+        super().__init__(engine.network, engine.weights(), engine.pictures, sequences, original, lengths)
 
     def fault(self, layout: SequenceLayout) -> str | None:
         """Return the fault of the model under `layout`; None if it has none. The model stays set to `layout`."""
-        return next(filter(None, map(self._fault, kernel_variants(layout))), None)
+        for variant in kernel_variants(layout):
+            self._layout = variant
+            if (fault := self.found_fault()) is not None:
+                return fault
+        return None
 
-    def _fault(self, layout: SequenceLayout) -> str | None:
-        network = self._engine.network
-        try:
-            set_attention(network, layout.attention)
-            self._engine.attention = layout.kind
-            with torch.no_grad():
-                difference = Difference.of(self.plain, self._engine.together(self.sequences))
-            self._difference = difference.mean
-            fault = difference.beyond(self._allowed()) or find_leak(network, self.sequences, self._engine.together)
-            fault = fault or self._fault_with_pictures()
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # as above
-            fault = f"its forward fails: {told(error)}"
-        return f"in rows longer than {spoken(self._lengths)}, {fault}" if fault and self._lengths else fault
+    def _refusal(self, reason: str) -> UnsupportedModelError:
+        name = type(self.network).__name__
+        return UnsupportedModelError(f"{name} cannot be trained: {reason}. Use another model.dtype, or another model")
 
-    def _fault_with_pictures(self) -> str | None:
-        """Return the fault of sequences with pictures, like `fault`."""
-        network, together = self._engine.network, self._engine.together
+    def _plain(self, tokens: Tokens) -> Tensor:
+        return self._engine.plain(tokens)
 
-        @torch.no_grad()
-        def compare() -> Difference:
-            return Difference.of(self._plain_shown, together(self._shown))
+    def _plain_again(self) -> Sequence[Tensor]:
+        return self._engine.plain_again(self.sequences)
 
-        return fault_with_pictures(
-            self._plain_shown,
-            compare,
-            self._rounding,
-            self._difference,
-            lambda: find_leak(network, self._shown, together),
-        )
+    def _copy(self, short: ShortModel) -> Self:
+        return type(self)(self._engine.with_network(short.model), self, short.lengths)
 
-    def _allowed(self) -> Rounding:
-        if self._original is None:
-            return self._rounding
-        effect = Difference.of(self._original.plain, self.plain).mean
-        return self._rounding.within(effect, self._original._difference)
+    @torch.no_grad()
+    def _difference(self, sequences: Sequence[Tokens], plain: Sequence[Tensor]) -> Difference:
+        set_attention(self.network, self._layout.attention)
+        self._engine.attention = self._layout.kind
+        return Difference.of(plain, self._engine.together(sequences))
+
+    def _leak(self, sequences: Sequence[Tokens]) -> str | None:
+        return find_leak(self.network, sequences, self._engine.together)

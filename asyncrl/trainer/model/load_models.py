@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from transformers import (
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    AutoConfig,
-    AutoModel,
-    AutoModelForSequenceClassification,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from torch import nn
+from transformers import PreTrainedModel
 
 from asyncrl.config.setting import Dtype
 from asyncrl.models.folder_checks import ModelPart
 from asyncrl.models.parity import UnsupportedModelError
-from asyncrl.models.picture_rules import PictureModelError
-from asyncrl.models.pictures import Pictures, tower_parameters
-from asyncrl.models.transformers_internals import language_model, set_attention
+from asyncrl.models.transformers_internals import language_model, set_attention, takes_pictures, tower_parameters
 from asyncrl.trainer.model.layout_parity import first_layout
 from asyncrl.trainer.settings import AttentionImplementation, VisionMode
-from asyncrl.weights.whole_folder import HEAD, check_whole, head_shapes, read_tensor
+from asyncrl.weights.whole_folder import check_whole
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from asyncrl.models.pictures import Pictures
+
+BASE_LAYER, _ADAPTER = ".base_layer", ".default"
+"""Parts of a parameter's name that peft inserts: in the base under an adapter, and in an adapter."""
+
+
+def plain_name(name: str) -> str:
+    """Remove peft's insertions from a parameter's name. A base parameter then has its name in the model folder."""
+    return name.replace(BASE_LAYER, "").replace(_ADAPTER, "")
 
 
 def load_causal_lm(
@@ -38,7 +37,7 @@ def load_causal_lm(
     Raises:
         OSError: `path` holds no model.
     """
-    model: PreTrainedModel = _pretrained(language_model(path), path, dtype, attn_implementation)
+    model: PreTrainedModel = load_pretrained(language_model(path), path, dtype, attn_implementation)
     model.train(False)
     nn.Module.to(model, device)
     return model
@@ -59,15 +58,18 @@ def prepare_vision(
     if mode != VisionMode.train:
         for parameter in tower_parameters(model):
             parameter.requires_grad_(False)
-    if mode == VisionMode.none:
+    if mode == VisionMode.none or not takes_pictures(model):
         return None
+    from asyncrl.models.picture_rules import PictureModelError  # only for models that take pictures
+    from asyncrl.models.pictures import Pictures
+
     try:
         return Pictures.of(model, Path(path), attach=attach)
     except PictureModelError as error:
         raise UnsupportedModelError(f"{error}. Use model.vision=none for text alone, or another model") from error
 
 
-def _pretrained(
+def load_pretrained(
     kind: Any,
     path: str | Path,
     dtype: Dtype,
@@ -92,98 +94,3 @@ def _pretrained(
     if not flash:
         set_attention(model, first_layout(attn_implementation).attention)
     return model
-
-
-class Critic(nn.Module):
-    """A transformer's trunk with a linear head: the value of every prefix of a sequence.
-
-    The head starts at zero, so that an untrained critic predicts 0 everywhere instead of noise. Like the head of
-    transformers' sequence classifiers it has no bias, unless a folder's head has one.
-    """
-
-    def __init__(self, trunk: PreTrainedModel, *, bias: bool = False) -> None:
-        super().__init__()
-        self.trunk = trunk
-        self.head = nn.Linear(trunk.config.get_text_config().hidden_size, 1, bias=bias, dtype=torch.float32)
-        for parameter in self.head.parameters():
-            nn.init.zeros_(parameter)
-
-    def values(self, hidden: Tensor) -> Tensor:
-        """Return values of hidden states [N, H], shape [N], in fp32."""
-        value: Tensor = self.head(hidden.float()).squeeze(-1)
-        return value
-
-
-def load_critic(
-    path: str | Path, dtype: Dtype, attn_implementation: AttentionImplementation, device: torch.device
-) -> Critic:
-    """Return a critic on the trunk in `path`, with the head of the classifier that is there, else with a new one."""
-    trunk = _pretrained(AutoModel, path, dtype, attn_implementation, ModelPart.trunk)
-    names, folder = head_shapes(path), Path(path).expanduser()
-    critic = Critic(trunk, bias=f"{HEAD}.bias" in names)
-    if names:
-        logger.info("the critic's head is %s of %s", HEAD, path)
-        critic.head.load_state_dict({name.removeprefix(f"{HEAD}."): read_tensor(folder, name) for name in names})
-    return critic.eval().to(device)
-
-
-def load_reward_model(
-    path: str | Path,
-    dtype: Dtype,
-    attn_implementation: AttentionImplementation,
-    device: torch.device,
-    *,
-    trained: bool = False,
-) -> tuple[Critic, PreTrainedModel]:
-    """Return the sequence classifier with one label in `path`: its trunk and head, and transformers' model of both.
-
-    Args:
-        trained: `path` may be a language model's folder: its trunk then gets a new head, at 0.
-
-    Raises:
-        ValueError: the classifier has several labels, or no linear head called `score`.
-    """
-    config = AutoConfig.from_pretrained(path)
-    new = trained and not is_classifier(config)
-    more = {"config": as_classifier(config)} if new else {}
-    part = ModelPart.trunk if new else ModelPart.reward
-    model = _pretrained(AutoModelForSequenceClassification, path, dtype, attn_implementation, part, **more)
-    critic = Critic(model.base_model, bias=single_score(model, path).bias is not None)
-    if not new:
-        critic.head.load_state_dict(model.score.state_dict())
-    model.score = critic.head
-    model.config.architectures = [type(model).__name__]
-    model.eval().to(device)
-    return critic.eval(), model
-
-
-def is_classifier(config: PretrainedConfig) -> bool:
-    """True if `config` belongs to a sequence classifier."""
-    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
-
-
-def as_classifier(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the configuration of a classifier with one label on the trunk of the model of `config`.
-
-    Raises:
-        UnsupportedModelError: transformers has no such classifier.
-    """
-    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        raise UnsupportedModelError(
-            f"transformers has no sequence classifier of a {config.model_type!r} model, which a reward model is; use "
-            "another model"
-        )
-    config.num_labels = 1
-    return config
-
-
-def single_score(model: PreTrainedModel, path: str | Path) -> nn.Linear:
-    """Return the head of the classifier `model` from `path`.
-
-    Raises:
-        ValueError: the classifier has several labels, or no linear head called `score`.
-    """
-    head = dict(model.named_children()).get("score")
-    if not isinstance(head, nn.Linear) or head.out_features != 1:
-        raise ValueError(f"the reward model in {path} gives no single score; train it with num_labels=1")
-    return head

@@ -23,6 +23,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from asyncrl.models.transformers_internals import language_model_on_meta, text_part, trunk_of
+from asyncrl.trainer.model.load_models import plain_name
 from asyncrl.trainer.settings import ALL_LINEAR, LoraConfig
 from asyncrl.weights.adapters import Adapters, model_name, published_name
 from asyncrl.weights.folder_tensors import FolderTensor, Published, TensorSpec, WholeModel, held_tensors
@@ -30,10 +31,7 @@ from asyncrl.weights.folder_tensors import FolderTensor, Published, TensorSpec, 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftConfig
 
-_ADAPTER = ".default"
 _NAMES_OF_EXPERTS = frozenset({"w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"})
-BASE_LAYER = ".base_layer"
-"""Part of a base parameter's name that peft inserts; names in a model folder do not have it."""
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, *, vision: bool = False) -> None:
@@ -85,11 +83,6 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, vision: bool = F
 def is_adapter(name: str) -> bool:
     """True if the parameter `name` belongs to an adapter."""
     return ".lora_A." in name or ".lora_B." in name
-
-
-def plain_name(name: str) -> str:
-    """Remove peft's insertions from a parameter's name. A base parameter then has its name in the model folder."""
-    return name.replace(BASE_LAYER, "").replace(_ADAPTER, "")
 
 
 class WholeBase(WholeModel):
@@ -182,6 +175,15 @@ class WholeAdapters:
             published = published_name(plain_name(name))
             if is_adapter(name) and owners.get(published) == self._worker:
                 yield published, parameter.detach().to(self._model.dtype)
+
+
+def published_whole(model: PreTrainedModel, worker: int, config: LoraConfig, *, merge: bool) -> Published:
+    """Return what a `model` with adapters publishes that every rank holds whole: its adapters, or all of it merged."""
+    adapters = WholeAdapters(model, worker)
+    if not merge:
+        return adapters
+    base = WholeBase(model, worker)
+    return Merged(base, adapters, config, base.folder, model.config)
 
 
 def published_adapters(model: nn.Module, dtype: torch.dtype) -> list[TensorSpec]:

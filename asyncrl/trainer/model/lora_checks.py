@@ -10,7 +10,7 @@ from pathlib import Path
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.models.folder_checks import read_header
-from asyncrl.models.picture_rules import placeholder_in
+from asyncrl.models.model_config import placeholder_in
 from asyncrl.trainer.settings import ALL_LINEAR, LoraConfig, LoraPublish
 
 _LAYER_WEIGHT = re.compile(r"(?:^|\.)\w+\.\d+\.(?:.*\.)?(\w+)\.weight$")

@@ -28,8 +28,7 @@ from collections.abc import Iterator
 from asyncrl.comm.names import ACTOR
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.graph import Graph
-from asyncrl.models.model_config import ModelFacts, facts_of
-from asyncrl.models.picture_rules import placeholder_in
+from asyncrl.models.model_config import ModelFacts, facts_of, placeholder_in
 from asyncrl.trainer.engines import AUTO, ENGINES
 from asyncrl.trainer.parallel.placement import (
     Layout,

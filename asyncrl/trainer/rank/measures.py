@@ -1,11 +1,4 @@
-"""Measurements of a training rank's steps: operations per second, memory, profiles of chosen steps.
-
-Profiles
---------
-They are in the run's folder:
-
-    profile/step-10.rank-0.trace.json.gz    torch's trace, for ui.perfetto.dev or chrome://tracing
-            step-10.rank-0.memory.pickle    history of the GPU's memory, for pytorch.org/memory_viz
+"""Measurements of a training rank's steps: operations per second, memory.
 
 Utilisation
 -----------
@@ -18,99 +11,25 @@ of torch's matrix product in the run's type, measured once.
 
 from __future__ import annotations
 
-import logging
 import re
 import resource
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.memory import OUT_OF_MEMORY, in_order, is_out_of_memory, trainer_settings
 from asyncrl.models.ranks import PeerFailed
 from asyncrl.models.torch_device import on_gpu_with_others, shortage
-from asyncrl.observe.settings import ProfileConfig
 from asyncrl.runtime.process.worker import OutOfMemory
 from asyncrl.trainer.engines.base import TrainingEngine
 from asyncrl.trainer.messages import EndedStep
 
-_MEMORY_EVENTS = 200_000
-"""Number of the newest allocations and frees that the history keeps."""
-
-_log = logging.getLogger(__name__)
-
-
-class StepProfile:
-    """Records the work of a rank between `begin` and `end` of the steps listed in `settings`.
-
-    Args:
-        rank: index of the ModelWorker.
-        folder: folder of the files; created with the first file.
-    """
-
-    def __init__(self, settings: ProfileConfig, rank: int, folder: Path, device: torch.device) -> None:
-        self._steps = frozenset(settings.steps) if rank in settings.ranks else frozenset[int]()
-        self._rank, self._folder = rank, folder
-        self._on_gpu = device.type == "cuda"
-        self._memory = settings.memory and self._on_gpu
-        if self._steps and settings.memory and not self._on_gpu:
-            _log.info("profile.memory: the history of a GPU's memory; this rank computes on the %s", device.type)
-        self._step = 0
-        self._profile: profile | None = None
-
-    def begin(self, step: int) -> None:
-        """Start recording if `step` is to be profiled; an unfinished recording is dropped."""
-        self._drop()
-        if step not in self._steps:
-            return
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
-        self._step, self._profile = step, profile(activities=activities, record_shapes=True)
-        self._profile.start()
-        if self._memory:
-            torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
-
-    def call(self, name: str) -> AbstractContextManager[object]:
-        """Label everything within this block as `name` in the trace."""
-        return nullcontext() if self._profile is None else record_function(name)
-
-    def end(self) -> list[Path]:
-        """End the step and write its files; returns them."""
-        if self._profile is None:
-            return []
-        self._profile.stop()
-        try:
-            files = self._write(self._profile)
-        except (OSError, RuntimeError) as error:  # for example a full disk; the step is trained anyway
-            _log.warning("the profile of step %d could not be written: %s", self._step, error)
-            files = []
-        self._drop(stopped=True)
-        if files:
-            _log.info("profile of step %d: %s", self._step, ", ".join(map(str, files)))
-        return files
-
-    def _write(self, recorded: profile) -> list[Path]:
-        self._folder.mkdir(exist_ok=True)
-        stem = f"step-{self._step}.rank-{self._rank}"
-        files = [self._folder / f"{stem}.trace.json.gz"]
-        recorded.export_chrome_trace(str(files[0]))
-        if self._memory:
-            files.append(self._folder / f"{stem}.memory.pickle")
-            torch.cuda.memory._dump_snapshot(str(files[1]))  # type: ignore[no-untyped-call]
-        return files
-
-    def _drop(self, *, stopped: bool = False) -> None:
-        if self._profile is None:
-            return
-        if not stopped:
-            self._profile.stop()
-        if self._memory:
-            torch.cuda.memory._record_memory_history(enabled=None)
-        self._profile = None
-
+if TYPE_CHECKING:
+    from asyncrl.trainer.rank.profile import StepProfile
 
 BFLOAT16_PEAKS = {
     "GB200": 2.5e15,
@@ -160,19 +79,32 @@ def _seconds(matrix: torch.Tensor) -> float:
     return time.perf_counter() - begin
 
 
-class Utilisation:
-    """Counts the operations and the seconds of the calls that this rank runs.
+class StepMeasures:
+    """Measures each step of a rank from `begin` to `end`: the operations and the seconds of its calls, and memory.
 
     Args:
         engines: engine of every role that the rank hosts.
         peak: peak of the rank's device, in operations per second.
+        device: device of the rank.
+        profile: records chosen steps; None: no step is recorded.
     """
 
-    def __init__(self, engines: Mapping[str, TrainingEngine], peak: float) -> None:
-        self._engines, self._peak = engines, peak
+    def __init__(
+        self,
+        engines: Mapping[str, TrainingEngine],
+        peak: float,
+        device: torch.device,
+        profile: StepProfile | None = None,
+    ) -> None:
+        self._engines, self._peak, self._device, self._profile = engines, peak, device, profile
         self._computing_s = 0.0
-        self._step = (0.0, 0.0)
+        self._before = (0.0, 0.0)
         self._mfu: float | None = None
+
+    def begin(self, step: int) -> None:
+        """Start to measure `step`."""
+        if self._profile is not None:
+            self._profile.begin(step)
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -183,16 +115,24 @@ class Utilisation:
         finally:
             self._computing_s += time.perf_counter() - began
 
-    def end_step(self) -> tuple[float, float] | None:
-        """Return operations per second and MFU of the step's calls; None if they are not counted."""
-        total = self._total()
+    @contextmanager
+    def call(self, name: str) -> Iterator[None]:
+        """Within this block the rank runs the call `name`."""
+        with nullcontext() if self._profile is None else self._profile.call(name), self.computing():
+            yield
+
+    def end(self) -> EndedStep:
+        """End the step; return peak memory, and operations per second and MFU of its calls if they are counted."""
+        if self._profile is not None:
+            self._profile.end()
+        memory, total = _peak_memory(self._device), self._total()
         if total is None:
-            return None
-        flops, seconds = total - self._step[0], self._computing_s - self._step[1]
-        self._step = (total, self._computing_s)
+            return EndedStep(memory)
+        flops, seconds = total - self._before[0], self._computing_s - self._before[1]
+        self._before = (total, self._computing_s)
         speed = flops / seconds if seconds else 0.0
         self._mfu = speed / self._peak
-        return speed, self._mfu
+        return EndedStep(memory, speed, self._mfu)
 
     def gauges(self) -> dict[str, float]:
         """Return figures for a line of `observed/`."""
@@ -206,39 +146,6 @@ class Utilisation:
     def _total(self) -> float | None:
         counts = [engine.flops for engine in self._engines.values()]
         return None if None in counts else sum(count for count in counts if count is not None)
-
-
-class StepMeasures:
-    """Measures each step of a rank from `begin` to `end`.
-
-    Args:
-        utilisation: counts operations and the seconds of calls.
-        profile: records chosen steps.
-        device: device of the rank.
-    """
-
-    def __init__(self, utilisation: Utilisation, profile: StepProfile, device: torch.device) -> None:
-        self._utilisation, self._profile, self._device = utilisation, profile, device
-
-    def begin(self, step: int) -> None:
-        """Start to measure `step`."""
-        self._profile.begin(step)
-
-    def computing(self) -> AbstractContextManager[None]:
-        """Count the time within this block as time of calls."""
-        return self._utilisation.computing()
-
-    @contextmanager
-    def call(self, name: str) -> Iterator[None]:
-        """Within this block the rank runs the call `name`."""
-        with self._profile.call(name), self.computing():
-            yield
-
-    def end(self) -> EndedStep:
-        """End the step; return peak memory and speed."""
-        self._profile.end()
-        speed, mfu = self._utilisation.end_step() or (None, None)
-        return EndedStep(_peak_memory(self._device), speed, mfu)
 
 
 def gpu_memory(device: torch.device) -> dict[str, float]:

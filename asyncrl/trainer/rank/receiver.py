@@ -27,13 +27,12 @@ from typing import Self
 
 import numpy as np
 
-from asyncrl.api.trajectory import FINISHED_AT, SampleColumns, SharedPrompt, Trajectory, unrecorded
+from asyncrl.api.trajectory import FINISHED_AT, SampleColumns, SharedPrompt, Trajectory
 from asyncrl.comm.files import retry_write_blocking
 from asyncrl.comm.push_pull import InvalidTrajectory
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import token_ids
-from asyncrl.models.model_config import RoutingShape, read_model_config, routing_shape_of
-from asyncrl.models.picture_rules import placeholder_id
+from asyncrl.models.model_config import RoutingShape, placeholder_id, read_model_config, routing_shape_of
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import PollBuffer, PolledBuffer
 from asyncrl.trainer.rank.inbox import Inbox, InboxFull, InboxStore, StoredTrajectoryDamaged
@@ -269,35 +268,8 @@ class TrajectoryCheck:
                 raise InvalidTrajectory(f"{name} holds tokens of version {version}, the newest is {self._newest}")
         if not self._takes_pictures and trajectory.pictures:
             raise InvalidTrajectory(f"{name} holds pictures, and the model takes none")
-        if self._routing is not None and (fault := routing_fault(trajectory, self._routing)) is not None:
-            raise InvalidTrajectory(f"{name} {fault}")
+        if self._routing is not None:
+            from asyncrl.models.routing import routing_fault  # only with moe.replay_routing
 
-
-def routing_fault(trajectory: Trajectory, shape: RoutingShape) -> str | None:
-    """Return the fault of the expert choices in `trajectory`; None if they are complete.
-
-    They are complete if every token that the model must read to compute the generated ones has experts that exist.
-    """
-    columns = trajectory.columns
-    routing = columns.routing
-    if routing is None:
-        return (
-            "does not tell which experts its tokens went through (moe.replay_routing): its agent has to build its "
-            "samples by asyncrl.plugins.agents.sample_builder or the chat client, or to give them Sample.routing"
-        )
-    expected = (shape.layers, shape.per_token)
-    if routing.dtype != shape.dtype or routing.shape[1:] != expected:
-        return f"has a routing of {routing.dtype} {routing.shape[1:]}, the model makes {shape.dtype} {expected}"
-    lowest_T, highest_T = routing.min((1, 2)), routing.max((1, 2))
-    absent_T = lowest_T == unrecorded(shape.dtype)
-    if (wrong_T := (highest_T >= shape.experts) & ~absent_T).any():
-        return f"went through expert {int(highest_T[wrong_T][0])}, the model has {shape.experts} in a layer"
-    # A sample's last generated token is the last scored token; the tokens before it go into the model.
-    generated = np.flatnonzero(columns.loss_mask)
-    seq_ids_T = np.repeat(np.arange(len(columns)), columns.lengths)
-    last_S = np.full(len(columns), -1)
-    np.maximum.at(last_S, seq_ids_T[generated], generated)
-    needed_T = np.arange(len(seq_ids_T)) < last_S[seq_ids_T]
-    if (missing := int((needed_T & absent_T).sum())) > 0:
-        return f"does not tell the experts of {missing} tokens that lie before a generated one"
-    return None
+            if (fault := routing_fault(trajectory, self._routing)) is not None:
+                raise InvalidTrajectory(f"{name} {fault}")

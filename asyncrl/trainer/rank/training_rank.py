@@ -30,10 +30,8 @@ from asyncrl.config.variants import CRITIC, REFERENCE, SEPARATOR, config_of_poli
 from asyncrl.master.graph import Graph
 from asyncrl.trainer.engines.base import EngineLoader, PolicyEngine, TrainingEngine, engine_loader
 from asyncrl.trainer.engines.optimizer import local
-from asyncrl.trainer.engines.role import LoraReference
 from asyncrl.trainer.functions.model_functions import TrainState
 from asyncrl.trainer.messages import CollectWeights, Publish, SaveCheckpoint
-from asyncrl.trainer.model.lora import adapter_config
 from asyncrl.trainer.model.lora_checks import publishes_adapters
 from asyncrl.trainer.parallel.placement import Placement, engine_of
 from asyncrl.trainer.parallel.world import World
@@ -204,6 +202,8 @@ def build_rank(config: ExperimentConfig, graph: Graph, world: World, device: tor
     for role in filter(world.hosts, roles):
         actor = engines.get(ACTOR)
         if role == REFERENCE and isinstance(actor, PolicyEngine) and _is_base_of_actor(config, world.placement):
+            from asyncrl.trainer.engines.lora_reference import LoraReference  # only with model.lora
+
             engines[role] = LoraReference(actor)
         else:
             policy, own = policy_and_role(config, role)
@@ -327,6 +327,8 @@ class Versions:
             if self._config.model.publish_dtype != Dtype.auto:
                 described.dtype = getattr(torch, self._config.model.publish_dtype)
             return SharedFiles(described, self._assets)
+        from asyncrl.trainer.model.lora import adapter_config  # only with model.lora
+
         base, specs = str(Path(str(self._config.model.path))), policy.published_specs()
         return SharedFiles(adapter_config(self._config.model.lora, base, specs, policy.model_config))
 

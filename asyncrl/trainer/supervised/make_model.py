@@ -40,7 +40,8 @@ from asyncrl.models.torch_device import choose_device
 from asyncrl.observe.tail import read_rows
 from asyncrl.runtime.process.hardware import visible_gpus
 from asyncrl.trainer.parallel.placement import Placement, worker_grid
-from asyncrl.trainer.parallel.world import World, training_world
+from asyncrl.trainer.parallel.process_groups import training_world
+from asyncrl.trainer.parallel.world import World
 from asyncrl.trainer.supervised.base_model import run_dir_of
 from asyncrl.trainer.supervised.objectives import engine_settings
 from asyncrl.trainer.supervised.settings import DEMO_MODEL, SFTConfig

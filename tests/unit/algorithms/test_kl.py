@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from asyncrl.algorithms.inputs import KLInputs
-from asyncrl.algorithms.kl import KLController, ema_update_, kl_token_rewards
-from asyncrl.algorithms.objective import should_stop, weight_variance
+from asyncrl.algorithms.kl import ema_update_, kl_token_rewards
+from asyncrl.algorithms.objective import KLController, should_stop, weight_variance
 from asyncrl.algorithms.registry import WHOLE_DISTRIBUTIONS
 from asyncrl.config.plugin_code.catalog import known, resolve
 

@@ -158,7 +158,7 @@ def test_what_a_training_rank_takes_is_found(
 
     path = mine(form, name)
     config = checked(f"{setting}.name='{path}'", "algorithm.kl_coef=0.1")
-    TrainState(config.algorithm)
+    assert TrainState(config.algorithm).value_objective
     function: Any = resolve(name.removeprefix("my_").replace("loss", "policy_loss", name == "my_loss"), path)
     assert function.func.__name__ == name
 

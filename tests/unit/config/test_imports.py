@@ -72,6 +72,55 @@ for module in {contract["source_modules"]!r}:
     assert done.returncode == 0, done.stderr
 
 
+RANK = (
+    "asyncrl.trainer.process",
+    "asyncrl.trainer.engines.flat",
+    "asyncrl.trainer.functions.advantage",
+    "asyncrl.trainer.functions.logprobs",
+    "asyncrl.trainer.functions.training",
+    "asyncrl.algorithms.advantages",
+    "asyncrl.algorithms.corrections",
+    "asyncrl.algorithms.policy_losses",
+)
+"""What a rank of the default settings imports."""
+OPTIONAL = (
+    "asyncrl.algorithms.critic",
+    "asyncrl.algorithms.gae",
+    "asyncrl.algorithms.kl",
+    "asyncrl.algorithms.selections",
+    "asyncrl.models.fused_norms",
+    "asyncrl.models.picture_rules",
+    "asyncrl.models.pictures",
+    "asyncrl.models.routing",
+    "asyncrl.trainer.batches.column_moves",
+    "asyncrl.trainer.engines.lora_reference",
+    "asyncrl.trainer.engines.offload",
+    "asyncrl.trainer.engines.sharded",
+    "asyncrl.trainer.functions.critic",
+    "asyncrl.trainer.functions.rewards",
+    "asyncrl.trainer.functions.teachers",
+    "asyncrl.trainer.model.layers",
+    "asyncrl.trainer.model.lora",
+    "asyncrl.trainer.model.value_models",
+    "asyncrl.trainer.parallel.process_groups",
+    "asyncrl.trainer.rank.profile",
+    "asyncrl.trainer.rank.sample_log",
+    "asyncrl.trainer.sizing",
+)
+"""What only settings, a model or a graph that name it bring."""
+
+
+def test_a_rank_imports_no_feature_that_its_settings_do_not_name() -> None:
+    program = f"""
+import importlib, sys
+for module in {RANK!r}:
+    importlib.import_module(module)
+sys.exit(", ".join(sorted(set({OPTIONAL!r}) & sys.modules.keys())) or None)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=570, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_no_module_imports_itself_by_way_of_others() -> None:
     """Whatever the imports are for: `TYPE_CHECKING` and imports within functions count."""
     grimp = pytest.importorskip("grimp", reason="it comes with import-linter")

@@ -60,7 +60,8 @@ from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError
 from asyncrl.trainer.model.layout_parity import SequenceLayout
 from asyncrl.trainer.parallel.checks import PIPELINE_PARALLEL, TENSOR_PARALLEL
 from asyncrl.trainer.parallel.placement import Layout, Placement, WorkerGrid
-from asyncrl.trainer.parallel.world import RankPosition, training_world
+from asyncrl.trainer.parallel.process_groups import training_world
+from asyncrl.trainer.parallel.world import RankPosition
 from asyncrl.trainer.settings import AttentionImplementation, OptimizerConfig
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"

@@ -46,7 +46,8 @@ from asyncrl.trainer.parallel.checks import (
     TENSOR_PARALLEL_WITH_PICTURES,
 )
 from asyncrl.trainer.parallel.placement import Layout, Placement, WorkerGrid
-from asyncrl.trainer.parallel.world import RankPosition, training_world
+from asyncrl.trainer.parallel.process_groups import training_world
+from asyncrl.trainer.parallel.world import RankPosition
 from asyncrl.trainer.settings import OptimizerConfig
 from asyncrl.weights.folder_tensors import FolderFormatError
 from tests.tiny_vlm import make_folder

@@ -33,7 +33,7 @@ from asyncrl.trainer.model import attention as trainer_attention
 from asyncrl.trainer.model import layout_parity
 from asyncrl.trainer.model.attention import PACKED, VARLEN, all_pairs
 from asyncrl.trainer.model.layout_parity import first_layout, select_attention
-from asyncrl.trainer.model.load_models import Critic
+from asyncrl.trainer.model.value_models import Critic
 from asyncrl.trainer.settings import AttentionImplementation
 
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 16}

@@ -18,7 +18,7 @@ from asyncrl.observe.settings import ProfileConfig
 from asyncrl.runtime.process import stacks
 from asyncrl.runtime.supervisor import LAUNCH_VARIABLE
 from asyncrl.trainer import checks
-from asyncrl.trainer.rank.measures import StepProfile
+from asyncrl.trainer.rank.profile import StepProfile
 
 SLEEPER = """
 import setproctitle, sys, time

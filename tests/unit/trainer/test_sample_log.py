@@ -14,7 +14,7 @@ pytest.importorskip("pyarrow")
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.observe.samples import read_samples, sample_files
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
-from asyncrl.trainer.rank.current_step import SampleLog
+from asyncrl.trainer.rank.sample_log import SampleLog
 
 
 def decode(tokens: Sequence[int]) -> str:

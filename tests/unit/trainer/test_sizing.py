@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.config.setting import Dtype
 from asyncrl.models.host_copies import upload
-from asyncrl.models.pictures import tower_parameters
+from asyncrl.models.transformers_internals import tower_parameters
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind, Block, Branches, Ints, blocks, lay_out
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.flat import FlatOptimizer, FlatPolicyEngine
@@ -33,7 +33,7 @@ from asyncrl.trainer.engines.sharded.context_parallel import StreamPart, across_
 from asyncrl.trainer.model import layers as model_layers
 from asyncrl.trainer.model.attention import PACKED, DeviceBlock
 from asyncrl.trainer.model.layers import checkpoint_layers
-from asyncrl.trainer.model.load_models import Critic
+from asyncrl.trainer.model.value_models import Critic
 from asyncrl.trainer.parallel.placement import Coordinates, Layout, WorkerGrid
 from asyncrl.trainer.settings import AttentionImplementation, OptimizerConfig
 from asyncrl.trainer.sizing import (

@@ -11,7 +11,8 @@ import torch
 
 from asyncrl.observe.settings import ProfileConfig
 from asyncrl.trainer.rank import measures as rank_measures
-from asyncrl.trainer.rank.measures import StepMeasures, StepProfile, Utilisation, measured_peak, peak_flops
+from asyncrl.trainer.rank.measures import StepMeasures, measured_peak, peak_flops
+from asyncrl.trainer.rank.profile import StepProfile
 
 
 def _engine(flops: float | None) -> Any:
@@ -28,30 +29,34 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def test_a_step_s_operations_are_divided_by_the_seconds_of_its_calls(clock: SimpleNamespace) -> None:
     actor, reference = _engine(100.0), _engine(0.0)
-    rank = Utilisation({"actor": actor, "ref": reference}, peak=1000.0)
+    rank = StepMeasures({"actor": actor, "ref": reference}, 1000.0, torch.device("cpu"))
     for role in (actor, reference):
         with rank.computing():
             clock.now += 1.0
             role.flops += 500.0
         clock.now += 7.0  # waits for the master
-    assert rank.end_step() == (550.0, 0.55)
+    ended = rank.end()
+    assert (ended.flops_per_s, ended.mfu) == (550.0, 0.55)
     with rank.computing():
         clock.now += 4.0
         actor.flops += 1000.0
-    assert rank.end_step() == (250.0, 0.25)
+    ended = rank.end()
+    assert (ended.flops_per_s, ended.mfu) == (250.0, 0.25)
     assert rank.gauges() == {"computing_s": 6.0, "peak_flops": 1000.0, "flops_total": 2100.0, "mfu": 0.25}
 
 
 def test_a_role_that_is_not_counted_leaves_no_figure(clock: SimpleNamespace) -> None:
-    rank = Utilisation({"actor": _engine(5.0), "ref": _engine(None)}, peak=1000.0)
-    assert rank.end_step() is None
+    rank = StepMeasures({"actor": _engine(5.0), "ref": _engine(None)}, 1000.0, torch.device("cpu"))
+    ended = rank.end()
+    assert ended.flops_per_s is None
+    assert ended.mfu is None
     assert rank.gauges() == {"computing_s": 0.0, "peak_flops": 1000.0}
 
 
 def test_a_step_ends_with_its_speed_peak_memory_and_profile(clock: SimpleNamespace, tmp_path: Path) -> None:
     actor, cpu = _engine(0.0), torch.device("cpu")
     profile = StepProfile(ProfileConfig(steps=[2], ranks=[0]), 0, tmp_path / "profile", cpu)
-    measures = StepMeasures(Utilisation({"actor": actor}, peak=1000.0), profile, cpu)
+    measures = StepMeasures({"actor": actor}, 1000.0, cpu, profile)
     for step in (1, 2):
         measures.begin(step)
         with measures.call("actor_train"):

@@ -17,7 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.embedded.host import load_model
 from asyncrl.models.folder_checks import ModelPart
-from asyncrl.trainer.model.load_models import load_causal_lm, load_critic
+from asyncrl.trainer.model.load_models import load_causal_lm
+from asyncrl.trainer.model.value_models import load_critic
 from asyncrl.trainer.settings import AttentionImplementation
 from asyncrl.weights.whole_folder import IncompleteModelError, check_whole
 

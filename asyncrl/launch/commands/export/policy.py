@@ -27,8 +27,8 @@ from asyncrl.models.model_config import CONFIG_FILE as MODEL_CONFIG
 from asyncrl.models.model_config import for_all_versions
 from asyncrl.models.ranks import Ranks
 from asyncrl.models.transformers_internals import language_model_on_meta
-from asyncrl.trainer.model.load_models import as_classifier
 from asyncrl.trainer.model.lora import adapter_config, is_adapter
+from asyncrl.trainer.model.value_models import as_classifier
 from asyncrl.weights.adapters import model_name, published_name
 from asyncrl.weights.checkpoint_shards import StoredTensors
 from asyncrl.weights.checkpoints import read_state

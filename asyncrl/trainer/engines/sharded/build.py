@@ -56,8 +56,9 @@ from asyncrl.trainer.engines.sharded.stage import (
 from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError, cut_layers, cut_output_embedding, keep_whole
 from asyncrl.trainer.model.layers import checkpoint_layers
 from asyncrl.trainer.model.layout_parity import SequenceLayout
-from asyncrl.trainer.model.load_models import as_classifier, is_classifier, prepare_vision, single_score
-from asyncrl.trainer.model.lora import add_adapters, initialise, is_adapter, plain_name, published_adapters
+from asyncrl.trainer.model.load_models import plain_name, prepare_vision
+from asyncrl.trainer.model.lora import add_adapters, initialise, is_adapter, published_adapters
+from asyncrl.trainer.model.value_models import as_classifier, is_classifier, single_score
 from asyncrl.trainer.parallel.placement import Coordinates
 from asyncrl.trainer.parallel.world import RankPosition
 from asyncrl.trainer.settings import LoraConfig, VisionMode

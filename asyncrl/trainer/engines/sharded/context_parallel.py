@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from asyncrl.models.model_config import UNRECORDED
 from asyncrl.models.ranks import Ranks
-from asyncrl.models.routing import UNRECORDED
 from asyncrl.models.transformers_internals import register_attention
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.engines.sharded.tensor_parallel import Group, exchange, leave

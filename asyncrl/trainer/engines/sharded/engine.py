@@ -13,7 +13,7 @@ fillers of one token whose outputs are ignored. What is not documented here is i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
 from typing import Any, cast
 
@@ -25,18 +25,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 from asyncrl.algorithms.arithmetic import Stats, merge_stats
-from asyncrl.algorithms.kl import ema_update_
-from asyncrl.api.picture import PlacedPicture
-from asyncrl.models.chunked_logprobs import EntropyMode
 from asyncrl.trainer.batches.micro_batch import MicroBatch, one_micro_batch
-from asyncrl.trainer.batches.step_batch import StepBatch
-from asyncrl.trainer.engines.base import (
-    PolicyEngine,
-    PolicyLoss,
-    PolicyOutputs,
-    ValueEngine,
-    ValueLoss,
-)
+from asyncrl.trainer.engines.base import PolicyEngine
 from asyncrl.trainer.engines.optimizer import (
     EngineOptimizer,
     NamedParameter,
@@ -45,7 +35,7 @@ from asyncrl.trainer.engines.optimizer import (
     trainable,
     zero_moments,
 )
-from asyncrl.trainer.engines.role import RoleEngine
+from asyncrl.trainer.engines.role import Finish, Outputs, RoleEngine, RolePolicy, RoleValue
 from asyncrl.trainer.engines.sharded.build import (
     BuildPlan,
     Built,
@@ -54,7 +44,7 @@ from asyncrl.trainer.engines.sharded.build import (
     whole,
 )
 from asyncrl.trainer.engines.sharded.context_parallel import cut_to_part
-from asyncrl.trainer.engines.sharded.pipeline import Outputs, Pipeline, PipelineGroups
+from asyncrl.trainer.engines.sharded.pipeline import Pipeline, PipelineGroups
 from asyncrl.trainer.model.lora import Merged, is_adapter
 from asyncrl.trainer.parallel.world import RankPosition
 from asyncrl.trainer.settings import OptimizerConfig
@@ -125,9 +115,6 @@ class ShardedAdamW(EngineOptimizer):
                 yield part
 
 
-Finish = Callable[[MicroBatch, Outputs], Tensor]
-
-
 class ShardedEngine(RoleEngine[ShardedAdamW]):
     """Base of the sharded policy and value engines: a stage, its pipeline, and its optimizer if it is trained.
 
@@ -145,8 +132,8 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
         place: RankPosition,
         pipeline_groups: PipelineGroups | None,
         tied_stages: dist.ProcessGroup | None,
-        tokens_per_micro_batch: int,
         optimizer: OptimizerConfig | None,
+        **role: Any,
     ) -> None:
         self._built, self._plan = built, plan
         self.stage = built.stage
@@ -154,15 +141,16 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
         self._parameters = {built.names[name]: parameter for name, parameter in built.stage.named_parameters()}
         self._pipeline_groups, self._tied_stages = pipeline_groups, tied_stages
         super().__init__(
+            device=plan.device,
             attention=plan.attention.kind,
-            tokens_per_micro_batch=tokens_per_micro_batch,
             optimizer=None if optimizer is None else self._make_optimizer(optimizer),
             place=place,
             routers=built.routers,
             pictures=built.pictures,
+            **role,
         )
         if self.stage.place.first:
-            self.stage.seeing = self.vision.seeing
+            self.stage.seeing = self.seeing
         if optimizer is None:
             self.stage.requires_grad_(False)
         self._count_from_now(built.stage.trunk)
@@ -211,10 +199,11 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
         most = int(self._place.data.all_reduce_max(torch.tensor([number])))
         if most == number:
             return []
-        return [one_micro_batch([[0, 0]], self.attention, self._plan.device, wanted=True)] * (most - number)
+        return [one_micro_batch([[0, 0]], self.attention, self.device, wanted=True)] * (most - number)
 
-    def _run(self, own: Sequence[MicroBatch], finish: Finish, **outputs: Any) -> None:
-        """Run the micro-batches `own` through all stages; `finish` computes losses from the last stage's outputs."""
+    def _run(self, own: Iterable[MicroBatch], finish: Finish, **outputs: Any) -> None:
+        """See `RoleEngine`; on a pipeline's last stage alone there are outputs to finish."""
+        own = list(own)
         everything = [cut_to_part(each, self._place.context) for each in (*own, *self._fillers(len(own)))]
         whole = {id(cut): each for cut, each in zip(everything, own, strict=False)}
 
@@ -235,7 +224,7 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
             backward=self._backward,
             hidden_size=self._built.model.config.get_text_config().hidden_size,
             dtype=self._plan.dtype,
-            device=self._plan.device,
+            device=self.device,
         )
         pipeline.run(everything, finish_any)
 
@@ -248,20 +237,9 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
         cast(FSDPModule, self.stage).set_is_last_backward(last)
         torch.autograd.backward(output, grad)
 
-    def _accumulate(
-        self, own: Sequence[MicroBatch], share_of: Callable[[MicroBatch, Outputs], tuple[Tensor, Stats]], **outputs: Any
-    ) -> tuple[Tensor, list[Stats]]:
-        self.optimizer.zero_grad()
-        total = torch.zeros((), device=self._plan.device)
-        stats: list[Stats] = []
-
-        def finish(micro_batch: MicroBatch, out: Outputs) -> Tensor:
-            share, micro_stats = share_of(micro_batch, out)
-            total.add_(share.detach())
-            stats.append(micro_stats)
-            return share
-
-        self._run(own, finish, **outputs)
+    def _accumulate(self, *given: Any, **outputs: Any) -> tuple[Tensor, list[Stats]]:
+        """See `RoleEngine`; also sum the gradients that FSDP2 does not, and share the last stage's results."""
+        total, stats = super()._accumulate(*given, **outputs)
         if torch.is_grad_enabled() and self._tied_stages is not None:
             grad = self.parameters()[str(self._built.tied)].grad
             assert grad is not None
@@ -271,7 +249,12 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
         if self._pipeline_groups is None:
             return total, stats
         loss, merged = self._pipeline_groups.share_statistics(total, merge_stats(stats))
-        return torch.tensor(loss, device=self._plan.device), [merged] if merged else []
+        return torch.tensor(loss, device=self.device), [merged] if merged else []
+
+    def _collect(self, *given: Any, **outputs: Any) -> Tensor:
+        """See `RoleEngine`; all stages return the last one's column."""
+        column_T = super()._collect(*given, **outputs)
+        return column_T if self._pipeline_groups is None else self._pipeline_groups.broadcast(column_T)
 
     def _sum_adapters(self) -> None:
         """Sum the adapters' gradients, which FSDP2 does not handle, over the data- and context-parallel ranks."""
@@ -290,58 +273,21 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
             for own, summed in zip(grads, torch.split(together, [own.numel() for own in grads]), strict=True):
                 own.copy_(summed.view_as(own))
 
-    def _collect(
-        self, batch: StepBatch, own: Sequence[MicroBatch], where: Callable[[MicroBatch], Tensor], **outputs: Any
-    ) -> Tensor:
-        """Write the first output of the last stage into a column [T] at the positions `where`, on all stages."""
-        column_T = torch.zeros(batch.num_tokens, device=batch.device)
 
-        def finish(micro_batch: MicroBatch, out: Outputs) -> Tensor:
-            column_T[where(micro_batch)] = out[0]
-            return out[0]
-
-        self._run(own, finish, **outputs)
-        return column_T if self._pipeline_groups is None else self._pipeline_groups.broadcast(column_T)
-
-
-class ShardedPolicyEngine(ShardedEngine, PolicyEngine):
+class ShardedPolicyEngine(ShardedEngine, RolePolicy[ShardedAdamW]):
     """A causal language model."""
 
-    def __init__(
-        self, built: Built, plan: BuildPlan, *, temperature: float, allowed: Sequence[int] = (), **engine: Any
-    ) -> None:
+    def __init__(self, built: Built, plan: BuildPlan, **engine: Any) -> None:
         super().__init__(built, plan, **engine)
-        self._sampled: dict[str, Any] = {"temperature": temperature}
-        if allowed:
-            self._sampled["allowed_A"] = torch.tensor(allowed, device=plan.device)
         mine: dict[str, Tensor] = {**self.parameters(), **built.buffers}
         mine |= {published_name(name): parameter for name, parameter in self.parameters().items() if is_adapter(name)}
         published, adapters = (
-            Gathering(specs, built.stages, built.folder, mine, self._place, plan.device)
+            Gathering(specs, built.stages, built.folder, mine, self._place, self.device)
             for specs in (built.published, built.adapters)
         )
         self._published = published if plan.lora is None else adapters
         if plan.lora is not None and plan.merge:
             self._published = Merged(published, adapters, plan.lora, built.folder.values(), self.model_config)
-
-    def compute_gradients(
-        self,
-        batch: StepBatch,
-        wanted_T: Tensor,
-        seqs: Sequence[int],
-        loss: PolicyLoss,
-        *,
-        entropy: EntropyMode = EntropyMode.none,
-        distributions: bool = False,
-    ) -> tuple[Tensor, list[Stats]]:
-        if distributions:
-            raise NotImplementedError("whole distributions (kl=full) are known to trainer.engine=flat only")
-
-        def share_of(micro_batch: MicroBatch, out: Outputs) -> tuple[Tensor, Stats]:
-            return loss(micro_batch, PolicyOutputs(out[0], out[1] if len(out) > 1 else None))
-
-        own = list(self.micro_batches(batch, wanted_T, seqs))
-        return self._accumulate(own, share_of, **self._sampled, entropy=entropy)
 
     def distributions(self, micro_batch: MicroBatch) -> Tensor:
         """Refuse: this engine does not compute whole distributions.
@@ -351,42 +297,20 @@ class ShardedPolicyEngine(ShardedEngine, PolicyEngine):
         """
         raise NotImplementedError("whole distributions (kl=full) are known to trainer.engine=flat only")
 
-    @torch.no_grad()
-    def logprobs(self, batch: StepBatch, wanted_T: Tensor) -> Tensor:
-        own = list(self.micro_batches(batch, wanted_T))
-        outputs = {**self._sampled, "entropy": EntropyMode.none}
-        return self._collect(batch, own, lambda micro_batch: micro_batch.targets_N, **outputs)
-
-    @torch.no_grad()
-    def score_sequences(
-        self, sequences: Sequence[Sequence[int]], pictures: Sequence[Sequence[PlacedPicture]] = ()
-    ) -> list[list[float]]:
-        ids, _held = self.vision.shown_ids(sequences, pictures)
-        together = one_micro_batch(ids, self.attention, self._plan.device, wanted=True, pictures=self.pictures)
-        lengths = [len(tokens) for tokens in sequences]
-        found_T = torch.zeros(sum(lengths), device=self._plan.device)
-
-        def finish(micro_batch: MicroBatch, out: Outputs) -> Tensor:
-            found_T[micro_batch.targets_N] = out[0]
-            return out[0]
-
-        self._run([together], finish, temperature=1.0, entropy=EntropyMode.none)
-        if self._pipeline_groups is not None:
-            self._pipeline_groups.broadcast(found_T)
-        return [logprobs.tolist() for logprobs in torch.split(found_T, lengths)]
-
     def average_towards(self, source: PolicyEngine, decay: float) -> None:
         """See `PolicyEngine`; `source` is a trained engine of the same layout, whose fp32 values count."""
+        from asyncrl.algorithms.kl import ema_update_  # only with algorithm.reference.mode=ema
+
         assert isinstance(source, ShardedPolicyEngine), type(source)
         mine, theirs = self.parameters(), source.parameters()
         self._before_changes()
         self._reshard()
         own, moved = ({name: local(each.detach()) for name, each in part.items()} for part in (mine, theirs))
         ema_update_(own, moved, decay)
-        self.vision.weights_changed()
+        self._weights_changed()
 
 
-class ShardedValueEngine(ShardedEngine, ValueEngine):
+class ShardedValueEngine(ShardedEngine, RoleValue[ShardedAdamW]):
     """A critic or reward model."""
 
     @cached_property
@@ -394,18 +318,6 @@ class ShardedValueEngine(ShardedEngine, ValueEngine):
         built = self._built
         if not built.published:
             return super()._published
-        mine = {built.in_folder[name]: parameter for name, parameter in self.parameters().items()}
-        return Gathering(
-            built.published, built.stages, built.folder, {**mine, **built.buffers}, self._place, self._plan.device
-        )
-
-    def compute_gradients(
-        self, batch: StepBatch, wanted_T: Tensor, seqs: Sequence[int], loss: ValueLoss
-    ) -> tuple[Tensor, list[Stats]]:
-        own = list(self.micro_batches(batch, wanted_T, seqs))
-        return self._accumulate(own, lambda micro_batch, out: loss(micro_batch, out[0]), everywhere=False)
-
-    @torch.no_grad()
-    def outputs(self, batch: StepBatch, seqs: Sequence[int] | None = None) -> Tensor:
-        own = list(self._whole_sequences(batch, seqs))
-        return self._collect(batch, own, lambda micro_batch: micro_batch.sources_I, everywhere=True)
+        mine: dict[str, Tensor] = {built.in_folder[name]: parameter for name, parameter in self.parameters().items()}
+        mine |= built.buffers
+        return Gathering(built.published, built.stages, built.folder, mine, self._place, self.device)

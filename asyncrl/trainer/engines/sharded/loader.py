@@ -26,8 +26,8 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.memory import context_length
 from asyncrl.config.setting import Dtype, token_ids
 from asyncrl.models.folder_checks import ModelPart
+from asyncrl.models.model_config import PICTURE_TOKENS
 from asyncrl.models.parity import Difference, Rounding, UnsupportedModelError, forks, probe_for, told
-from asyncrl.models.picture_rules import TOKEN_FIELDS
 from asyncrl.models.ranks import Ranks
 from asyncrl.models.transformers_internals import language_model, set_attention
 from asyncrl.trainer.batches.micro_batch import MicroBatch
@@ -166,7 +166,7 @@ def _surrogate(path: str, dtype: torch.dtype, device: torch.device, seed: int) -
     kinds: list[str] = list(getattr(text, "layer_types", None) or [])
     _shorten(text, max(_LAYERS, *(kinds.index(kind) + 1 for kind in kinds)) if kinds else _LAYERS)
     text.vocab_size = min(text.vocab_size, _VOCABULARY)
-    for name in TOKEN_FIELDS:
+    for name in PICTURE_TOKENS:
         if getattr(config, name, None) is not None:
             setattr(config, name, min(getattr(config, name), text.vocab_size - 1))
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):

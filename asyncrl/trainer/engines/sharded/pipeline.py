@@ -23,8 +23,7 @@ from torch import Tensor
 
 from asyncrl.algorithms.arithmetic import Stat, Stats
 from asyncrl.trainer.batches.micro_batch import MicroBatch
-
-Outputs = tuple[Tensor, ...]
+from asyncrl.trainer.engines.role import Finish
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Pipeline:
     device: torch.device
     _sends: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
 
-    def run(self, micro_batches: Sequence[MicroBatch], finish: Callable[[MicroBatch, Outputs], Tensor]) -> None:
+    def run(self, micro_batches: Sequence[MicroBatch], finish: Finish) -> None:
         """Run all micro-batches; forward passes only if gradients are switched off.
 
         Args:
@@ -93,9 +92,7 @@ class Pipeline:
             work.wait()
         self._sends.clear()
 
-    def _forward_and_backward(
-        self, micro_batches: Sequence[MicroBatch], finish: Callable[[MicroBatch, Outputs], Tensor]
-    ) -> None:
+    def _forward_and_backward(self, micro_batches: Sequence[MicroBatch], finish: Finish) -> None:
         in_flight: dict[int, tuple[Tensor | None, Tensor]] = {}
         groups = self.groups
         for action in one_forward_one_backward(groups.stage, groups.stages, len(micro_batches)):
@@ -115,9 +112,7 @@ class Pipeline:
     def _is_last(self) -> bool:
         return self.groups.stage == self.groups.stages - 1
 
-    def _run_forward(
-        self, micro_batch: MicroBatch, finish: Callable[[MicroBatch, Outputs], Tensor]
-    ) -> tuple[Tensor | None, Tensor]:
+    def _run_forward(self, micro_batch: MicroBatch, finish: Finish) -> tuple[Tensor | None, Tensor]:
         """Run one forward pass. Return the received hidden states (None on the first stage), and the hidden states to
         send or the loss.
         """

@@ -32,7 +32,8 @@ from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.base import PolicyOutputs
 from asyncrl.trainer.engines.flat import FlatOptimizer, FlatPolicyEngine, FlatValueEngine
 from asyncrl.trainer.model.attention import PACKED, VARLEN, packed_attention, varlen_attention
-from asyncrl.trainer.model.load_models import load_causal_lm, load_critic
+from asyncrl.trainer.model.load_models import load_causal_lm
+from asyncrl.trainer.model.value_models import load_critic
 from asyncrl.trainer.settings import OptimizerConfig
 
 CPU = torch.device("cpu")

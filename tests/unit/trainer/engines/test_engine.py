@@ -24,7 +24,8 @@ from asyncrl.trainer.engines.flat import FlatOptimizer, FlatPolicyEngine, FlatVa
 from asyncrl.trainer.model import layers as model_layers
 from asyncrl.trainer.model.layers import checkpoint_layers
 from asyncrl.trainer.model.layout_parity import first_layout
-from asyncrl.trainer.model.load_models import load_causal_lm, load_critic
+from asyncrl.trainer.model.load_models import load_causal_lm
+from asyncrl.trainer.model.value_models import load_critic
 from asyncrl.trainer.settings import OptimizerConfig
 
 from ....late_stream import LateStream
@@ -104,7 +105,7 @@ def test_entropies_are_those_of_a_plain_forward_pass(qwen_dir: Path, make_batch:
     _, expected = plain_logprobs(qwen_dir, batch)
     policy = engine(qwen_dir)
     for micro_batch in policy.micro_batches(batch, batch["loss_mask"]):
-        entropy = policy.score(micro_batch, EntropyMode.constant).entropy_N
+        entropy = policy.outputs_of(micro_batch, entropy=EntropyMode.constant)[1]
         assert entropy is not None
         torch.testing.assert_close(entropy, expected[micro_batch.targets_N], rtol=0, atol=2e-6)
         assert not entropy.requires_grad
@@ -289,7 +290,7 @@ def test_a_critic_values_every_prefix(llama_dir: Path, make_batch: MakeBatch, at
         ]
     torch.testing.assert_close(outputs_T, torch.cat(expected), rtol=1e-4, atol=1e-5)
     for micro_batch in values.micro_batches(batch, batch["loss_mask"]):
-        before_N = values.values(micro_batch)  # the value of a token's prefix is the output one position earlier
+        (before_N,) = values.outputs_of(micro_batch)  # the value of a token's prefix is the output one position earlier
         torch.testing.assert_close(before_N, outputs_T[micro_batch.targets_N - 1], rtol=1e-4, atol=1e-5)
 
 

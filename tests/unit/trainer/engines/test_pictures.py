@@ -18,7 +18,8 @@ from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.base import PolicyOutputs
 from asyncrl.trainer.engines.flat import FlatLoader, FlatPolicyEngine
-from asyncrl.trainer.model.lora import is_adapter, plain_name
+from asyncrl.trainer.model.load_models import plain_name
+from asyncrl.trainer.model.lora import is_adapter
 from asyncrl.trainer.parallel.world import RankPosition
 from asyncrl.trainer.settings import LoraConfig, OptimizerConfig, VisionMode
 from tests.vlm_batches import adapter_gradients, vlm_batch, vlm_expected, vlm_expected_hidden, vlm_trajectories

@@ -14,7 +14,8 @@ from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.models.ranks import PeerFailed, Ranks
 from asyncrl.trainer.parallel.placement import Placement, WorkerGrid
-from asyncrl.trainer.parallel.world import World, all_have_started, training_world
+from asyncrl.trainer.parallel.process_groups import Collectives, training_world
+from asyncrl.trainer.parallel.world import World
 
 LIMIT_S = 300.0
 GRID = WorkerGrid(data=2, tensor=2)
@@ -32,7 +33,7 @@ def be_rank(worker: int, folder: Path, told: Queue[tuple[int, dict[str, object]]
         start_s=1800.0,
     ) as world:
         starting = timeouts()
-        all_have_started(ExperimentConfig())
+        Collectives().all_have_started(ExperimentConfig().trainer.collective_timeout_s)
         place = world.place("actor")
         received = torch.zeros(1)
         peer = 1 - place.data.rank

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.trainer.parallel.placement import Placement, WorkerGrid
-from asyncrl.trainer.parallel.process_groups import Collectives
-from asyncrl.trainer.parallel.world import World, training_world
+from asyncrl.trainer.parallel.process_groups import Collectives, training_world
+from asyncrl.trainer.parallel.world import World
 
 LIMIT_S = 300.0
 Begin = Callable[[dist.ProcessGroup], dist.Work | None]

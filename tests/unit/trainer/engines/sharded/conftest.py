@@ -20,7 +20,8 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.graph import load_graph
 from asyncrl.trainer.batches.step_batch import build_step_batch
 from asyncrl.trainer.parallel.placement import placement
-from asyncrl.trainer.parallel.world import World, training_world
+from asyncrl.trainer.parallel.process_groups import training_world
+from asyncrl.trainer.parallel.world import World
 from asyncrl.trainer.rank.training_rank import TrainingRank
 
 LIMIT_S = 600.0

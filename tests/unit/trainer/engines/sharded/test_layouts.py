@@ -32,7 +32,8 @@ from asyncrl.trainer.batches.step_batch import build_step_batch
 from asyncrl.trainer.engines.flat import FlatEngine
 from asyncrl.trainer.engines.sharded.build import whole
 from asyncrl.trainer.engines.sharded.engine import ShardedEngine
-from asyncrl.trainer.model.lora import is_adapter, plain_name
+from asyncrl.trainer.model.load_models import plain_name
+from asyncrl.trainer.model.lora import is_adapter
 from asyncrl.trainer.parallel.world import World
 from asyncrl.trainer.rank.training_rank import build_rank
 from asyncrl.trainer.settings import LoraPublish

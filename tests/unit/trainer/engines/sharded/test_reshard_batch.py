@@ -15,7 +15,8 @@ from torch import Tensor
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ChoiceConfig
 from asyncrl.master.step import Assignment, plan_step
-from asyncrl.trainer.batches.exchange import Shares, exchange_trajectories, move_columns
+from asyncrl.trainer.batches.column_moves import Shares, move_columns
+from asyncrl.trainer.batches.exchange import exchange_trajectories
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.messages import GridShare, MoveColumns
 from asyncrl.trainer.parallel.world import World
