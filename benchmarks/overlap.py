@@ -64,9 +64,15 @@ def run(root: Path, steps: int, eta: int, mode: str, number: int, overrides: Seq
         raise SystemExit(f"the run with η = {eta} failed; logs in {run_dir / 'logs'}")
     (begun, before), (ended, after) = marks
     rows = read_rows(run_dir / "metrics.jsonl")[WARM_UP_STEPS:]
-    names = ("step", "wait_for_batch", "train", "publish")
+
+    def median(name: str) -> float:
+        return float(statistics.median(row[f"time/{name}_s"] for row in rows))
+
     return Measured(
-        *(statistics.median(row[f"time/{name}_s"] for row in rows) for name in names),
+        step=median("step"),
+        wait_data=median("wait_for_batch"),
+        train=median("train"),
+        publish=median("publish"),
         control=sum(after[kind] - before[kind] for kind in CONTROL) / (ended - begun),
         cpu={kind: (after[kind] - before[kind]) / (steps - 2 - WARM_UP_STEPS) for kind in sorted(after)},
     )

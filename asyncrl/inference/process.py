@@ -33,6 +33,8 @@ from asyncrl.runtime.run_log import RestartBudget, remark
 
 BASE_VERSION: Final = "0"
 """Label of the weights that an engine starts with: policy version 0 is the initial model."""
+ADOPTED_HOST: Final = "asyncrl.inference.adopted:AdoptedHost"
+"""What stands for a server that already runs; other servers do not load it."""
 TIMEOUT_S = 5.0
 """Limit of a question for the engine's figures."""
 
@@ -201,7 +203,6 @@ class GenerationServer(AsyncWorker):
         return make(self, scratch=f"{self._scratch}{self.index}", guest=self._guest is not None)
 
     def _adopted(self, url: str, model_dir: Path | None) -> EngineHost:
-        from asyncrl.inference.adopted import AdoptedHost
-
+        adopted: Callable[..., EngineHost] = pkgutil.resolve_name(ADOPTED_HOST)
         limit_s = self.config.generation.start_timeout_s
-        return AdoptedHost(url, model_dir=model_dir, security=self.http_security, timeout_s=limit_s)
+        return adopted(url, model_dir=model_dir, security=self.http_security, timeout_s=limit_s)

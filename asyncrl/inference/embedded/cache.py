@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,10 +35,6 @@ from torch import Tensor
 
 from asyncrl.models.host_copies import storages
 from asyncrl.models.transformers_internals import Cache, CacheLayerMixin, LayerMemory
-
-if TYPE_CHECKING:
-    from asyncrl.inference.embedded.experts import RoutingSlots
-    from asyncrl.inference.embedded.states import SlotStates
 
 LENGTH_STEP = 16
 """Smallest step of the length: the largest waste of a short sample, against one new layout in this number of decode
@@ -403,8 +399,11 @@ class SlotCache(Cache):
         memories: kinds of memory of each layer of the model.
         device: the model's device.
         max_total_tokens: limit of rows x length.
+        state_layer: makes the layer of a memory with recurrent states, `embedded.states.state_layer`.
 
     Attributes:
+        states: recurrent states, `embedded.states.SlotStates`; empty for most models.
+        companions: what else has data for every position, `embedded.experts.RoutingSlots`.
         layout: layout of the slots.
         limit: bound of rows x length.
         plan: plan of the writes of the next forward pass.
@@ -413,11 +412,19 @@ class SlotCache(Cache):
         spare_room: True makes the next `reserve` release what is far more than it needs.
     """
 
-    def __init__(self, memories: Sequence[LayerMemory], device: torch.device, max_total_tokens: int) -> None:
-        layers = [self._layer(memory) for memory in memories]
+    def __init__(
+        self,
+        memories: Sequence[LayerMemory],
+        device: torch.device,
+        max_total_tokens: int,
+        state_layer: Callable[[SlotCache, LayerMemory], Any] | None = None,
+    ) -> None:
+        layers: list[Any] = [
+            state_layer(self, memory) if memory.states and state_layer else SlotLayer(self) for memory in memories
+        ]
         self._slot_layers = [layer for layer in layers if isinstance(layer, SlotLayer)]
-        self.states = [cast("SlotStates", each) for each, memory in zip(layers, memories, strict=True) if memory.states]
-        self.companions: list[RoutingSlots] = []
+        self.states: list[Any] = [each for each, memory in zip(layers, memories, strict=True) if memory.states]
+        self.companions: list[Any] = []
         super().__init__(layers=layers)
         self.limit = max_total_tokens
         self.layout = SlotLayout(device)
@@ -426,13 +433,6 @@ class SlotCache(Cache):
         self.make_room: Callable[[int, int], None] = lambda tokens, states: None
         self.spare_room = False
 
-    def _layer(self, memory: LayerMemory) -> CacheLayerMixin:
-        if not memory.states:
-            return SlotLayer(self)
-        from asyncrl.inference.embedded.states import HybridLayer, StateLayer
-
-        return HybridLayer(self, memory.states) if memory.keys else StateLayer(memory.states)
-
     @property
     def nbytes(self) -> int:
         """Bytes of keys, values and the spare buffer; without states and extensions."""
@@ -440,7 +440,7 @@ class SlotCache(Cache):
         return sum(storage.nbytes() for _, storage in storages([*of_layers, *self.layout.spares.values()]))
 
     @property
-    def _positional(self) -> list[SlotLayer | RoutingSlots]:
+    def _positional(self) -> list[Any]:
         """What has data for every position: keys and values, recorded experts."""
         return [*self._slot_layers, *self.companions]
 

@@ -22,6 +22,17 @@ from asyncrl.api.generation import FinishReason
 from asyncrl.api.picture import PlacedPicture
 from asyncrl.inference.random_streams import fresh_seed
 
+PICTURE_BYTES = 512 << 20
+"""Bytes of pictures that a server outside of a run keeps."""
+
+
+class MissingPicture(LookupError):
+    """The request names pictures that are not kept here; `hashes` are theirs."""
+
+    def __init__(self, hashes: list[str]) -> None:
+        super().__init__(f"{len(hashes)} pictures are not kept here: send their bytes to /pictures, then ask again")
+        self.hashes = hashes
+
 
 class RequestError(ValueError):
     """The engine refuses the request; the message names the field, its value and how to fix it."""

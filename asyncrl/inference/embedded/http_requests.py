@@ -24,18 +24,6 @@ from asyncrl.inference.random_streams import derive_seed
 if TYPE_CHECKING:
     from asyncrl.inference.embedded.pictures import PictureCache
 
-CACHE_BYTES = 512 << 20
-"""Bytes of pictures that a server outside of a run keeps."""
-
-
-class MissingPicture(LookupError):
-    """The request names pictures that are not kept here; `hashes` are theirs."""
-
-    def __init__(self, hashes: Sequence[str]) -> None:
-        super().__init__(f"{len(hashes)} pictures are not kept here: send their bytes to /pictures, then ask again")
-        self.hashes = hashes
-
-
 T = TypeVar("T")
 
 NEUTRAL_PARAMS: dict[str, tuple[Any, ...]] = {

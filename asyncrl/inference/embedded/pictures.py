@@ -14,8 +14,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.api.picture import Picture, PictureRef, PlacedPicture
-from asyncrl.inference.embedded.engine_io import GenerationInput, Job, RequestError, ShownPrompt
-from asyncrl.inference.embedded.http_requests import CACHE_BYTES, MissingPicture
+from asyncrl.inference.embedded.engine_io import (
+    PICTURE_BYTES,
+    GenerationInput,
+    Job,
+    MissingPicture,
+    RequestError,
+    ShownPrompt,
+)
 
 if TYPE_CHECKING:
     from asyncrl.models.pictures import Pictures
@@ -31,7 +37,7 @@ class PictureCache:
         received: number of pictures received so far.
     """
 
-    def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
+    def __init__(self, max_bytes: int = PICTURE_BYTES) -> None:
         self._max_bytes = max_bytes
         self._kept: OrderedDict[str, Picture] = OrderedDict()
         self.nbytes = 0

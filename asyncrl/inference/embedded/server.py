@@ -45,17 +45,17 @@ from asyncrl.api.picture import MAX_BYTES, Picture, PictureError
 from asyncrl.comm.http_server import Handler, HttpRoute, HttpServer, Refused, json_response
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.engine_io import (
+    PICTURE_BYTES,
     EngineStoppedError,
     Finish,
     GenerationOutput,
     Job,
     MemoryStateError,
+    MissingPicture,
     RequestError,
 )
 from asyncrl.inference.embedded.http_requests import (
-    CACHE_BYTES,
     GenerateCall,
-    MissingPicture,
     Refusal,
     decode,
     handler_error,
@@ -212,7 +212,7 @@ class GenerationApp:
         token: str | None,
         tls: ssl.SSLContext | None,
         tokenizer: Tokenizer | None,
-        picture_bytes: int = CACHE_BYTES,
+        picture_bytes: int = PICTURE_BYTES,
     ) -> None:
         self._engine, self._tokenizer = engine, tokenizer
         self._name = engine.model_path or engine.model.config.model_type
@@ -466,7 +466,7 @@ async def serve(
     token: str | None = None,
     tls: ssl.SSLContext | None = None,
     tokenizer: Tokenizer | None = None,
-    picture_bytes: int = CACHE_BYTES,
+    picture_bytes: int = PICTURE_BYTES,
 ) -> Server:
     """Serve a started engine on the running event loop; `port` 0 takes a free one (see `Server.url`)."""
     http = GenerationApp(engine, token, tls, tokenizer, picture_bytes).http

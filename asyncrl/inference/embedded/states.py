@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from asyncrl.inference.embedded.cache import SlotCache, SlotLayer
-from asyncrl.models.transformers_internals import LinearAttentionLayer
+from asyncrl.models.transformers_internals import LayerMemory, LinearAttentionLayer
 
 States = Mapping[Hashable, Tensor]
 """States by name, `[rows, ...]` each."""
@@ -202,3 +202,8 @@ class HybridLayer(StateLayer, SlotLayer):  # type: ignore[no-untyped-call,overri
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Allocate keys and values if they are given, by place; otherwise states, by name."""
         (SlotLayer if args else StateLayer).lazy_initialization(self, *args, **kwargs)
+
+
+def state_layer(owner: SlotCache, memory: LayerMemory) -> StateLayer:
+    """Return the layer of a memory that has recurrent states, and perhaps keys and values."""
+    return HybridLayer(owner, memory.states) if memory.keys else StateLayer(memory.states)

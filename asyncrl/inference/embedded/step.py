@@ -401,10 +401,12 @@ class ModelRunner:
 
     def make_cache(self, max_total_tokens: int) -> SlotCache:
         """Return an empty cache with this number of positions."""
-        cache = SlotCache(self._memories, self.device, max_total_tokens)
-        if self._places:
-            from asyncrl.inference.embedded.states import ModuleStates
+        if not self._places and not any(memory.states for memory in self._memories):
+            return SlotCache(self._memories, self.device, max_total_tokens)
+        from asyncrl.inference.embedded.states import ModuleStates, state_layer
 
+        cache = SlotCache(self._memories, self.device, max_total_tokens, state_layer)
+        if self._places:
             cache.states.append(ModuleStates(self._places))
         return cache
 
