@@ -128,7 +128,7 @@ async def _serve(security: HttpSecurity | None, report: Connection) -> None:
         service.router.update(index, f"http://server{index}", 0, True)
     service.begin(RunBegin())
     registry = manager_registry(service, FleetDecisions(UpdateMode.interrupt, 60.0), None)
-    http = ManagerHttp(service.verbs(), security=security, registry=registry)
+    http = ManagerHttp(service.methods(), security=security, registry=registry)
     report.send(await http.start("127.0.0.1"))
     began, used = [await asyncio.to_thread(_mark, report) for _ in range(2)]
     report.send(used - began)

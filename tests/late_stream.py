@@ -67,5 +67,5 @@ class _LateEvent:
         assert self._stream.release.wait(LIMIT_S)
         self._stream.run("host")
 
-    def before_changes(self) -> None:
+    def wait_on_device(self) -> None:
         self._stream.run("device")

@@ -127,9 +127,9 @@ def keep_proofs(patch: pytest.MonkeyPatch, folder: Path) -> None:
         if file.exists():
             runner.find_states()
             return
-        before = runner.masks.pattern, forward.goes_on
+        before = runner.masks.pattern, forward.supports_continuation
         check(forward, longest)
-        if (runner.masks.pattern, forward.goes_on) == before:
+        if (runner.masks.pattern, forward.supports_continuation) == before:
             _write(file, "")
 
     for module in (flat, sharded):

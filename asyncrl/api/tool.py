@@ -221,14 +221,14 @@ def schema_of(function: Callable[..., Any], name: str) -> tuple[ToolSchema, dict
                 f"tool {name!r}: parameter {parameter} cannot be passed by name; write out each parameter, "
                 "without `*args`, `**kwargs` and `/`"
             )
-        told = dict(_type_schema(hints.get(parameter.name, Any), f"tool {name!r}: parameter {parameter.name!r}"))
+        declared = dict(_type_schema(hints.get(parameter.name, Any), f"tool {name!r}: parameter {parameter.name!r}"))
         if text := described.get(parameter.name):
-            told["description"] = text
+            declared["description"] = text
         if not has_default:
             required.append(parameter.name)
         elif _is_json(parameter.default):
-            told["default"] = json.loads(json.dumps(parameter.default))
-        properties[parameter.name] = told
+            declared["default"] = json.loads(json.dumps(parameter.default))
+        properties[parameter.name] = declared
     parameters: dict[str, Any] = {"type": "object", "properties": properties, "required": required}
     parameters["additionalProperties"] = False
     return {
@@ -260,9 +260,9 @@ def _type_schema(hint: Any, where: str) -> Mapping[str, Any]:
         return {"type": _SIMPLE[hint]}
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
-        told = dict(_type_schema(arguments[0], where))
+        declared = dict(_type_schema(arguments[0], where))
         notes = [note for note in arguments[1:] if isinstance(note, str)]
-        return told | ({"description": notes[0]} if notes else {})
+        return declared | ({"description": notes[0]} if notes else {})
     if origin is Literal:
         return _choices(arguments)
     if origin in (Union, types.UnionType):
@@ -286,8 +286,8 @@ def _type_schema(hint: Any, where: str) -> Mapping[str, Any]:
 
 def _choices(values: Sequence[Any]) -> Mapping[str, Any]:
     kinds = {_SIMPLE.get(type(value)) for value in values}
-    told: dict[str, Any] = {"enum": list(values)}
-    return {"type": kinds.pop(), **told} if len(kinds) == 1 and None not in kinds else told
+    declared: dict[str, Any] = {"enum": list(values)}
+    return {"type": kinds.pop(), **declared} if len(kinds) == 1 and None not in kinds else declared
 
 
 def _is_json(value: object) -> bool:

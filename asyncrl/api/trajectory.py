@@ -404,13 +404,13 @@ def unrecorded(dtype: np.dtype[Any]) -> int:
     return int(np.iinfo(dtype).max)
 
 
-def routing_of_turns(length: int, told: Iterable[NDArray[Any] | None]) -> NDArray[Any] | None:
+def routing_of_turns(length: int, routings: Iterable[NDArray[Any] | None]) -> NDArray[Any] | None:
     """Return the routing `[length, layers, per_token]` of a conversation from its answers' reports; None without any.
 
     Each answer reports the experts of all tokens up to its last but one, those of earlier turns again. The first report
     of a token counts: it is from the forward pass that sampled the next token.
     """
-    known = [each for each in told if each is not None]
+    known = [each for each in routings if each is not None]
     if not known:
         return None
     dtype = known[0].dtype

@@ -149,12 +149,12 @@ class Turn:
     @property
     def conversation(self) -> list[Message]:
         """The messages up to this answer, included. Turns that were requested in token ids have none."""
-        said: list[Message] = []
+        all_messages: list[Message] = []
         for turn in self.path:
-            said += turn.messages
+            all_messages += turn.messages
             if turn.reply is not None:
-                said.append(turn.reply.message)
-        return said
+                all_messages.append(turn.reply.message)
+        return all_messages
 
 
 def pictures_of_path(path: Sequence[Turn]) -> tuple[PlacedPicture, ...]:

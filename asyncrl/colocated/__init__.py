@@ -1,14 +1,14 @@
 """Optional: turns of the trainer and of generation servers on its devices (colocated servers, `generation.guests`).
 
 The MasterWorker announces turns in name resolution (`TrainerTurn`), and the GserverManager carries them out, with one
-more state of a server and one more order (`FleetDecisions`, whose `GuestTurns` know the newest turn)::
+more state of a server and one more order (`FleetDecisions`, whose `ColocatedTurns` know the newest turn)::
 
-    SERVING ── the trainer's turn ──▶ RELEASING ── memory released ──▶ RESTING
+    SERVING ── the trainer's turn ──▶ RELEASING ── memory released ──▶ ASLEEP
        ▲                                                                  │ the trainer's turn is over
        └── checked ── UPDATING: weights' memory, update, cache's memory ◀─┘
 
 A step and a colocated server are never on a device together. A step begins once every such server rests. That holds
-only during the trainer's turn, in which none leaves RESTING. A server's new process registers before it reads the turn,
+only during the trainer's turn, in which none leaves ASLEEP. A server's new process registers before it reads the turn,
 and the manager looks for servers after the turn was announced. As both write first and read afterwards, at least one of
 them sees the other. A server that dies has no memory; it counts once its name is gone.
 
@@ -28,7 +28,7 @@ If there are servers elsewhere too, the trainer gives the devices back only if t
 An evaluation needs servers. If all servers are colocated, a turn begins only when the evaluation is over, and is given
 back if an evaluation begins.
 
-The bound on staleness holds. The gate counts by the least version among serving servers. A resting server does not
+The bound on staleness holds. The gate counts by the least version among serving servers. A sleeping server does not
 serve. It comes back at the newest announced version, so the least version never falls because of a rest.
 
 `master` has the MasterWorker's part, `manager` the GserverManager's, `server` that of a colocated server;

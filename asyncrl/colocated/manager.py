@@ -14,7 +14,7 @@ from asyncrl.comm.waits import HOLD_S, LOOK_S
 from asyncrl.manager import messages as m
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.fleet_runner import FleetRunner
-from asyncrl.manager.fleet.servers import ServerLife
+from asyncrl.manager.fleet.servers import FleetServer
 
 
 class ColocatedServers:
@@ -34,9 +34,9 @@ class ColocatedServers:
         """Load the turn and the servers' memory that an earlier manager recorded, before any server is known."""
         with contextlib.suppress(NameEntryNotFound):  # no turn exists while the ranks load their models
             self._seen(await asyncio.to_thread(self._resolver.get, names.TRAINER_TURN_KEY))
-        tree = await asyncio.to_thread(self._resolver.get_subtree, names.GUEST_MEMORY)
-        memory = {names.index_of(key): names.GuestMemory.decode(value) for key, value in tree.items()}
-        self._runner.guest_memory = memory
+        tree = await asyncio.to_thread(self._resolver.get_subtree, names.SERVER_MEMORY)
+        memory = {names.index_of(key): names.ServerMemory.decode(value) for key, value in tree.items()}
+        self._runner.server_memory = memory
 
     async def run(self) -> None:
         """Follow the announced turns until cancelled."""
@@ -54,14 +54,14 @@ class ColocatedServers:
             self._decisions.guests.begin(names.TrainerTurn.decode(value))
             self._runner.changed.notify()
 
-    async def wait_resting(self, request: m.WaitRestingRequest) -> m.WaitRestingReply:
+    async def wait_asleep(self, request: m.WaitAsleepRequest) -> m.WaitAsleepReply:
         """Wait until no colocated server has memory on a device, or is about to, in the turn `request.turn`."""
         deadline = self._clock() + min(request.timeout_s, HOLD_S)
         while True:
             waits_for = await self._blockers(request.turn)
             left_s = deadline - self._clock()
             if not waits_for or left_s <= 0:
-                return m.WaitRestingReply(waits_for, others_in_service(self._decisions), self._runner.wake_s)
+                return m.WaitAsleepReply(waits_for, others_in_service(self._decisions), self._runner.wake_s)
             await self._runner.changed.wait(min(left_s, LOOK_S))
 
     async def _blockers(self, number: int) -> list[str]:
@@ -73,21 +73,21 @@ class ColocatedServers:
             return waits_for
         # A server announces that it loads, reads the turn, loads, registers, and then withdraws the announcement. So
         # one that is not found loading has registered by now, or reads the turn after it was announced.
-        loading = await asyncio.to_thread(self._resolver.get_subtree, names.LOADING_GUESTS)
+        loading = await asyncio.to_thread(self._resolver.get_subtree, names.LOADING_COLOCATED)
         if loading:
             return [f"generation server {names.index_of(key)} (loads its model)" for key in loading]
         registered = await asyncio.to_thread(self._resolver.get_subtree, names.GENERATION_SERVERS)
         entries = {names.index_of(key): names.GenerationServerEntry.decode(value) for key, value in registered.items()}
-        unknown = not_known_to_rest(self._decisions, {index: entry.url for index, entry in entries.items()})
+        unknown = not_known_asleep(self._decisions, {index: entry.url for index, entry in entries.items()})
         return [f"generation server {index} (new)" for index in unknown] or self._waits_for()
 
     def _waits_for(self) -> list[str]:
-        return [f"generation server {life.index} ({life.state})" for life in not_resting(self._decisions)]
+        return [f"generation server {life.index} ({life.state})" for life in awake(self._decisions)]
 
 
-def not_resting(fleet: FleetDecisions) -> list[ServerLife]:
+def awake(fleet: FleetDecisions) -> list[FleetServer]:
     """Return the guests that have not released their memory."""
-    return [life for life in fleet.servers if life.index in fleet.guests and life.state is not m.ServerState.RESTING]
+    return [life for life in fleet.servers if life.index in fleet.guests and life.state is not m.ServerState.ASLEEP]
 
 
 def others_in_service(fleet: FleetDecisions) -> int:
@@ -97,7 +97,7 @@ def others_in_service(fleet: FleetDecisions) -> int:
     return sum(life.state is serving or (life.state is updating and not life.failures) for life in others)
 
 
-def not_known_to_rest(fleet: FleetDecisions, registered: Mapping[int, str]) -> list[int]:
+def not_known_asleep(fleet: FleetDecisions, registered: Mapping[int, str]) -> list[int]:
     """Return the guests among the servers `registered` (URL by index) that are not known to rest at that URL."""
-    resting = {life.index: life.url for life in fleet.servers if life.state is m.ServerState.RESTING}
+    resting = {life.index: life.url for life in fleet.servers if life.state is m.ServerState.ASLEEP}
     return [index for index, url in registered.items() if index in fleet.guests and resting.get(index) != url]

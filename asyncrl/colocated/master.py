@@ -126,8 +126,8 @@ class SharedDevices(DeviceTurns):
             StopRequested: before the manager has answered.
         """
         if self.training and self._others:
-            told = await or_stop(self._manager.wait_resting(self._turn.number, 0.0), self._stop, math.inf)
-            self._lending.others, self._lending.wake_s = told.others, told.wake_s
+            reply = await or_stop(self._manager.wait_asleep(self._turn.number, 0.0), self._stop, math.inf)
+            self._lending.others, self._lending.wake_s = reply.others, reply.wake_s
             if not self._lending.lends(missing, self._colocated):
                 return False
         self.give()
@@ -162,7 +162,7 @@ class SharedDevices(DeviceTurns):
         self._announce(training=True)
         with observer.doing("waits for guests to leave the devices", "switch", Activity.blocked, step=version + 1):
             hold_s, what = min(HOLD_S, self._stall.limit_s / 2), "guests to give their memory back"
-            asked = partial(self._manager.wait_resting, self._turn.number, hold_s)
+            asked = partial(self._manager.wait_asleep, self._turn.number, hold_s)
             while waits_for := (await self._stall.wait(asked(), version, what)).waits_for:
                 _log.info("step %d waits for %s", version + 1, ", ".join(waits_for))
         self._began = time.time()
@@ -176,7 +176,7 @@ class SharedDevices(DeviceTurns):
         self._announce(training=True)
         try:
             async with asyncio.timeout(limit_s):
-                stayed = (await self._manager.wait_resting(self._turn.number, limit_s)).waits_for
+                stayed = (await self._manager.wait_asleep(self._turn.number, limit_s)).waits_for
         except TimeoutError:
             stayed = ["guests"]
         if stayed:

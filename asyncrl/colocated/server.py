@@ -14,7 +14,7 @@ from asyncrl.observe import observer
 from asyncrl.observe.observer import Activity
 
 
-class Guest:
+class ColocatedServer:
     """The turns of a guest on a device that the trainer uses too.
 
     They follow entries that the trainer and the GserverManager publish.
@@ -28,7 +28,7 @@ class Guest:
 
     def __init__(self, resolver: NameResolver, index: int, name: str, lease_s: float) -> None:
         self._resolver, self._name, self._lease_s = resolver, name, lease_s
-        self._loading, self._memory = f"{names.LOADING_GUESTS}/{index}", names.guest_memory_key(index)
+        self._loading, self._memory = f"{names.LOADING_COLOCATED}/{index}", names.server_memory_key(index)
 
     async def await_turn(self, waiting: Callable[[], None]) -> None:
         """Wait until the guest may take its device, and record that it does; call `waiting` from time to time."""
@@ -53,12 +53,12 @@ class Guest:
         """Record that the engine holds the device now."""
         self._resolver.delete(self._loading, own=True)
 
-    async def follow_rests(self, url: str) -> Never:
+    async def follow_sleep(self, url: str) -> Never:
         """Set this process's stage until cancelled: the guest at `url` rests while its memory is released, and
-        otherwise serves. The GserverManager records both (`names.GuestMemory`).
+        otherwise serves. The GserverManager records both (`names.ServerMemory`).
         """
-        released, last = names.GuestMemory(url, released=True).encode(), None
+        released, last = names.ServerMemory(url, released=True).encode(), None
         while True:
             with contextlib.suppress(NameResolveTimeout):
                 last = await asyncio.to_thread(self._resolver.watch, self._memory, LOOK_S, last)
-                observer.stage(observer.RESTS if last == released else observer.SERVES, Activity.serves)
+                observer.stage(observer.SLEEPS if last == released else observer.SERVES, Activity.serves)

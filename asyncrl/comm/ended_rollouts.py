@@ -136,7 +136,7 @@ SEAL_BYTES = 64
 SEAL_END = b'"}\n'
 
 
-class PromptGoes(StrEnum):
+class PromptFate(StrEnum):
     """Effect of a drop on its prompt."""
 
     returned = auto()
@@ -185,7 +185,7 @@ class Dropped(_Line, frozen=True, tag="dropped", omit_defaults=True):
 
     rollout: str
     reason: str
-    prompt: PromptGoes
+    prompt: PromptFate
     at: float
     attempt: int | None = None
     failures: int = 0

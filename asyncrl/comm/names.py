@@ -21,7 +21,7 @@ All keys are relative to the resolver's root, which contains experiment and tria
     trainer_turn                    owner of the devices that trainer and guests share, at first the trainer:
                                     `TrainerTurn`
     loading_guests/<index>          a guest that loads its model, or is about to
-    guest_memory/<index>            a guest whose memory is released, or may be: `GuestMemory`
+    guest_memory/<index>            a guest whose memory is released, or may be: `ServerMemory`
     training_world                  the file in which the training ranks meet
 
 If a type is named, the value is its fields as a JSON object, made with `encode` and read with `decode`.
@@ -76,8 +76,8 @@ GENERATION_SERVERS = "generation_servers"
 POLICY_SERVERS = "policy_servers"
 ENCODER_SERVERS = "encoder_servers"
 STAGING_SERVERS = "staging_servers"
-LOADING_GUESTS = "loading_guests"
-GUEST_MEMORY = "guest_memory"
+LOADING_COLOCATED = "loading_guests"
+SERVER_MEMORY = "guest_memory"
 JOINED = "joined"
 
 
@@ -172,7 +172,7 @@ class TrainerTurn(_Entry, frozen=True):
     version: int
 
 
-class GuestMemory(_Entry, frozen=True):
+class ServerMemory(_Entry, frozen=True):
     """State of the memory of the guest at `url`: `released`, or else unknown, since it is being released or resumed."""
 
     url: str
@@ -209,9 +209,9 @@ def gen_server_key(index: int) -> str:
     return f"{GENERATION_SERVERS}/{index}"
 
 
-def guest_memory_key(index: int) -> str:
-    """`GuestMemory` of guest `index`; absent while it has its memory for certain."""
-    return f"{GUEST_MEMORY}/{index}"
+def server_memory_key(index: int) -> str:
+    """`ServerMemory` of guest `index`; absent while it has its memory for certain."""
+    return f"{SERVER_MEMORY}/{index}"
 
 
 def staging_server_key(index: int) -> str:

@@ -119,7 +119,7 @@ class ExperimentConfig:
     def columns(self) -> tuple[str, ...]:
         """Columns of every sample: those of `rollout.columns`, and those of teachers."""
         scored = [teacher.logprobs for teacher in self.algorithm.teachers if teacher.path is None]
-        implied = (SOURCE_NUMBER,) if self.algorithm.taught_sources else ()
+        implied = (SOURCE_NUMBER,) if self.algorithm.teacher_sources else ()
         return tuple(dict.fromkeys((*self.rollout.columns, *scored, *implied)))
 
     @property
@@ -137,7 +137,7 @@ class ExperimentConfig:
         """Names of the trained policies whose critic is that of the run's own policy."""
         return tuple(policy.name for policy in self.policies if policy.trained and policy.shared_critic)
 
-    def idle_policies(self, version: int) -> set[str]:
+    def policies_out_of_phase(self, version: int) -> set[str]:
         """Return the trained policies, "" for the run's own, that the step from `version` does not train."""
         trainer = self.trainer
         idle = {policy.name for policy in self.policies if policy.trained and not policy.trains_at(version)}

@@ -35,7 +35,7 @@ AGENTS_FILE = "agents_url"
 """URL at which the launcher awaits the agents of pods."""
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
-BOOKS_FILE = "books.json"
+COUNTS_FILE = "books.json"
 """The gate's counters as of the last complete step, for a launch whose MasterWorker ends without reporting them."""
 LEDGER_DIR = "ledger"
 """History of every rollout: lines of `asyncrl.comm.ended_rollouts`."""
@@ -45,7 +45,7 @@ ANSWERS_DIR = "eval_samples"
 """Kept answers of evaluations, in the same form, in a folder for each set."""
 RESTARTS_FILE = "restarts.jsonl"
 """Restarts by the launcher, with their causes."""
-REMARKS_FILE = "remarks.jsonl"
+NOTICES_FILE = "remarks.jsonl"
 """Remarks of this launch's processes for the terminal (`asyncrl.runtime.run_log`)."""
 DATA_RECORD_FILE = "data_record.json"
 """Fingerprint of the training data when the trial began."""
@@ -80,9 +80,9 @@ _MENDS = {
     LOCK_FILE: "delete it if no launch of the trial runs",
     SECRET_FILE: "delete it: each launch makes another",
     EXIT_FILE: "delete it",
-    REMARKS_FILE: "delete it",
+    NOTICES_FILE: "delete it",
     RESTARTS_FILE: "delete it: it only says which processes were restarted",
-    BOOKS_FILE: "delete it: the next launch writes it again",
+    COUNTS_FILE: "delete it: the next launch writes it again",
     DATA_RECORD_FILE: "put a copy of it back, or delete it: it is written again if the data are as they were",
 }
 

@@ -335,10 +335,10 @@ def vocabulary_difference(policy: str, other: str) -> str | None:
 def vocabulary(folder: str) -> dict[str, int] | None:
     """Return the ids of a tokenizer's tokens; None if its file does not say."""
     try:
-        told = json.loads((Path(folder).expanduser() / TOKENIZER_FILE).read_text(encoding="utf-8"))
-        vocabulary = told["model"]["vocab"]
+        document = json.loads((Path(folder).expanduser() / TOKENIZER_FILE).read_text(encoding="utf-8"))
+        vocabulary = document["model"]["vocab"]
         ids = dict(vocabulary) if isinstance(vocabulary, dict) else {str(t[0]): n for n, t in enumerate(vocabulary)}
-        return ids | {token["content"]: token["id"] for token in told.get("added_tokens", ())}
+        return ids | {token["content"]: token["id"] for token in document.get("added_tokens", ())}
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -135,7 +135,7 @@ class Agent:
 
     async def _talk(self, http: JsonHttp, wait_s: float, read: Callable[[], Order | None] | None) -> str:
         """Ask what to do, or with `wait_s=0` tell what happens, again and again. Return why the launcher is gone."""
-        order, said = self._order, ""
+        order, last_printed = self._order, ""
         while read is None or read() == order:
             if not wait_s:
                 await self._link.waiting()
@@ -145,9 +145,9 @@ class Agent:
             except HttpError as error:
                 if why := _end_of_launcher(error):
                     return why
-                if str(error) != said:
-                    said = str(error)
-                    _say(said)
+                if str(error) != last_printed:
+                    last_printed = str(error)
+                    _say(last_printed)
                 await asyncio.sleep(LOOK_S)
                 continue
             for message in self._link.take(answer):

@@ -251,19 +251,19 @@ class EtcdLink:
     def _failed(self, client: Any, error: Exception) -> NameResolveError:
         """Translate the gRPC error `error`. Drop the connection of `client` if another one may help."""
         code = error.code() if isinstance(error, grpc.Call) else None
-        said = str(error.details() or code) if isinstance(error, grpc.Call) else str(error)
+        message = str(error.details() or code) if isinstance(error, grpc.Call) else str(error)
         member = self._member
-        if code is grpc.StatusCode.NOT_FOUND and "lease" in said:
-            return LeaseGone(f"etcd at {member}: {said}")
+        if code is grpc.StatusCode.NOT_FOUND and "lease" in message:
+            return LeaseGone(f"etcd at {member}: {message}")
         self._drop(client)
         words = {"user": self._access.user, "password_file": self._access.password_file}
         words |= {"prefix": self._prefix, "member": member}
-        refusal = next((text for part, text in _WRONG_LOGINS.items() if part in said), _REFUSALS.get(code))
+        refusal = next((text for part, text in _WRONG_LOGINS.items() if part in message), _REFUSALS.get(code))
         if refusal is not None:
-            return NameResolveError(f"{refusal.format(**words)} ({said})")
+            return NameResolveError(f"{refusal.format(**words)} ({message})")
         if not self._was_connected and not self._closed and (fault := tls_fault(member, self._access)) is not None:
             return NameResolveError(fault)
-        return NameResolveUnavailable(f"etcd at {member} failed: {said}; check {ADDRESS}")
+        return NameResolveUnavailable(f"etcd at {member} failed: {message}; check {ADDRESS}")
 
 
 def tls_fault(member: str, access: EtcdAccess) -> str | None:

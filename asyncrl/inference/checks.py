@@ -63,10 +63,10 @@ def _quantised(config: ExperimentConfig) -> Iterator[str]:
     quantisation.
     """
     generation, algorithm = config.generation, config.algorithm
-    said = generation.engine.quantised
-    if said and algorithm.policy_loss.name == "decoupled_ppo" and algorithm.correction.name == "none":
+    quant = generation.engine.quantised
+    if quant and algorithm.policy_loss.name == "decoupled_ppo" and algorithm.correction.name == "none":
         yield (
-            f"algorithm.correction='none': {said} makes servers sample from another policy than the trainer's, which "
+            f"algorithm.correction='none': {quant} makes servers sample from another policy than the trainer's, which "
             "decoupled_ppo weighs by a correction only; use algorithm.correction.name=token_truncate"
         )
 

@@ -327,10 +327,10 @@ class GenerationServerClient:
         while now() < ends:
             url = f"{self.url}/v1/loads?include=core"
             try:
-                told = await self._http.call("GET", url, timeout_s=CONTROL_TIMEOUT_S, reply=ServerLoads)
+                answered = await self._http.call("GET", url, timeout_s=CONTROL_TIMEOUT_S, reply=ServerLoads)
             except HttpRefused:  # also a reply of another form: servers differ in it
                 return False
-            if not any(load.num_running_reqs or load.num_waiting_reqs for load in told.loads):
+            if not any(load.num_running_reqs or load.num_waiting_reqs for load in answered.loads):
                 return True
         return False
 
@@ -409,10 +409,10 @@ class GenerationServerClient:
         """Return `max_running` samples and `max_tokens` of the KV cache, as far as the server reports them."""
         info = await self.server_info(timeout_s=timeout_s)
         states = info.get("internal_states")
-        told = [info, *(states if isinstance(states, list) else ())]
+        answered = [info, *(states if isinstance(states, list) else ())]
         names = {"max_running_requests": "max_running", "max_total_num_tokens": "max_tokens"}
         found: dict[str, float] = {}
-        for each in told:
+        for each in answered:
             found |= {ours: float(each[name]) for name, ours in names.items() if each.get(name)}
         return found
 

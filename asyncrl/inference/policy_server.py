@@ -27,7 +27,7 @@ class PolicyServer(GenerationServer):
         self.config.moe.replay_routing = False  # its tokens are not trained
         self._trained, self._url = policy.trained, policy.url
 
-    _is_guest = False
+    _is_colocated = False
 
     @property
     def _key(self) -> str:

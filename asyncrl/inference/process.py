@@ -29,7 +29,7 @@ from asyncrl.observe.observer import EVERY_S, Activity
 from asyncrl.runtime.plan import COLOCATED_SERVER, MODEL
 from asyncrl.runtime.process.waiting import StopRequested, cancel, or_stop
 from asyncrl.runtime.process.worker import AsyncWorker, CannotContinue, lasting_imports
-from asyncrl.runtime.run_log import RestartBudget, remark
+from asyncrl.runtime.run_log import RestartBudget, notice
 
 BASE_VERSION: Final = "0"
 """Label of the weights that an engine starts with: policy version 0 is the initial model."""
@@ -83,8 +83,8 @@ class GenerationServer(AsyncWorker):
 
     always_reports = True  # the GserverManager waits for its weight updates
     _scratch: ClassVar[str] = "server"
-    _guest: Any = None
-    """An `asyncrl.colocated.server.Guest`, if the trainer needs the device from time to time."""
+    _sharing: Any = None
+    """An `asyncrl.colocated.server.ColocatedServer`, if the trainer needs the device from time to time."""
 
     @property
     def _key(self) -> str:
@@ -95,9 +95,9 @@ class GenerationServer(AsyncWorker):
         """Keep the engine up until a stop is requested."""
         self._figures: dict[str, float] = {}
         observer.gauges(lambda: self._figures)
-        if self._is_guest:
+        if self._is_colocated:
             guest = pkgutil.resolve_name(COLOCATED_SERVER)
-            self._guest = guest(self.resolver, self.index, self.name, self.config.system.lease_s)
+            self._sharing = guest(self.resolver, self.index, self.name, self.config.system.lease_s)
         try:
             if not self.config.system.shared_filesystem:
                 staged = names.staged_key(MODEL, self.config.system.host)
@@ -120,14 +120,14 @@ class GenerationServer(AsyncWorker):
         limit, window_s = self.config.system.restarts_per_process, self.config.system.restart_window_s
         budget = RestartBudget(limit, window_s)
         while True:
-            if self._guest is not None:
-                await self._guest.await_turn(self.process_status.others_progressed)  # the ranks have their own limits
+            if self._sharing is not None:
+                await self._sharing.await_turn(self.process_status.others_progressed)  # the ranks have their own limits
             observer.stage("loads the model")
             served = await host.start()
             await self._check(served.url)
             self._register(served)
-            if self._guest is not None:
-                self._guest.loaded()
+            if self._sharing is not None:
+                self._sharing.loaded()
             try:
                 reason = await self._serve(host, served)
             finally:
@@ -138,12 +138,12 @@ class GenerationServer(AsyncWorker):
                 raise EngineFailed(f"{reason}\ngiven up after {limit} restarts in {window_s:g} s")
             self.log.error("%s\nstarting it again", reason)
             if host.shortage is not None:
-                remark(self.run_dir, f"WARNING: {self.name} starts its engine again: {'; '.join(host.shortage)}")
+                notice(self.run_dir, f"WARNING: {self.name} starts its engine again: {'; '.join(host.shortage)}")
                 host.shortage = None
             self.process_status.set("starting")
 
     @property
-    def _is_guest(self) -> bool:
+    def _is_colocated(self) -> bool:
         """True if the trainer needs the device from time to time."""
         return self.index in guests_of(self.config.generation)
 
@@ -152,8 +152,8 @@ class GenerationServer(AsyncWorker):
         observer.stage(observer.SERVES, Activity.serves)
         async with connect(served.url, self.http_security) as client:
             following = [asyncio.create_task(self._follow_figures(client))]
-            if self._guest is not None:
-                following.append(asyncio.create_task(self._guest.follow_rests(served.url)))
+            if self._sharing is not None:
+                following.append(asyncio.create_task(self._sharing.follow_sleep(served.url)))
             try:
                 return await host.failed()
             finally:
@@ -200,7 +200,7 @@ class GenerationServer(AsyncWorker):
             return self._adopted(urls[self.index], Path(str(self.config.model.path)))
         with lasting_imports():
             make: Callable[..., EngineHost] = pkgutil.resolve_name(generation.engine.host)
-        return make(self, scratch=f"{self._scratch}{self.index}", guest=self._guest is not None)
+        return make(self, scratch=f"{self._scratch}{self.index}", guest=self._sharing is not None)
 
     def _adopted(self, url: str, model_dir: Path | None) -> EngineHost:
         adopted: Callable[..., EngineHost] = pkgutil.resolve_name(ADOPTED_HOST)

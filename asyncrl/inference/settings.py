@@ -131,16 +131,16 @@ def guests_of(generation: GenerationConfig) -> range:
     Raises:
         ValueError: `generation.guests` is neither none, all nor a number of servers; the message says so.
     """
-    said, servers = generation.guests, len(generation.engine.urls) or generation.servers
-    if said in (NO_GUESTS, ALL_GUESTS):
-        count = servers if said == ALL_GUESTS else 0
-    elif not said.isdecimal() or not 1 <= int(said) <= servers:
+    wanted, servers = generation.guests, len(generation.engine.urls) or generation.servers
+    if wanted in (NO_GUESTS, ALL_GUESTS):
+        count = servers if wanted == ALL_GUESTS else 0
+    elif not wanted.isdecimal() or not 1 <= int(wanted) <= servers:
         raise ValueError(
-            f"generation.guests={said!r}: none, all, or a number of the {servers} servers (generation.servers); use "
+            f"generation.guests={wanted!r}: none, all, or a number of the {servers} servers (generation.servers); use "
             f"{ALL_GUESTS} or 1 to {servers}"
         )
     else:
-        count = int(said)
+        count = int(wanted)
     return range(servers - count, servers)
 
 
@@ -319,8 +319,8 @@ class SGLang(Backend):
             )
         pipeline, data = size("pp_size", "pipeline_parallel_size"), size("dp_size", "data_parallel_size")
         axes = {"tensor_parallel": tensor, "args.pp_size": pipeline, "args.dp_size": data}
-        said = [self.named(f"{name}={value}") for name, value in axes.items() if value > 1]
-        settings = ", ".join(said) or self.named("tensor_parallel=1")
+        wanted = [self.named(f"{name}={value}") for name, value in axes.items() if value > 1]
+        settings = ", ".join(wanted) or self.named("tensor_parallel=1")
         shape = ServerShape(tensor, pipeline, data, bool(flags.get("enable_dp_attention")), settings)
         if shape.shared_attention and size("attn_dp_size") > 1:
             raise ValueError(

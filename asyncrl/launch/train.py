@@ -22,7 +22,7 @@ from asyncrl.comm.files import PRIVATE_UMASK
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config
 from asyncrl.config.run_dir import (
-    BOOKS_FILE,
+    COUNTS_FILE,
     EXIT_FILE,
     LOGS_DIR,
     METRICS_FILE,
@@ -186,17 +186,17 @@ def _progress_lines(run_dir: Path) -> list[str]:
     lines = []
     if summary is None:
         lines.append("the run ended before it could write a summary")
-        known = read_document(run_dir / BOOKS_FILE, {"books": dict, "step": int})
+        known = read_document(run_dir / COUNTS_FILE, {"books": dict, "step": int})
         lines += (
             ["books      nothing was submitted"]
             if known is None
-            else _books_lines(known["books"], f", as of step {known['step']}")
+            else _counts_lines(known["books"], f", as of step {known['step']}")
         )
     else:
         lines.append(f"steps      {summary['steps']}")
         lines += [f"evaluated  {evaluated_line(name, figures)}" for name, figures in sorted(summary["eval"].items())]
         lines += map(_without_result, summary["evaluations_failed"])
-        lines += _books_lines(summary["books"])
+        lines += _counts_lines(summary["books"])
     rows, restarts = read_rows(run_dir / METRICS_FILE), read_rows(run_dir / RESTARTS_FILE)
     flat, lost = FlatSteps(), Counter[str]()
     for row in rows:
@@ -206,8 +206,8 @@ def _progress_lines(run_dir: Path) -> list[str]:
         f"LOST       {count} episodes, as {name}; the logs of the rollout_workers say more"
         for name, count in sorted(lost.items())
     ]
-    if (told := flat.summary()) is not None:
-        lines.append(f"NO SIGNAL  {told}")
+    if (summary_line := flat.summary()) is not None:
+        lines.append(f"NO SIGNAL  {summary_line}")
     if counts := ", ".join(f"{what} {count}" for what, count in sorted(restarts_in(restarts).items())):
         lines.append(f"restarts   {counts}; {seconds_in(restarts):.1f} s until they went on")
     return lines
@@ -221,21 +221,21 @@ def _without_result(evaluation: Mapping[str, Any]) -> str:
     return f"FAILED     {which}: {evaluation['reason']}"
 
 
-def _books_lines(books: dict[str, Any], when: str = "") -> list[str]:
+def _counts_lines(totals: dict[str, Any], when: str = "") -> list[str]:
     """Return the balance of rollouts, and the rollouts that someone has to look at."""
-    dropped = ", ".join(f"{reason} {count}" for reason, count in sorted(books["dropped"].items()))
-    under_way = books["running"] + books["finished_untrained"]
-    total = books["trained"] + sum(books["dropped"].values()) + books["abandoned"] + under_way
+    dropped = ", ".join(f"{reason} {count}" for reason, count in sorted(totals["dropped"].items()))
+    under_way = totals["running"] + totals["finished_untrained"]
+    total = totals["trained"] + sum(totals["dropped"].values()) + totals["abandoned"] + under_way
     line = (
-        f"books      submitted {books['submitted']} {'=' if books['submitted'] == total else '≠'} "
-        f"trained {books['trained']} + dropped {sum(books['dropped'].values())} {f'({dropped}) ' if dropped else ''}"
-        f"+ abandoned {books['abandoned']}"
+        f"books      submitted {totals['submitted']} {'=' if totals['submitted'] == total else '≠'} "
+        f"trained {totals['trained']} + dropped {sum(totals['dropped'].values())} {f'({dropped}) ' if dropped else ''}"
+        f"+ abandoned {totals['abandoned']}"
     )
     if under_way:
         line += f" + under way {under_way}"
     failed = [
         f"FAILED     {count} rollouts {what} ({reason}); the logs of the rollout_workers say why"
-        for reason, count in sorted(books["dropped"].items())
+        for reason, count in sorted(totals["dropped"].items())
         if count and (what := failure(reason)) is not None
     ]
     return [line + when, *failed]

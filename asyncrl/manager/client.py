@@ -30,7 +30,7 @@ ROUTE_LIFE_S = 0.2
 """For which the server that came with an admission may be used without a new request. An agent that
 begins at once needs less.
 """
-NOT_INTRODUCED = 409
+SESSION_REQUIRED = 409
 """Status of a call that was meant for another manager."""
 NOT_REBUILT = 503
 """Status of a call to a manager that waits for workers to report, `SystemConfig.silence_s` at most."""
@@ -152,9 +152,9 @@ class ManagerClient:
         request = m.WaitExpiringRequest(version, timeout_s)
         return (await self._send(request, hold_s=timeout_s)).running
 
-    async def wait_resting(self, turn: int, timeout_s: float) -> m.WaitRestingReply:
+    async def wait_asleep(self, turn: int, timeout_s: float) -> m.WaitAsleepReply:
         """Wait until all guests have released their memory, in the trainer's turn of this number."""
-        request = m.WaitRestingRequest(turn, timeout_s)
+        request = m.WaitAsleepRequest(turn, timeout_s)
         return await self._send(request, hold_s=timeout_s)
 
     async def close_gate(self) -> None:
@@ -244,7 +244,7 @@ class ManagerClient:
                 answer = await self._send(request, hold_s=hold_s)
             except BaseException as error:  # the ends may have arrived; reporting them again is harmless
                 self._report_again(released, finished)
-                if not isinstance(error, HttpRefused) or error.status != NOT_INTRODUCED:
+                if not isinstance(error, HttpRefused) or error.status != SESSION_REQUIRED:
                     raise
                 if self._manager == manager:
                     self._manager = None

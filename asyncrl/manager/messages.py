@@ -32,7 +32,7 @@ class BadRequest(ValueError):
     """The request has its type, but cannot be answered; the message says why."""
 
 
-class NotIntroduced(BadRequest):
+class SessionRequired(BadRequest):
     """The call is meant for another manager; the caller must first report to this one."""
 
 
@@ -63,7 +63,7 @@ class Request(Message, Generic[R], frozen=True):
         (cls.reply,) = get_args(cls.__dict__["__orig_bases__"][0])
 
 
-Verb = tuple[type[Request[Any]], Callable[[Any], Awaitable[Struct]]]
+Method = tuple[type[Request[Any]], Callable[[Any], Awaitable[Struct]]]
 """A request's type and its handler."""
 
 
@@ -284,7 +284,7 @@ class WaitExpiringRequest(Request[WaitExpiringReply], frozen=True):
     timeout_s: Seconds = 0.0
 
 
-class WaitRestingReply(Message, frozen=True):
+class WaitAsleepReply(Message, frozen=True):
     """Servers that the turn still waits for, as text; empty if the trainer has the devices.
 
     Attributes:
@@ -297,7 +297,7 @@ class WaitRestingReply(Message, frozen=True):
     wake_s: Seconds = 0.0
 
 
-class WaitRestingRequest(Request[WaitRestingReply], frozen=True):
+class WaitAsleepRequest(Request[WaitAsleepReply], frozen=True):
     """Wait until no guest has memory on the trainer's devices, in the trainer's turn of this number."""
 
     path = "/wait_resting"
@@ -464,7 +464,7 @@ class ServerState(StrEnum):
     UPDATING = "updating"
     QUARANTINED = "quarantined"
     RELEASING = "releasing"
-    RESTING = "resting"
+    ASLEEP = "resting"
 
 
 class ServerStatus(Message, frozen=True):

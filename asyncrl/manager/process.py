@@ -1,6 +1,6 @@
 """GserverManager: staleness gate, router and weight updates of the run, as one process. No tokens pass through it.
 
-    service              the verbs, over the pure state of gate, prompts, router and workers, and HTTP around them
+    service              the methods, over the pure state of gate, prompts, router and workers, and HTTP around them
     fleet/policy_fleets  the generation servers, by policy
     fleet/decisions      next action of each of them on the way to the newest weights
     fleet/fleet_runner   carries it out, and updates the router and the gate
@@ -36,7 +36,7 @@ from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.fleet_runner import LogprobCheck
 from asyncrl.manager.fleet.policy_fleets import PolicyFleets
 from asyncrl.manager.fleet.servers import Target
-from asyncrl.manager.messages import RequestSize, ServerState, StatusReply, StatusRequest, WaitRestingRequest
+from asyncrl.manager.messages import RequestSize, ServerState, StatusReply, StatusRequest, WaitAsleepRequest
 from asyncrl.manager.rollouts.ledger import Ledger
 from asyncrl.manager.service import ManagerHttp, ManagerService
 from asyncrl.manager.settings import UpdateMode
@@ -45,7 +45,7 @@ from asyncrl.rollout.settings import Pacing
 from asyncrl.runtime.plan import COLOCATED_SERVERS, DEADLINE_PACING, MANAGER_PART, PROCESS_KINDS
 from asyncrl.runtime.process.open_files import allow_connections
 from asyncrl.runtime.process.worker import AsyncWorker, WorkerSpec
-from asyncrl.runtime.run_log import remark
+from asyncrl.runtime.run_log import notice
 from asyncrl.trainer.client import PublisherClient
 from asyncrl.trainer.parallel.placement import worker_grid
 from asyncrl.weights.manifest import Manifest, ManifestError, verify
@@ -112,17 +112,17 @@ class GserverManager(AsyncWorker):
             resolver=self.resolver,
             log=self.log,
             clock=self._clock,
-            tell=partial(remark, self.run_dir),
+            tell=partial(notice, self.run_dir),
         )
         own = self._fleets.own
         registry = manager_registry(self._service, own.decisions, own.logprob_check)
-        verbs = self._service.verbs() | {StatusRequest.path: (StatusRequest, self._answer_status)}
+        methods = self._service.methods() | {StatusRequest.path: (StatusRequest, self._answer_status)}
         colocated = None
         if own.decisions.guests:
             make = pkgutil.resolve_name(COLOCATED_SERVERS)
             colocated = make(self.resolver, own.decisions, own.runner, self._clock)
-            verbs[WaitRestingRequest.path] = (WaitRestingRequest, colocated.wait_resting)
-        http = ManagerHttp(verbs, security=self.http_security, registry=registry)
+            methods[WaitAsleepRequest.path] = (WaitAsleepRequest, colocated.wait_asleep)
+        http = ManagerHttp(methods, security=self.http_security, registry=registry)
         try:
             url = await http.start(self.config.system.host)
             self.resolver.add(names.MANAGER_KEY, url, lease_s=self.config.system.lease_s, replace=True)

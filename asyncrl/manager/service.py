@@ -1,4 +1,4 @@
-"""The GserverManager's verbs over rollout state, admission, router and leases, and HTTP around them.
+"""The GserverManager's methods over rollout state, admission, router and leases, and HTTP around them.
 
 From the gate to the ledger: `allocate_rollout` starts a rollout (`rollouts/rollout_state.py`) if
 `rollouts/staleness_gate.py` has room. `received`, `consumed` and the ends that workers report with every call change
@@ -8,7 +8,7 @@ The state that must not be lost is in `rollouts/`, with the ledger that says how
 roll call (`rollouts/workers.py`): its gate is shut until the master and the workers have reported. Its router begins
 empty: requests that run on the servers continue there, and count again from the rollout's next request on.
 
-A verb takes its request and returns its reply (`asyncrl.manager.messages`). Verbs that may have to wait check again
+A method takes its request and returns its reply (`asyncrl.manager.messages`). Methods that may have to wait check again
 whenever something that they depend on has changed:
 
     begin_run          the master brings the checkpoint from which the run continues, before its other calls
@@ -41,7 +41,7 @@ from asyncrl.manager import messages as m
 from asyncrl.manager.rollouts.ledger import Ledger
 from asyncrl.manager.rollouts.rollout_state import Admission, RolloutState
 from asyncrl.manager.rollouts.staleness_gate import StalenessGate
-from asyncrl.manager.rollouts.workers import EndedProcess, RollCall, Workers, still_there
+from asyncrl.manager.rollouts.workers import EndedProcess, PendingReports, Workers, still_there
 from asyncrl.manager.router import Caller, Router, Routes, ServerView
 
 if TYPE_CHECKING:  # optional, see `asyncrl.runtime.plan`
@@ -57,7 +57,7 @@ MAX_RUN_BYTES = 256 * 2**20
 
 
 class ManagerService:
-    """Answers the verbs. Not thread-safe: everything happens in one event loop.
+    """Answers the methods. Not thread-safe: everything happens in one event loop.
 
     Args:
         batch_size: B, rollouts per train step.
@@ -97,7 +97,7 @@ class ManagerService:
         self.number, self.launch = number, launch
         self.begun = False
         """The state is rebuilt, and the gate open."""
-        self.roll_call = RollCall(clock() + lease_s)
+        self.pending_reports = PendingReports(clock() + lease_s)
         self.rollouts = RolloutState(batch_size, max_staleness, order)
         self.routes = Routes(routing, ids_remembered(batch_size, max_staleness), policies, trained, manager=number)
         self.workers = Workers(lease_s)
@@ -118,9 +118,9 @@ class ManagerService:
         """The staleness gate."""
         return self.rollouts.gate
 
-    def verbs(self) -> dict[str, m.Verb]:
-        """Return the verbs that the manager answers: by path, the request's type and its handler."""
-        verbs: list[m.Verb] = [
+    def methods(self) -> dict[str, m.Method]:
+        """Return the methods that the manager answers: by path, the request's type and its handler."""
+        methods: list[m.Method] = [
             (m.HeldReport, self.open_session),
             (m.RunBegin, self.begin_run),
             (m.AllocateRequest, self.allocate_rollout),
@@ -133,7 +133,7 @@ class ManagerService:
             (m.CloseGate, self.close_gate),
             (m.EndReport, self.end_run),
         ]
-        return {request.path: (request, handler) for request, handler in verbs}
+        return {request.path: (request, handler) for request, handler in methods}
 
     async def open_session(self, request: m.HeldReport) -> m.Session:
         """Record all rollouts that a worker's process holds; its calls count from now on.
@@ -149,7 +149,7 @@ class ManagerService:
         is_first = self.workers.report(request, self._clock())
         if not self.begun:
             if is_first:
-                self.roll_call.take(request)
+                self.pending_reports.take(request)
             self._begin_if_complete()
             return m.Session(self.number)
         if is_first:
@@ -166,27 +166,27 @@ class ManagerService:
         changes nothing.
         """
         async with self._beginning:
-            if not self.begun and self.roll_call.run is None:
+            if not self.begun and self.pending_reports.run is None:
                 if self._ledger is not None:
                     self._ended = await asyncio.to_thread(self._ledger.begin, request.version, request.checkpoint)
-                self.roll_call.run = request
+                self.pending_reports.run = request
                 self._begin_if_complete()
         return m.Session(self.number)
 
     def begin(self, run: m.RunBegin) -> None:
         """Begin without a ledger and without workers that hold anything."""
-        self.roll_call.run, self.roll_call.awaited = run, {}
+        self.pending_reports.run, self.pending_reports.awaited = run, {}
         self._begin_if_complete()
 
     def await_workers(self, ready: Mapping[str, int]) -> None:
         """Await the reports of these workers' processes, by incarnation."""
         if not self.begun:
-            self.roll_call.await_workers(ready, self._clock())
+            self.pending_reports.await_workers(ready, self._clock())
             self._begin_if_complete()
 
     def _begin_if_complete(self) -> None:
         """Rebuild the state once all have reported; then apply the deaths seen meanwhile, and open the gate."""
-        call, gate = self.roll_call, self.gate
+        call, gate = self.pending_reports, self.gate
         if self.begun or not call.is_complete or call.run is None:
             return
         run = call.run
@@ -204,7 +204,7 @@ class ManagerService:
         rollouts.rebuild(run.received, call.reports)
         self.rollouts = rollouts
         self.gate.advance(gate.version)  # servers may have registered by now
-        self.begun, self.roll_call = True, RollCall()
+        self.begun, self.pending_reports = True, PendingReports()
         self.admission.begin(self.rollouts)
         for ended in call.ended:
             if not self.workers.is_back(ended):
@@ -391,7 +391,7 @@ class ManagerService:
         self.workers.end(worker)
         self.routes.release_worker(worker)
         if not self.begun:
-            self.roll_call.ended.append(ended)
+            self.pending_reports.ended.append(ended)
             return
         self.admission.worker_left(worker)
         if ended.replaced_by is None:
@@ -412,7 +412,7 @@ class ManagerService:
         """Return a server for the request; None if there is none now, or if its rollout has ended."""
         admitted_at: int | None = None
         if request.rollout_id is not None:
-            known = self.gate if self.begun else self.roll_call
+            known = self.gate if self.begun else self.pending_reports
             if known.has_ended(request.rollout_id):
                 return None
             admitted_at = known.admitted_at(request.rollout_id)
@@ -422,7 +422,7 @@ class ManagerService:
         """Renew the caller's lease, and record the ends that its call reports.
 
         Raises:
-            NotIntroduced: the caller has no session with this manager.
+            SessionRequired: the caller has no session with this manager.
             BadRequest: a later process has replaced the worker; the reported ends still count.
         """
         self._check_meant(request.manager)
@@ -443,7 +443,7 @@ class ManagerService:
     def _check_meant(self, manager: int) -> None:
         """Refuse a call that is meant for another manager."""
         if manager != self.number:
-            raise m.NotIntroduced(f"$.manager: {manager} was the manager before, {self.number} is there")
+            raise m.SessionRequired(f"$.manager: {manager} was the manager before, {self.number} is there")
 
     def _check_current(self, worker: str, incarnation: int) -> None:
         """Refuse a call of a process that a later one has replaced."""
@@ -458,7 +458,7 @@ class ManagerService:
         """Record the end of a rollout: a rank has it, or it is dropped."""
         self.routes.release_rollout(finished.rollout_id)
         if not self.begun:
-            self.roll_call.finish(finished)
+            self.pending_reports.finish(finished)
             return
         self.rollouts.finish(finished)
         if not finished.accepted:
@@ -472,7 +472,7 @@ class ManagerHttp(HttpServer):
     """The server."""
 
     def __init__(
-        self, verbs: Mapping[str, m.Verb], *, security: HttpSecurity | None, registry: CollectorRegistry
+        self, methods: Mapping[str, m.Method], *, security: HttpSecurity | None, registry: CollectorRegistry
     ) -> None:
         async def health(request: web.BaseRequest, body: bytes) -> web.Response:
             return json_response({"status": "ok"})
@@ -481,17 +481,17 @@ class ManagerHttp(HttpServer):
             return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
         routes = {
-            path: HttpRoute(answering(verb), max_bytes=MAX_RUN_BYTES if verb[0] is m.RunBegin else MAX_BODY_BYTES)
-            for path, verb in verbs.items()
+            path: HttpRoute(answering(method), max_bytes=MAX_RUN_BYTES if method[0] is m.RunBegin else MAX_BODY_BYTES)
+            for path, method in methods.items()
         }
         routes |= {"/health": HttpRoute(health, open=True), "/metrics": HttpRoute(metrics, open=True)}
         token, tls = (None, None) if security is None else (security.token, security.server_context())
         super().__init__(routes, token=token, tls=tls, registry=registry)
 
 
-def answering(verb: m.Verb) -> Handler:
-    """Build the HTTP handler of the verb. A body that is not a valid request is answered with `Refused`."""
-    kind, handler = verb
+def answering(method: m.Method) -> Handler:
+    """Build the HTTP handler of the method. A body that is not a valid request is answered with `Refused`."""
+    kind, handler = method
     decoder: msgspec.json.Decoder[Any] = json_decoder(kind)
 
     async def answer(request: web.BaseRequest, body: bytes) -> web.Response:
@@ -499,7 +499,7 @@ def answering(verb: m.Verb) -> Handler:
             return json_response(await handler(decoder.decode(body or b"{}")))
         except msgspec.ValidationError as error:
             raise _malformed(_with_path_first(str(error))) from error
-        except m.NotIntroduced as error:
+        except m.SessionRequired as error:
             raise Refused(409, {"error": str(error)}, "not_introduced") from error
         except m.NotRebuilt as error:
             raise Refused(503, {"error": str(error)}, "not_rebuilt") from error

@@ -314,8 +314,8 @@ def kl_in_reward(config: ExperimentConfig) -> tuple[str, ...]:
     """
     algorithm = config.algorithm
     anchor = ("ref_logprobs",) if algorithm.kl_coef and algorithm.kl_in != KLPlace.loss else ()
-    taught = [key for teacher in algorithm.teachers for key in (teacher.logprobs, *_source(teacher))]
-    return (*anchor, *dict.fromkeys(taught))
+    teacher_logprobs = [key for teacher in algorithm.teachers for key in (teacher.logprobs, *_source(teacher))]
+    return (*anchor, *dict.fromkeys(teacher_logprobs))
 
 
 def written(*calls: Call) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ from asyncrl.master.data.sample_buffer import SampleBuffer, TrainBatch
 from asyncrl.master.evaluations import Evaluations, Outcomes, Row, evaluation_statistics
 from asyncrl.observe.metrics.sinks import MetricsWriter
 from asyncrl.observe.tail import read_rows
-from asyncrl.runtime.run_log import remark, restarts_in, seconds_in
+from asyncrl.runtime.run_log import notice, restarts_in, seconds_in
 from asyncrl.trainer.messages import EndedStep
 
 if TYPE_CHECKING:
@@ -201,8 +201,8 @@ class MetricsLog:
         `idle_s` is the time so far in which the gate let no rollout run.
         """
         first_step, samples = version + 1 if version else 0, self._config.samples
-        told = partial(remark, self._run_dir)
-        self._metrics = MetricsWriter.open(self._run_dir / METRICS_FILE, self._config, first_step, told)
+        notify = partial(notice, self._run_dir)
+        self._metrics = MetricsWriter.open(self._run_dir / METRICS_FILE, self._config, first_step, notify)
         if samples.every and samples.tables:
             from asyncrl.observe.metrics.sample_tables import SampleTables
 

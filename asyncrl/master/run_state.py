@@ -44,8 +44,8 @@ from asyncrl.comm.request_reply import RemoteError
 from asyncrl.comm.typed import convert
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import (
-    BOOKS_FILE,
     CHECKPOINTS_DIR,
+    COUNTS_FILE,
     LOGS_DIR,
     METRICS_FILE,
     SUMMARY_FILE,
@@ -366,9 +366,9 @@ def checkpoint_root(run_dir: Path) -> Path:
     return run_dir / CHECKPOINTS_DIR
 
 
-def write_books(run_dir: Path, step: int, books: RolloutCounts) -> None:
+def write_counts(run_dir: Path, step: int, books: RolloutCounts) -> None:
     """Write the books as of `step`, for an end at which the manager does not answer."""
-    _write_json(run_dir / BOOKS_FILE, {"step": step, "books": msgspec.to_builtins(books)})
+    _write_json(run_dir / COUNTS_FILE, {"step": step, "books": msgspec.to_builtins(books)})
 
 
 def write_summary(run_dir: Path, steps: int, total_steps: int, books: RolloutCounts, metrics_log: MetricsLog) -> None:

@@ -37,7 +37,7 @@ from asyncrl.data.datasets import DataRecord
 from asyncrl.inference.settings import guests_of
 from asyncrl.manager.client import ManagerClient
 from asyncrl.master.data.batches import AheadScorer, Batches, DeviceTurns, frozen_calls
-from asyncrl.master.data.collector import Collector, Reports, check_books
+from asyncrl.master.data.collector import Collector, Reports, check_counts
 from asyncrl.master.data.sample_buffer import SampleBuffer, TrainBatch
 from asyncrl.master.data.stall import PromptsUsedUp, StallWatch
 from asyncrl.master.evaluations import Row
@@ -50,7 +50,7 @@ from asyncrl.master.run_state import (
     MemoryCheckpointer,
     RunState,
     checkpoint_root,
-    write_books,
+    write_counts,
     write_summary,
 )
 from asyncrl.master.step import Dealing, Executor, column_moves, plan_batch
@@ -59,7 +59,7 @@ from asyncrl.observe.observer import Activity
 from asyncrl.runtime.plan import BUFFER_ORDER, SHARED_DEVICES, WIN_RATES
 from asyncrl.runtime.process.waiting import StopRequested, cancel, or_stop
 from asyncrl.runtime.process.worker import StateLost
-from asyncrl.runtime.run_log import remark
+from asyncrl.runtime.run_log import notice
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import EndStep, LoadCheckpoint
 from asyncrl.trainer.parallel.placement import Placement, worker_grid
@@ -157,7 +157,7 @@ class TrainLoop:
 
         Raises:
             Stalled: no sign of life for `system.stall_timeout_s`.
-            BooksError: a rollout is unaccounted for.
+            CountsError: a rollout is unaccounted for.
             ExecutionError: a model function call failed.
             StateLost: the last step is lost, so the whole run begins again.
             Exception: another process failed. Complete steps are saved first, if possible.
@@ -205,7 +205,7 @@ class TrainLoop:
         finally:
             dropped, idle_s = reports.counts.dropped, reports.idle_s
             self.metrics_log.open(version, perf_counter(), dropped, state["metrics_log"], announced, idle_s)
-            write_books(self.run_dir, version, reports.counts)
+            write_counts(self.run_dir, version, reports.counts)
         if not from_memory:
             await self.publishing.forget_others(version)  # 3
         in_use = {*reports.versions_in_use, announced}
@@ -280,7 +280,7 @@ class TrainLoop:
         async with profiling:
             with observer.doing(f"trains step {step}", "train", step=step):
                 await self.ranks.each(plan_batch(batch, self.peers.placement, dealing))
-                stats: Row = await self.executor.run(config.idle_policies(self.run_state.version))
+                stats: Row = await self.executor.run(config.policies_out_of_phase(self.run_state.version))
                 ended = await self.ranks.all(EndStep())
         self.run_state.trained(batch)
         self._model_in_step = False
@@ -335,7 +335,7 @@ class TrainLoop:
         """Write the step's row of metrics, and the books."""
         state, reports = self.run_state, self.reports
         self.metrics_log.step(state.version, batch, measured | self.checkpoints.figures(), reports, perf_counter())
-        write_books(self.run_dir, state.version, reports.counts)
+        write_counts(self.run_dir, state.version, reports.counts)
         state.recorded = state.version
         self.stall.progressed()
 
@@ -344,7 +344,7 @@ class TrainLoop:
         state = self.run_state
         dropped = {reason: n for reason, n in self.reports.counts.dropped.items() if n}
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items())) or "none"
-        remark(
+        notice(
             self.run_dir,
             f"the prompts of total_epochs={self.config.total_epochs:g} are used up after step {state.version} of "
             f"{self.config.total_train_steps} (dropped: {reasons}): {len(state.buffer)} are left, fewer than "
@@ -377,10 +377,10 @@ class TrainLoop:
             except StopRequested:
                 await self.announcer.close()
         await self.reports.end(state.version)
-        books = self.reports.counts
+        totals = self.reports.counts
         total = state.version if state.used_up else self.config.total_train_steps
-        write_summary(self.run_dir, state.version, total, books, self.metrics_log)
-        check_books(books, state.version * self.config.train_batch_size)
+        write_summary(self.run_dir, state.version, total, totals, self.metrics_log)
+        check_counts(totals, state.version * self.config.train_batch_size)
 
     async def _save_what_is_complete(self) -> None:
         """Save the last complete step after a failure, unless a failed step may have changed the model since. A
@@ -399,7 +399,7 @@ class TrainLoop:
                     _log.info("saved version %d", state.version)
             except Exception as error:
                 _log.warning("version %d could not be saved: %s", state.version, error)
-        write_books(self.run_dir, state.recorded, self.reports.counts)
+        write_counts(self.run_dir, state.recorded, self.reports.counts)
 
     async def close(self) -> None:
         """Stop the tasks that run beside the loop, and close the run's files."""

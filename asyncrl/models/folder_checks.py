@@ -252,11 +252,11 @@ def _quantised(described: Mapping[str, Any], headers: Mapping[str, Mapping[str, 
         None,
     )
     text = described.get("text_config")
-    told = described.get("quantization_config") or described.get("compression_config")
-    told = told or (text.get("quantization_config") if isinstance(text, dict) else None)
-    if packed is None and not told:
+    quantisation = described.get("quantization_config") or described.get("compression_config")
+    quantisation = quantisation or (text.get("quantization_config") if isinstance(text, dict) else None)
+    if packed is None and not quantisation:
         return None
-    method = told.get("quant_method", "an unknown method") if isinstance(told, dict) else None
+    method = quantisation.get("quant_method", "an unknown method") if isinstance(quantisation, dict) else None
     if packed is None:
         return (
             f"its config.json has quantization_config ({method}), and its weights are plain; remove "

@@ -5,14 +5,14 @@ On a GPU each copy runs on a separate stream, into pinned memory. The thread tha
 does the device:
 
     copy = copies.begin(pairs)     queued behind the computation of the sources
-    copy.before_changes()          the *device* waits: work that is queued later may change the sources
+    copy.wait_on_device()          the *device* waits: work that is queued later may change the sources
     copy.wait()                    the *host* waits: the copied values may be read
 
 If the sources do not change before the copy has ended, only the last call is needed.
 
 A GPU copies to the host in the order of the queue, whatever the stream. So one number that the training thread reads
 would wait until all gigabytes of a checkpoint before it are copied. `begin_in_pieces` queues nothing itself: the thread
-that waits for the copy queues one piece after the other, and a number waits for one piece at most. `before_changes`
+that waits for the copy queues one piece after the other, and a number waits for one piece at most. `wait_on_device`
 queues all remaining pieces.
 
 A CPU, and any other device, copies within the same calls: all at once in `begin`, else piece by piece.
@@ -49,7 +49,7 @@ class Event(Protocol):
     def wait(self) -> None:
         """Have the host wait for the end of the copy."""
 
-    def before_changes(self) -> None:
+    def wait_on_device(self) -> None:
         """Have the device wait for the end of the copy before any work that the calling thread queues from now on."""
 
 
@@ -72,7 +72,7 @@ class _CudaEvent:
     def wait(self) -> None:
         self._event.synchronize()
 
-    def before_changes(self) -> None:
+    def wait_on_device(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
@@ -117,10 +117,10 @@ class HostCopy:
             for end in ends:
                 end.wait()
 
-    def before_changes(self) -> None:
+    def wait_on_device(self) -> None:
         """Let the copy end before any work that the calling thread queues from now on, which may change the sources."""
         for end in self.queue_all():
-            end.before_changes()
+            end.wait_on_device()
 
     def queue_all(self) -> list[Event]:
         """Queue the remaining pieces; return the end of each queue's last one."""
@@ -159,7 +159,7 @@ class HostCopies:
     def begin(self, pairs: Iterable[Pair]) -> HostCopy:
         """Begin to copy, for each pair (target, source), the source into the target of the same shape and type.
 
-        One of the two is in host memory. A target on the device must not be used before `before_changes`.
+        One of the two is in host memory. A target on the device must not be used before `wait_on_device`.
         """
         copy = HostCopy(self._by_device(pairs))
         copy.queue_all()
@@ -193,7 +193,7 @@ class HostCopies:
             if self._stream(tensor.device) is not None:
                 host = host_like(tensor)
                 copy = self.begin([(host, tensor)])
-                copy.before_changes()  # the next tensor may have the same memory
+                copy.wait_on_device()  # the next tensor may have the same memory
                 under_way.append((name, host, copy))
                 if len(under_way) == 1:
                     continue

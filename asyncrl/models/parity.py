@@ -283,7 +283,7 @@ def in_rms(hidden_LH: Tensor) -> Tensor:
     return hidden_LH / hidden_LH.pow(2).mean(-1, keepdim=True).sqrt().clamp_min(1e-12)
 
 
-def told(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """Describe an exception in a model's own code as a reason to refuse the model."""
     return f"{type(error).__name__}: {error!s:.160}"
 
@@ -324,7 +324,7 @@ class Subject(ABC):
             raise
         except Exception as error:  # any error of a model's own code is a reason to refuse the model
             dtype = str(network.dtype).removeprefix("torch.")
-            raise self._refusal(f"transformers' own forward of it in {dtype} fails: {told(error)}") from error
+            raise self._refusal(f"transformers' own forward of it in {dtype} fails: {one_line(error)}") from error
 
     def _compute_plain(self) -> None:
         self.plain = [self._plain(tokens) for tokens in self.sequences]
@@ -386,7 +386,7 @@ class Subject(ABC):
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # as above
-            return f"{forward} fails: {told(error)}"
+            return f"{forward} fails: {one_line(error)}"
 
     def _fault_of_text(self) -> str | None:
         allowed = self._rounding

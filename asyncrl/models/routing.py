@@ -123,7 +123,7 @@ class Routers:
             )
 
     @contextmanager
-    def replaying(self, choices_ILK: Tensor | None) -> Iterator[None]:
+    def router_replay(self, choices_ILK: Tensor | None) -> Iterator[None]:
         """Within the block, the routers choose as recorded.
 
         Args:
@@ -138,7 +138,7 @@ class Routers:
 
     def again(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """For `torch.utils.checkpoint`: make the recomputation of the current forward replay the same choices."""
-        return nullcontext(), self.replaying(self._given)
+        return nullcontext(), self.router_replay(self._given)
 
 
 def routing_fault(trajectory: Trajectory, shape: RoutingShape) -> str | None:

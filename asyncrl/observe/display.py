@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.comm.ended_rollouts import DROPPED, failure, lost_episodes
-from asyncrl.observe.doctor.standing import Standing
+from asyncrl.observe.doctor.standing import StatusLine
 from asyncrl.observe.metrics.learning import FlatSteps
 from asyncrl.observe.settings import DisplayMode
 
@@ -49,7 +49,7 @@ class Display(Protocol):
     def row(self, row: Row) -> None:
         """Show a row of metrics."""
 
-    def standing(self, lines: Sequence[Standing]) -> None:
+    def stage_lines(self, lines: Sequence[StatusLine]) -> None:
         """Show the state of the run: the processes' activities before the first step, then the bottleneck."""
 
     def outlook(self, text: str) -> None:
@@ -134,30 +134,30 @@ class _Failures:
 
     def take(self, row: Row) -> list[str]:
         """Return the remarks on `row`."""
-        remarks = []
+        notices = []
         for name, figures in evaluations(row).items():
             evaluation = f"the evaluation of version {row['step']:.0f} on {name}"
             if "failed" in figures:
-                remarks.append(f"{evaluation} failed; the master_worker's log says why")
+                notices.append(f"{evaluation} failed; the master_worker's log says why")
             elif "cut_short" in figures:
-                remarks.append(f"{evaluation} had not ended when the run was stopped: it has no result")
+                notices.append(f"{evaluation} had not ended when the run was stopped: it has no result")
         for name, value in row.items():
             reason = name.removeprefix(DROPPED)
             if reason != name and (what := failure(reason)) is not None and (count := int(value)):
                 self.rollouts[reason] += count
-                remarks.append(
+                notices.append(
                     f"{count} rollouts failed {what}, {self.rollouts[reason]} since the start; the rollout_workers' "
                     "logs say why"
                 )
         for name, count in lost_episodes(row).items():
             self.episodes[name] += count
-            remarks.append(
+            notices.append(
                 f"{count} episodes were lost, as {name}, {self.episodes[name]} since the start; the rollout_workers' "
                 "logs say why"
             )
         if (warning := self._flat.take(row)) is not None:
-            remarks.append(warning)
-        return remarks
+            notices.append(warning)
+        return notices
 
 
 class PlainDisplay:
@@ -167,7 +167,7 @@ class PlainDisplay:
         self._console = console
         self._total = total_steps
         self._failures = _Failures()
-        self._begun, self._told = False, [""]
+        self._begun, self._shown_status = False, [""]
         self._recent: deque[Row] = deque(maxlen=_RECENT)
         self._line_at, self._outlook = time.monotonic(), ""
 
@@ -191,8 +191,8 @@ class PlainDisplay:
         self._console.print("  ".join(parts), markup=False, soft_wrap=True)
         self._line_at = time.monotonic()
         self._begun = self._begun or "reward/mean" in row
-        for remark in self._failures.take(row):
-            self.note(remark)
+        for notice in self._failures.take(row):
+            self.note(notice)
 
     def outlook(self, text: str) -> None:
         """Print it if there was no line for a while."""
@@ -200,11 +200,11 @@ class PlainDisplay:
             self._line_at, self._outlook = time.monotonic(), text
             self.note(f"  {text}")
 
-    def standing(self, lines: Sequence[Standing]) -> None:
+    def stage_lines(self, lines: Sequence[StatusLine]) -> None:
         """Print the processes' activities whenever they change, until the first step."""
-        told = [line.text for line in lines]
-        if not self._begun and told != self._told:
-            self._told = told
+        texts = [line.text for line in lines]
+        if not self._begun and texts != self._shown_status:
+            self._shown_status = texts
             for line in lines:
                 self.note(f"  {line}")
 
@@ -220,13 +220,13 @@ class _Panel:
         failures: counts of failed rollouts.
 
     Attributes:
-        standing: lines below the figures: the state of the run.
+        stage_lines: lines below the figures: the state of the run.
         outlook: how far the step at hand is.
     """
 
     def __init__(self, title: str, total_steps: int, eta: int, failed: Mapping[str, int]) -> None:
         self._title, self._total, self._eta, self._failed = title, total_steps, eta, failed
-        self.standing: Sequence[Standing] = ()
+        self.stage_lines: Sequence[StatusLine] = ()
         self.outlook = ""
         self._recent: deque[Row] = deque(maxlen=_RECENT)
         self._rewards: list[float] = []
@@ -242,14 +242,14 @@ class _Panel:
             return
         if self._first_step is None:
             self._first_step = (row["step"], time.monotonic())
-            self.standing = ()  # it describes the time before the first step
+            self.stage_lines = ()  # it describes the time before the first step
         self._recent.append(row)
         self._rewards.append(row["reward/mean"])
 
     def render(self) -> RenderableType:
         """Return the panel of the newest row, for rich."""
         body: list[RenderableType] = [self._progress(), self._figures(self._recent[-1] if self._recent else {})]
-        body += [Text(str(line), style="dim") for line in (self.outlook, *self.standing) if line]
+        body += [Text(str(line), style="dim") for line in (self.outlook, *self.stage_lines) if line]
         title = Text(self._title, style="bold", overflow="ellipsis")
         return Panel(Group(*body), title=title, title_align="left", border_style="cyan", padding=(0, 1))
 
@@ -327,21 +327,21 @@ class LiveDisplay:
         """Print the remark above the panel."""
         # A group, because options of `print` would also apply to the panel that is redrawn below the remark, and
         # because `print` joins several texts into one without options.
-        remark = Text(wrapped(text, self._live.console), no_wrap=True, overflow="ignore")
+        notice = Text(wrapped(text, self._live.console), no_wrap=True, overflow="ignore")
         with self._lock:
-            self._live.console.print(Group(remark), crop=False)
+            self._live.console.print(Group(notice), crop=False)
 
     def row(self, row: Row) -> None:
         """Update the figures with a step's row."""
         with self._lock:
-            remarks = self._failures.take(row)
+            notices = self._failures.take(row)
             self._panel.add(row)  # first, because each remark redraws the panel
-            for remark in remarks:
-                self.note(remark)
+            for notice in notices:
+                self.note(notice)
 
-    def standing(self, lines: Sequence[Standing]) -> None:
+    def stage_lines(self, lines: Sequence[StatusLine]) -> None:
         """Show the state of the run below the figures."""
-        self._panel.standing = lines
+        self._panel.stage_lines = lines
 
     def outlook(self, text: str) -> None:
         """Show it below the figures."""
@@ -351,7 +351,7 @@ class LiveDisplay:
         """Draw the last state and stop."""
         self._closed.set()
         self._redrawing.join()
-        self._panel.standing, self._panel.outlook = (), ""
+        self._panel.stage_lines, self._panel.outlook = (), ""
         try:
             self._live.stop()  # draws a last frame
         finally:

@@ -43,8 +43,8 @@ from asyncrl.config.run_dir import (
     LEDGER_DIR,
     LOCK_FILE,
     METRICS_FILE,
+    NOTICES_FILE,
     OBSERVED_DIR,
-    REMARKS_FILE,
     RESTARTS_FILE,
     SUMMARY_FILE,
     DamagedFile,
@@ -157,15 +157,15 @@ class History:
         return self._lines(RESTARTS_FILE)
 
     @property
-    def remarks(self) -> list[str]:
+    def notices(self) -> list[str]:
         """Remarks of the newest launch's processes for the terminal."""
-        return [str(line.get("remark", "")) for line in self._lines(REMARKS_FILE)]
+        return [str(line.get("remark", "")) for line in self._lines(NOTICES_FILE)]
 
     @property
     def now(self) -> float:
         """The newest time in any of the files, in seconds since 1970."""
-        said: list[float] = [process.last.get("at", 0.0) for process in self.processes.values()]
-        return max([self.ledger.newest_at, *said])
+        last_times: list[float] = [process.last.get("at", 0.0) for process in self.processes.values()]
+        return max([self.ledger.newest_at, *last_times])
 
     def _take_metrics(self) -> None:
         try:

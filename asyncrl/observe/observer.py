@@ -36,7 +36,7 @@ START = "start"
 `pid`."""
 SERVES = "serves"
 """Stage of a server that takes requests."""
-RESTS = "rests while the trainer uses the device"
+SLEEPS = "rests while the trainer uses the device"
 """Stage of a guest (`generation.guests`) whose memory is released."""
 _REASON_CHARACTERS = 4000
 _log = logging.getLogger(__name__)

@@ -89,7 +89,7 @@ def timeline(history: History, first: int | None = None, last: int | None = None
     trains = {s.about["step"]: s for s in phases if s.name == "train" and "forgotten" not in s.about}
     rollouts = list(_rollouts(history, trains, begin, end))
     arrows = [Arrow(span, trains[span.about["step"]]) for span in rollouts if span.about["step"] in trains]
-    others = _dealt([*_told(history, begin, end), *_restarts(history, begin, end)])
+    others = _dealt([*_reported(history, begin, end), *_restarts(history, begin, end)])
     waits = _waits(history, trains, begin, end)
     counters = list(_counters(history, rollouts, chosen))
     return Timeline(begin, end, [*steps, *phases, *others, *waits, *rollouts], arrows, counters)
@@ -165,7 +165,7 @@ def _inferred(row: Mapping[str, Any], step: Span) -> Iterator[Span]:
         at = until
 
 
-def _told(history: History, begin: float, end: float) -> Iterator[Span]:
+def _reported(history: History, begin: float, end: float) -> Iterator[Span]:
     """Yield the spans that processes wrote, without the phases. `_dealt` assigns their lanes."""
     for process in history.processes.values():
         for span in process.spans:

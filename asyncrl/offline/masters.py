@@ -35,7 +35,7 @@ from asyncrl.master.data.stall import RolloutSigns
 from asyncrl.master.evaluations import evaluation_statistics
 from asyncrl.master.peers import NameBoard, Stalled, connect, router_of_peers
 from asyncrl.master.policy_versions import evaluate
-from asyncrl.master.run_state import write_books
+from asyncrl.master.run_state import write_counts
 from asyncrl.observe.samples import read_samples, rows_of, sample_files, write_samples
 from asyncrl.runtime.process.waiting import StopRequested, or_stop
 from asyncrl.runtime.process.worker import AsyncWorker
@@ -115,7 +115,7 @@ class Recorder(AsyncWorker):
             self.ready()
             await self._record(manager, NameBoard(self.resolver))
             await manager.close_gate()
-            write_books(self.run_dir, 0, await manager.end_run(0))
+            write_counts(self.run_dir, 0, await manager.end_run(0))
         finally:
             puller.close()
             await manager.close()

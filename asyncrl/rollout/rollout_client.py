@@ -114,15 +114,15 @@ class PartialAnswer:
         elif len(self.token_ids) >= budget:
             self.finish = FinishReason.length
 
-    def extend_routing(self, told: NDArray[Any] | None, start: int) -> None:
-        """Record the expert choices of tokens that have none yet; `told` are those of the tokens from position `start`
+    def extend_routing(self, rows: NDArray[Any] | None, start: int) -> None:
+        """Record the expert choices of tokens that have none yet; `rows` are those of the tokens from position `start`
         on.
 
         A recorded choice is never overwritten. So each token keeps the experts of the round that sampled the next
         token, even if a later round recomputes it under newer weights.
         """
-        if told is not None:
-            self.routing.append(told[self.routed - start :])
+        if rows is not None:
+            self.routing.append(rows[self.routed - start :])
 
     def completion(self, prompt_tokens: int) -> Completion:
         """Return the whole answer, once it is complete."""

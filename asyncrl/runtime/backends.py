@@ -91,12 +91,12 @@ class WorkerHandle(ABC):
         if code is not None and code < 0:
             names = {number.value: number.name for number in signal.Signals}  # without real-time signals
             return f"was killed by signal {names.get(-code, str(-code))}"
-        told = {
+        meanings = {
             EXIT_STATE_LOST: "found that the last step is lost",
             EXIT_LOST: "was lost with the connection to its host",
             TOLD_OUT_OF_MEMORY: "was killed while the kernel of its host killed processes to free memory",
         }
-        return told.get(code or 0, f"exited with {code}")
+        return meanings.get(code or 0, f"exited with {code}")
 
     def last_lines(self) -> list[str]:
         """Return the last lines of its log, from the first error among them if there is one."""

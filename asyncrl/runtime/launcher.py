@@ -43,7 +43,7 @@ from asyncrl.observe.display import Display
 from asyncrl.runtime.backends import LauncherBackend, WorkerHandle, open_backend
 from asyncrl.runtime.plan import PROCESS_KINDS, Purpose, Restart, WorkerPlan, plan_workers
 from asyncrl.runtime.process.open_files import allow_all_files, check_files
-from asyncrl.runtime.run_log import BRAIN, WHOLE_RUN, RestartBudget, note_restart, note_went_on
+from asyncrl.runtime.run_log import BRAIN, WHOLE_RUN, RestartBudget, note_restart, note_resumed
 from asyncrl.runtime.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STATE_LOST
 from asyncrl.runtime.supervisor import STOP_SIGNAL
 from asyncrl.runtime.trials.claim import SAVE_LIMIT_S, TrialError, TrialHeld, describe_outage, open_resolver
@@ -117,7 +117,7 @@ class Launcher:
         self._processes = RunProcesses(backend, self._trial, self._display)
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._interrupt)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._terminate)
-        showing = asyncio.create_task(self._output.follow(standing=self._run_of is Purpose.train))
+        showing = asyncio.create_task(self._output.follow(stage_lines=self._run_of is Purpose.train))
         guarding = asyncio.create_task(self._guard_claim())
         try:
             while (code := await self._run_processes()) is None:
@@ -438,7 +438,7 @@ class RunProcesses:
                         return  # it died again before it was ready; the note of that restart follows
                     if are_ready(statuses):
                         seconds = time.monotonic() - began
-                        note_went_on(self._trial.run_dir, what, seconds)
+                        note_resumed(self._trial.run_dir, what, seconds)
                         self._display.note(f"{what} went on after {seconds:.1f} s")
                         return
                     await asyncio.sleep(LOOK_S)

@@ -59,15 +59,15 @@ def await_either_end(server: subprocess.Popen[bytes]) -> set[Path]:
 
     A line of standard input is a segment that the worker has seen: a dead process cannot be asked for it.
     """
-    told = b""
+    received = b""
     pidfd, stdin = os.pidfd_open(server.pid), sys.stdin.fileno()
     try:
         while True:
             readable, _, _ = select.select([stdin, pidfd], [], [])
             piece = os.read(stdin, 1 << 16) if stdin in readable else b""
-            told += piece
+            received += piece
             if not piece:  # the input has ended, or the server has and all earlier input is read
-                return shared_memory(os.getpid()) | {Path(os.fsdecode(line)) for line in told.splitlines()}
+                return shared_memory(os.getpid()) | {Path(os.fsdecode(line)) for line in received.splitlines()}
     finally:
         os.close(pidfd)
 

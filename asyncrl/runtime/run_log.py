@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.run_dir import REMARKS_FILE, RESTARTS_FILE
+from asyncrl.config.run_dir import NOTICES_FILE, RESTARTS_FILE
 from asyncrl.observe.tail import read_rows
 
 _log = logging.getLogger(__name__)
@@ -29,11 +29,11 @@ BRAIN = "the brain"
 """Entry for a restart of MasterWorker, GserverManager and ModelWorkers together."""
 
 
-def remark(run_dir: Path, text: str) -> None:
+def notice(run_dir: Path, text: str) -> None:
     """Log `text`, and have the launcher of the run in `run_dir` show it."""
     _log.warning("%s", text)
     try:
-        with (run_dir / REMARKS_FILE).open("a") as file:
+        with (run_dir / NOTICES_FILE).open("a") as file:
             file.write(json.dumps({"time": round(time.time(), 3), "remark": text}) + "\n")
     except OSError as error:  # it tells people what happened; the run must not wait for it, nor end
         _log.warning("the launcher cannot show this: %s", error)
@@ -61,7 +61,7 @@ def note_restart(run_dir: Path, what: str, reason: str) -> None:
     _append(run_dir, {"restarted": what, "reason": reason})
 
 
-def note_went_on(run_dir: Path, what: str, seconds: float) -> None:
+def note_resumed(run_dir: Path, what: str, seconds: float) -> None:
     """Log that `what` was ready again `seconds` after its death was noticed."""
     _append(run_dir, {"went_on": what, "seconds": round(seconds, 3)})
 

@@ -328,10 +328,10 @@ class BroughtInputs:
         sums = loaded_sources(import_named(config, training=self._training))
         if differences := await code_differences(self._worker, sums):
             shown = list(differences.items())[:_SHOWN_MODULES]
-            told = "; ".join(f"{module} {why}{how_found(module)}" for module, why in shown)
+            lines = "; ".join(f"{module} {why}{how_found(module)}" for module, why in shown)
             raise ConfigError(
                 f"system.shared_filesystem=false: {len(differences)} module(s) of this host ({config.system.host})"
-                f" are not those of the launcher's: {told}; install the same here, or name code by its file, which is "
+                f" are not those of the launcher's: {lines}; install the same here, or name code by its file, which is "
                 "brought"
             )
 

@@ -24,7 +24,7 @@ from asyncrl.manager.fleet.fleet_runner import FleetRunner
 from asyncrl.manager.fleet.servers import Target, host_of
 from asyncrl.runtime.plan import MODEL, brings_inputs, staging_hosts
 from asyncrl.runtime.process.worker import AsyncWorker
-from asyncrl.runtime.run_log import remark
+from asyncrl.runtime.run_log import notice
 from asyncrl.staging.client import INPUTS, StageRequest, StagingClient, reason_of, source_failed, version_folder
 from asyncrl.staging.fan_out import ORIGIN, FanOut, Fetch
 
@@ -56,7 +56,7 @@ async def bring_folders(
 
     inputs = {INPUTS: str(run_dir / INPUTS_DIR)} if brings_inputs(config) else {}
     folders = {**inputs, MODEL: str(config.model.path)}
-    tell = partial(remark, run_dir)
+    tell = partial(notice, run_dir)
     staging = Staging(http, folders, decisions, fleet.arrived, needs=needs, tell=tell, log=manager.log, clock=clock)
 
     async def follow_servers() -> Never:
@@ -177,8 +177,8 @@ class Staging:
         else:
             source = "its own disk" if order.source is None else f"host {order.source}"
             self._refusing.discard(order.host)
-            told = "%s came to host %d from %s (%.2f s)"
-            self._log.info(told, order.folder, order.host, source, self._clock() - began)
+            message = "%s came to host %d from %s (%.2f s)"
+            self._log.info(message, order.folder, order.host, source, self._clock() - began)
             if self._fan_out.succeeded(order):
                 if order.source is None:
                     folder.at_origin, folder.manifest_sum = reply.path, reply.manifest_sum

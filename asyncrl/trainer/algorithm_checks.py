@@ -120,8 +120,8 @@ def _combinations(algorithm: AlgorithmConfig) -> Iterator[str]:
             f"algorithm.selection='m2po': its ratios are those of the policy at the step's start, which algorithm.prox="
             f"{str(algorithm.prox)!r} does not compute; use algorithm.prox=recompute"
         )
-    taught = algorithm.kl_coef or any(teacher.coef for teacher in algorithm.teachers)
-    if algorithm.advantage.name == "zero" and not taught and not algorithm.entropy_coef:
+    has_other_signal = algorithm.kl_coef or any(teacher.coef for teacher in algorithm.teachers)
+    if algorithm.advantage.name == "zero" and not has_other_signal and not algorithm.entropy_coef:
         yield (
             "algorithm.advantage='zero': nothing would be learnt from; name a teacher, for example "
             "algorithm.teachers=[{name: big, path: FOLDER}]"

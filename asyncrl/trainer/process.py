@@ -33,9 +33,9 @@ from asyncrl.models.torch_device import choose_device, device_line
 from asyncrl.observe import observer
 from asyncrl.observe.observer import Activity
 from asyncrl.runtime.process.starting import LONGEST_STARTS
-from asyncrl.runtime.process.waiting import heard_at_once
+from asyncrl.runtime.process.waiting import stop_listener
 from asyncrl.runtime.process.worker import Worker, WorkerSpec
-from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint, price_line, uses_memory_checkpoint
+from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint, cost_message, uses_memory_checkpoint
 from asyncrl.trainer.engines.base import PolicyEngine
 from asyncrl.trainer.engines.role import RoleEngine
 from asyncrl.trainer.model.layout_parity import layout_in_use
@@ -72,7 +72,7 @@ class ModelWorker(Worker):
         self._memory_checkpoint = MemoryCheckpoint.of_rank(self.config, self.run_dir)
 
     def start(self) -> int:
-        with heard_at_once(self._leave):
+        with stop_listener(self._leave):
             return super().start()
 
     def _leave(self) -> None:
@@ -106,7 +106,7 @@ class ModelWorker(Worker):
         dtype = getattr(torch, config.model.dtype.on(device.type))
         self.log.info("%s", device_line(device, dtype, self._attention(device, dtype)))
         if uses_memory_checkpoint(config):
-            self.log.info("%s", price_line(self._rank.state_bytes(), copy_rate(device)))
+            self.log.info("%s", cost_message(self._rank.state_bytes(), copy_rate(device)))
         self._open.callback(self._rank.disk_writer.close)
         self._open.callback(self._rank.memory_writer.close)
         calls = ModelCalls(config, graph, self._rank)

@@ -405,7 +405,7 @@ class TeacherConfig(RolePlacementConfig):
 
 
 SOURCE_NUMBER = "row/source_number"
-"""Column of samples if teachers have sources: position of the row's source in `taught_sources`; -1 if not there."""
+"""Column of samples if teachers have sources: position of the row's source in `teacher_sources`; -1 if not there."""
 
 
 _COMPARING = ("grpo", "dr_grpo", "opo", "gpg", "max_rl", "gdpo")
@@ -484,7 +484,7 @@ class AlgorithmConfig:
         return ChoiceConfig("k3" if self.kl_in == KLPlace.loss else "k1", self.kl.params)
 
     @property
-    def taught_sources(self) -> list[str]:
+    def teacher_sources(self) -> list[str]:
         """The sources that teachers list, sorted; empty if each teacher is for all sources."""
         return sorted({source for teacher in self.teachers for source in teacher.sources})
 

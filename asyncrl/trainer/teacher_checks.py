@@ -32,7 +32,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
                 f"{setting}.sources={teacher.sources}: {strays[0]!r} is not a name of dataset.sources, which are "
                 f"{', '.join(mixed)}"
             )
-    if config.algorithm.taught_sources and SOURCE_NUMBER in config.rollout.columns:
+    if config.algorithm.teacher_sources and SOURCE_NUMBER in config.rollout.columns:
         yield f"rollout.columns: {SOURCE_NUMBER!r} tells which teacher a sample has; give the field another name"
     if teachers:
         yield from _unread_teachers(config)

@@ -61,7 +61,7 @@ class RoleState(Protocol):
     def on_device(self) -> AbstractContextManager[None]:
         """Keep the tensors of `state` accessible within this block."""
 
-    def let_end(self, copy: HostCopy) -> None:
+    def add_pending_copy(self, copy: HostCopy) -> None:
         """Let `copy`, which reads the tensors of `state`, end before they change."""
 
     def load_state(self, meta: Mapping[str, Any]) -> None:
@@ -110,7 +110,7 @@ class ShardCopies:
                 sources = plan.parts(f"{role}.")
                 pairs = ((shard.room(place, source), source) for place, source in sources.items())
                 begun = self._copies.begin_in_pieces(pairs)
-                part.let_end(begun)
+                part.add_pending_copy(begun)
                 shard.copies.append(begun)
                 shard.steps[role] = part.state()[1].get("step", -1)
         for name, value in random_state.items():

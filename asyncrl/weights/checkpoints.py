@@ -106,7 +106,7 @@ class CheckpointWriter:
         """Begin to copy a checkpoint of policy `version` to host memory, and to write it aside of `path`.
 
         Waits first until an earlier checkpoint is written. When this returns, training may continue: code that changes
-        the copied tensors lets the copy end first (`RoleState.let_end`).
+        the copied tensors lets the copy end first (`RoleState.add_pending_copy`).
 
         Args:
             state: any JSON values; `restore` returns them.

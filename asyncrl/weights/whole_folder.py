@@ -118,29 +118,29 @@ def _wrong_head(stored: dict[str, Tensor], *, needed: bool) -> str | None:
 
 def _difference(found: TrialLoad) -> str | None:
     """Return an error message that names what differs between files and model; None if nothing does."""
-    told = []
+    faults = []
     if found.missing:
-        told.append(f"its files lack {_listed(found.missing)}, which would get random values")
+        faults.append(f"its files lack {_listed(found.missing)}, which would get random values")
     if found.unexpected:
-        told.append(f"its files have {_listed(found.unexpected)}, which the model of its config.json does not have")
+        faults.append(f"its files have {_listed(found.unexpected)}, which the model of its config.json does not have")
     if found.misshapen:
         shapes = [f"{name} is {list(there)}, not {list(here)}" for name, (there, here) in found.misshapen.items()]
-        told.append(f"in its files {_listed(sorted(shapes))} as in its config.json")
+        faults.append(f"in its files {_listed(sorted(shapes))} as in its config.json")
     if found.failed:
-        told.append(f"its files do not fill {_listed(sorted(found.failed))}")
+        faults.append(f"its files do not fill {_listed(sorted(found.failed))}")
     if found.torn:
         one, other = found.torn[0]
         return (
             f"its config.json ties {one} to {other}, and its files have both with different values; set "
             "tie_word_embeddings to false in config.json if both are meant, or remove one of the two"
         )
-    if not told:
+    if not faults:
         return None
     prefix = _common_prefix(found)
     mend = f"rename the tensors (without {prefix!r})" if prefix else "take config.json and files of the same model"
     if found.missing == [_OUTPUT]:
         mend += ", or set tie_word_embeddings to true in config.json if its output embedding is the input's"
-    return f"{'; '.join(told)}; {mend}"
+    return f"{'; '.join(faults)}; {mend}"
 
 
 def _common_prefix(found: TrialLoad) -> str | None:

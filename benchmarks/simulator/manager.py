@@ -12,7 +12,7 @@ from asyncrl.data.prompt_queue import DataOrder
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.fleet_runner import FleetRunner, ServerUpdater
-from asyncrl.manager.fleet.servers import GuestTurns, Target
+from asyncrl.manager.fleet.servers import ColocatedTurns, Target
 from asyncrl.manager.messages import RequestSize, StatusReply, StatusRequest
 from asyncrl.manager.rollouts.pacing import DeadlinePacing
 from asyncrl.manager.service import ManagerService
@@ -23,7 +23,7 @@ from asyncrl.rollout.settings import Pacing, RolloutConfig
 from asyncrl.weights.transports.base import ManagerEnd
 from simulator.setup import Setup
 from simulator.simulated_code import SimulatedCode
-from simulator.wire import Network, VerbsHost, VirtualHttp
+from simulator.wire import MethodsHost, Network, VirtualHttp
 
 LEASE_TICK_S, UPDATE_TIMEOUT_S, ROLLOUT_TIMEOUT_S = 1.0, 60.0, 3600.0
 
@@ -52,7 +52,7 @@ class SimulatedManager:
             pacing=DeadlinePacing(setup.batch, setup.eta) if setup.pacing == Pacing.deadline else None,
             clock=clock,
         )
-        guests = GuestTurns(range(setup.servers - setup.guests, setup.servers))
+        guests = ColocatedTurns(range(setup.servers - setup.guests, setup.servers))
         self.decisions = FleetDecisions(setup.update_mode, UPDATE_TIMEOUT_S, setup.update_fraction, guests=guests)
         http = VirtualHttp(network)
         self.runner = FleetRunner(
@@ -65,7 +65,7 @@ class SimulatedManager:
             log=_log,
             clock=clock,
         )
-        network["http://manager"] = VerbsHost(self.service.verbs() | {"/status": (StatusRequest, self._status)})
+        network["http://manager"] = MethodsHost(self.service.methods() | {"/status": (StatusRequest, self._status)})
 
     def announced(self, target: Target) -> None:
         """Make `target` the version that servers update to."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.api import Trajectory
-from asyncrl.colocated.manager import not_resting, others_in_service
+from asyncrl.colocated.manager import awake, others_in_service
 from asyncrl.colocated.master import SharedDevices
 from asyncrl.comm.names import TrainerTurn
 from asyncrl.comm.request_reply import Done
@@ -25,7 +25,7 @@ from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.fleet_runner import FleetRunner
 from asyncrl.manager.fleet.servers import Target
-from asyncrl.manager.messages import TrainedRollout, WaitRestingReply
+from asyncrl.manager.messages import TrainedRollout, WaitAsleepReply
 from asyncrl.master.data.batches import DeviceTurns
 from asyncrl.master.data.collector import Collector, trained_rollout
 from asyncrl.master.data.sample_buffer import Drop, SampleBuffer, TrainBatch
@@ -90,14 +90,14 @@ class Turns:
         self._decisions.guests.begin(turn)
         self._runner.changed.notify()
 
-    async def wait_resting(self, turn: int, timeout_s: float) -> WaitRestingReply:
+    async def wait_asleep(self, turn: int, timeout_s: float) -> WaitAsleepReply:
         """See `ManagerClient`."""
         deadline = self._loop.time() + timeout_s
         while True:
-            waits_for = [f"generation server {life.index} ({life.state})" for life in not_resting(self._decisions)]
+            waits_for = [f"generation server {life.index} ({life.state})" for life in awake(self._decisions)]
             left_s = deadline - self._loop.time()
             if not waits_for or left_s <= 0:
-                return WaitRestingReply(waits_for, others_in_service(self._decisions), self._runner.wake_s)
+                return WaitAsleepReply(waits_for, others_in_service(self._decisions), self._runner.wake_s)
             await self._runner.changed.wait(left_s)
 
 

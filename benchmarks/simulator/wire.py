@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator
 from typing import Any, Protocol, TypeAlias
 
 from asyncrl.comm.http_client import HttpRefused, HttpTimeout, HttpUnreachable, JsonHttp
-from asyncrl.manager.messages import BadRequest, Verb
+from asyncrl.manager.messages import BadRequest, Method
 
 LATENCY_S = 0.0002
 LONGEST_S = 3600.0
@@ -71,14 +71,14 @@ class VirtualHttp(JsonHttp):
         """Do nothing: no connection is open."""
 
 
-class VerbsHost:
-    """A host that answers verbs, like the manager."""
+class MethodsHost:
+    """A host that answers methods, like the manager."""
 
-    def __init__(self, verbs: dict[str, Verb]) -> None:
-        self._verbs = verbs
+    def __init__(self, methods: dict[str, Method]) -> None:
+        self._methods = methods
 
     async def answer(self, path: str, body: Any) -> Any:
         """See `Host`."""
-        kind, handler = self._verbs[path]
+        kind, handler = self._methods[path]
         assert isinstance(body, kind), f"{path} takes a {kind.__name__}, not a {type(body).__name__}"
         return await handler(body)

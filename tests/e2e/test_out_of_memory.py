@@ -99,4 +99,4 @@ def test_a_full_shared_memory_is_remarked_and_the_run_goes_on(start_run: Any) ->
     assert run.wait() == 0, run.output
     history = History(run.run_dir)
     assert max(history.steps) == 6
-    assert any("No space left on device" in remark for remark in history.remarks), history.remarks
+    assert any("No space left on device" in remark for remark in history.notices), history.notices

@@ -35,7 +35,7 @@ def all_rest(resolver: NameResolver) -> bool:
     """True if it is the trainer's turn, and every guest has given its memory back."""
     entry = resolver.get_subtree(names.TRAINER_TURN_KEY)
     training = any(names.TrainerTurn.decode(value).training for value in entry.values())
-    memory = [names.GuestMemory.decode(value) for value in resolver.get_subtree(names.GUEST_MEMORY).values()]
+    memory = [names.ServerMemory.decode(value) for value in resolver.get_subtree(names.SERVER_MEMORY).values()]
     return training and len(memory) == 2 and all(each.released for each in memory)
 
 

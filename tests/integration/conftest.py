@@ -90,7 +90,7 @@ class FakeGenerationServer:
         await self._notify()
 
     async def interrupt(self) -> None:
-        """Answer running requests with what they have, and hold new ones until `go_on`."""
+        """Answer running requests with what they have, and hold new ones until `resume`."""
         self.paused = True
         await self.abort_running()
 
@@ -98,7 +98,7 @@ class FakeGenerationServer:
         self._aborted |= set(self.running)
         await self._notify()
 
-    async def go_on(self, version: str) -> None:
+    async def resume(self, version: str) -> None:
         """Serve what is held, under `version`."""
         self.version, self.paused = version, False
         await self.release()

@@ -527,7 +527,7 @@ class Stopped:
         _, status = os.waitpid(self.process.pid, os.WUNTRACED)
         assert os.WIFSTOPPED(status)
 
-    def go_on(self) -> str:
+    def resume(self) -> str:
         """Return what its call returned or raised."""
         self.process.send_signal(signal.SIGCONT)
         assert self.process.stdout is not None
@@ -577,7 +577,7 @@ def test_a_process_that_stops_while_it_writes_stops_nobody_and_changes_only_what
             for index in range(20):
                 two.add(f"many/{index}", "x", lease_s=LONG_S)
             assert not is_held(tmp_path / ".lock"), "who stands still is not waited for again"
-            assert stopped.go_on() == outcome
+            assert stopped.resume() == outcome
         found = one.get_subtree()
         assert found.get("prize") == left
         assert len(one.get_subtree("many")) == 20

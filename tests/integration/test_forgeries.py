@@ -219,7 +219,7 @@ async def test_a_forged_report_to_the_manager_changes_nothing(http_security: Htt
     )
     service.begin(RunBegin())
     http = ManagerHttp(
-        service.verbs(),
+        service.methods(),
         security=http_security,
         registry=manager_registry(service, FleetDecisions(UpdateMode.interrupt, 1.0)),
     )

@@ -39,7 +39,7 @@ from asyncrl.inference.messages import parse_completion
 from asyncrl.inference.settings import BACKENDS
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.fleet.fleet_runner import ServerUpdater
-from asyncrl.manager.fleet.servers import BeginUpdate, Rest, Target
+from asyncrl.manager.fleet.servers import BeginUpdate, Sleep, Target
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
 from asyncrl.rollout.generation_servers import FORK_SAVES, ServerCapabilities
 from asyncrl.rollout.rollout_client import RolloutClient
@@ -974,7 +974,7 @@ async def test_a_guest_rests_and_goes_on_with_the_same_tokens(
     greedy = {"max_new_tokens": 40, "ignore_eos": True, "temperature": 0}
     expected = (await server.generate(sampling_params=greedy))["output_ids"]
     stream = await server.start()
-    await updater.rest(Rest(0, server.backend.url, 1))
+    await updater.put_to_sleep(Sleep(0, server.backend.url, 1))
     begun = await stream.result()
     assert begun["meta_info"]["finish_reason"]["type"] == "abort"
     assert_close(logprobs_of(begun), reference(models, "base", begun["output_ids"]))
@@ -990,7 +990,7 @@ async def test_a_guest_rests_and_goes_on_with_the_same_tokens(
         Target(1, str(server.backend.models["base"])),
         PauseMode.abort,
         released=frozenset(MemoryTag),
-        rested=True,
+        slept=True,
     )
     resumed: list[frozenset[MemoryTag]] = []
     await updater.update(order, lambda tags: resumed.append(frozenset(tags)))

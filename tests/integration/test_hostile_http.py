@@ -104,7 +104,7 @@ async def target(request: pytest.FixtureRequest, http_security: HttpSecurity) ->
             batch_size=2, max_staleness=1, routing="least_requests", lease_s=30.0, order=DataOrder(9, 0)
         )
         registry = manager_registry(service, FleetDecisions("interrupt", 1.0))
-        target.http = ManagerHttp(service.verbs(), security=http_security, registry=registry)
+        target.http = ManagerHttp(service.methods(), security=http_security, registry=registry)
         url = await target.http.start("127.0.0.1")
         target.post, target.max_bytes = "/allocate_rollout", MAX_BODY_BYTES
     else:

@@ -1,4 +1,4 @@
-"""The manager's verbs through HTTP, with the client that workers and the master use."""
+"""The manager's methods through HTTP, with the client that workers and the master use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from asyncrl.comm.ended_rollouts import Dropped, Line, PromptGoes, RolloutCounts, RunSettings
+from asyncrl.comm.ended_rollouts import Dropped, Line, PromptFate, RolloutCounts, RunSettings
 from asyncrl.comm.http_client import HttpRefused
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.comm.waits import RunningClock
@@ -70,7 +70,7 @@ class Manager:
         )
         registry = manager_registry(self.service, FleetDecisions(UpdateMode.interrupt, 1.0))
         self.http = ManagerHttp(
-            self.service.verbs() | {"/status": (StatusRequest, self.status)}, security=security, registry=registry
+            self.service.methods() | {"/status": (StatusRequest, self.status)}, security=security, registry=registry
         )
         self.url = ""
         self.clients: list[ManagerClient] = []
@@ -90,7 +90,7 @@ class Manager:
         """The rollouts with which a prompt was dropped for good, by the lines in the ledger's files."""
         lines = [msgspec.json.decode(line, type=Line) for line in lines_in(self.folder)]
         drops = [line for line in lines if isinstance(line, Dropped)]
-        return [line.rollout for line in drops if line.prompt is PromptGoes.given_up]
+        return [line.rollout for line in drops if line.prompt is PromptFate.given_up]
 
     async def begin(self, run: RunBegin) -> None:
         """Begin the run, as the master does, without workers that hold anything."""

@@ -796,7 +796,7 @@ async def test_the_gate_stays_shut_until_each_worker_that_is_ready_has_said_what
         run.begin()
         other = await run.client("rollout_worker/3")
         asking = asyncio.create_task(other.allocate(["b"], timeout_s=LIMIT_S))
-        await run.until(lambda _: run.manager._service.roll_call.awaited == {"rollout_worker/0": 0})
+        await run.until(lambda _: run.manager._service.pending_reports.awaited == {"rollout_worker/0": 0})
         assert not run.manager._service.begun
         assert not asking.done()
         worker = await run.client("rollout_worker/0")

@@ -110,7 +110,7 @@ async def test_an_interrupted_group_goes_on_with_the_same_tokens_and_mixed_versi
         await server.until(lambda: server.generated_tokens == 4)
         await server.interrupt()
         await server.until(lambda: not server.running)
-        await server.go_on("1")
+        await server.resume("1")
         result = await call
     assert [completion.token_ids for completion in result.completions] == expected
     assert [completion.versions for completion in result.completions] == [[0, 0, 1, 1, 1, 1]] * 2
@@ -142,7 +142,7 @@ async def test_what_a_group_shares_is_sent_before_it_where_servers_cache(
         await server.until(lambda: server.generated_tokens == 1 + 6)
         await server.interrupt()
         await server.until(lambda: not server.running)
-        await server.go_on("1")
+        await server.resume("1")
         result = await call
     assert [completion.token_ids for completion in result.completions] == expected
     first, group, again, rest = server.requests

@@ -84,7 +84,7 @@ async def _serve(batch: int, folder: Path, security: HttpSecurity, report: Conne
     await service.begin_run(RunBegin())
     writing = asyncio.create_task(_write(ledger))
     registry = manager_registry(service, FleetDecisions(UpdateMode.in_place, 60.0), None)
-    http = ManagerHttp(service.verbs(), security=security, registry=registry)
+    http = ManagerHttp(service.methods(), security=security, registry=registry)
     report.send(int((await http.start("127.0.0.1")).rpartition(":")[2]))
     while (version := await asyncio.to_thread(report.recv)) is not None:
         _serve_version(service, version)

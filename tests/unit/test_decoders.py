@@ -353,7 +353,7 @@ def ledger_bytes() -> bytes:
         for line in (
             lines.Admitted("r1", "e0-1", 1, 0, "rollout_worker/0", 0, 1000.0),
             lines.Finished("r1", 8, 1000.0),
-            lines.Dropped("r0", "stale", lines.PromptGoes.returned, 1000.0),
+            lines.Dropped("r0", "stale", lines.PromptFate.returned, 1000.0),
             lines.Abandoned("r0", 1000.0),
         ):
             ledger.add(line)
@@ -374,7 +374,7 @@ def audit(folder: Path) -> None:
 def manager_cases() -> Iterator[Case]:
     service = ManagerService(batch_size=1, max_staleness=1, routing="round_robin", lease_s=1.0, order=ORDER)
     service.begin(m.RunBegin())
-    for path, (kind, _) in service.verbs().items():
+    for path, (kind, _) in service.methods().items():
 
         async def take(request: Any) -> m.Message:
             return m.Done()

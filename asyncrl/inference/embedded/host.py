@@ -148,7 +148,7 @@ class EmbeddedHost:
     """
 
     def __init__(self, config: ExperimentConfig, *, security: HttpSecurity | None, guest: bool = False) -> None:
-        self._config, self._security, self._guest = config, security, guest
+        self._config, self._security, self._sharing = config, security, guest
         self._engine: GenerationEngine | None = None
         self.shortage: tuple[str, str] | None = None
         self._server: Server | None = None
@@ -166,7 +166,7 @@ class EmbeddedHost:
         limit = StartLimit("generation.start_timeout_s", self._config.generation.start_timeout_s)
         try:
             self._engine = await await_start(
-                asyncio.to_thread(load_engine, self._config, guest=self._guest), Effort(), limit
+                asyncio.to_thread(load_engine, self._config, guest=self._sharing), Effort(), limit
             )
         except NotStarted as error:
             raise EngineStartError(f"the model was not loaded: {error}") from None

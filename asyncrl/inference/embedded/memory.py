@@ -46,7 +46,7 @@ class EngineMemory:
         if MemoryTag.kv_cache in wanted:
             freed += self._runner.drop_cache()
         if MemoryTag.weights in wanted:
-            self._weights.lose()
+            self._weights.mark_released()
             freed += self._runner.drop_copies()
             self._sizes = [(storage, storage.nbytes()) for _, storage in storages(self._runner.model.parameters())]
             for storage, size in self._sizes:

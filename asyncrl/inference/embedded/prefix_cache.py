@@ -380,7 +380,7 @@ class Prefills:
         self._room, self._most_states = room, int(max_running * BUFFER_GROWTH)
         self.epoch = 0
         self.kept: PrefixCache | None = None
-        if forward.goes_on:
+        if forward.supports_continuation:
             pictures = self._runner.pictures
             within = None if pictures is None else pictures.ids.within
             self.kept = PrefixCache(has_states=bool(self._runner.cache.states), pictures_in=within)
@@ -563,7 +563,7 @@ class LongPrompts:
         """All samples that wait for parts or may join."""
         return [*self.waiting, *self.ready]
 
-    def sift(self, admitted: list[Sequence]) -> list[Sequence]:
+    def split_off_long(self, admitted: list[Sequence]) -> list[Sequence]:
         """Hold the samples of `admitted` whose prompts are long; return the others, and those held earlier that may
         join now.
         """

@@ -85,13 +85,13 @@ class Slots:
         Returns:
             By new slot, the slot whose content it has to copy.
         """
-        ways: dict[tuple[int, int], list[Sequence]] = {}
+        branches: dict[tuple[int, int], list[Sequence]] = {}
         for sequence, token in differing:
-            ways.setdefault((sequence.slot, token), []).append(sequence)
-        for (slot, _), sequences in ways.items():
+            branches.setdefault((sequence.slot, token), []).append(sequence)
+        for (slot, _), sequences in branches.items():
             for sequence in sequences:
                 self.members[slot].remove(sequence)
-        return {self.enter(sequences): slot for (slot, _), sequences in ways.items()}
+        return {self.enter(sequences): slot for (slot, _), sequences in branches.items()}
 
     def pack(self) -> dict[int, int]:
         """Close the holes by moving the last slots into them; return, by new slot, the slot to copy."""

@@ -328,7 +328,7 @@ class DecodeBatch:
         samples = self.samples
         running = samples.running
         admitted = self._without_empty(self.queue.admit([*running, *self.long_prompts.held]))
-        admitted = self.long_prompts.sift(admitted)
+        admitted = self.long_prompts.split_off_long(admitted)
         if samples.holes > len(admitted) and (moved := samples.pack_rows()):
             self._table.move(samples.indices(list(moved)), samples.indices(list(moved.values())))
         if len(samples.slots.holes) > len({sequence.context for sequence in admitted}):

@@ -115,14 +115,14 @@ def check_parity(forward: PrefixForward, longest: int) -> None:
     fault, hint = "", ""
     short = subject.with_short_lengths(longest)
     # Attention may use places in a row instead of positions, as in MPT; a scan may restart at every prefill.
-    for goes_on in (True, False):
+    for supports_continuation in (True, False):
         for pattern in range(len(forward.runner.masks.patterns)):
-            hint, found = "", subject.fault(pattern, goes_on)
+            hint, found = "", subject.fault(pattern, supports_continuation)
             if found is None and short is not None:
                 hint = f"generation.context_length={short.shortest - 1} or less, or "
-                found = short.fault(pattern, goes_on)
+                found = short.fault(pattern, supports_continuation)
             if found is None:
-                if not goes_on:
+                if not supports_continuation:
                     _log.info("%s: %severy prompt is prefilled from its beginning", type(model).__name__, own)
                 return
             fault = found
@@ -143,15 +143,15 @@ class _Subject(Subject):
         weights = dict(model.named_parameters(remove_duplicate=False))
         super().__init__(model, weights, pictures, sequences, original, lengths)
 
-    def fault(self, pattern: int, goes_on: bool) -> str | None:
+    def fault(self, pattern: int, supports_continuation: bool) -> str | None:
         """Describe how the runner's results for the sequences are wrong; None if they are right.
 
         Args:
             pattern: pattern of attention that the runner is set to.
-            goes_on: value that the forward is set to.
+            supports_continuation: value that the forward is set to.
         """
         self._forward.runner.masks.pattern = pattern
-        self._forward.goes_on = goes_on
+        self._forward.supports_continuation = supports_continuation
         return self.found_fault()
 
     def _refusal(self, reason: str) -> UnsupportedModelError:
@@ -245,7 +245,7 @@ def _join(
     for row in rows:
         prompt = prompts[row]
         base = next((tokens for tokens in held if prompt[: len(tokens)] == tokens), ())
-        if base and (forward.goes_on or len(base) == len(prompt)):
+        if base and (forward.supports_continuation or len(base) == len(prompt)):
             target, source_1 = (torch.tensor([slot], device=runner.device) for slot in (row, held[base]))
             runner.cache.move(target, source_1, len(base))
             bases[prompt] = len(base)

@@ -524,14 +524,14 @@ class PrefixForward:
 
     Attributes:
         most_tokens: largest number of tokens of one forward, padding included.
-        goes_on: False if the model computes a prefix from its beginning only; the parity check finds it.
+        supports_continuation: False if the model computes a prefix from its beginning only; the parity check finds it.
         computed_tokens: number of tokens of prefixes that were computed so far.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
         self.most_tokens = PREFILL_TOKENS_CPU if runner.device.type == "cpu" else PREFILL_TOKENS
-        self.goes_on = True
+        self.supports_continuation = True
         self.computed_tokens = 0
 
     def compute(self, slots_of: Mapping[Prefix, list[int]], bases: Mapping[Prefix, int] | None = None) -> None:

@@ -79,7 +79,7 @@ class ServedWeights:
         apply_weights(staged.tensors)
         self.path, self._replaced, self.have_values = staged.path, staged.replaced, True
 
-    def lose(self) -> None:
+    def mark_released(self) -> None:
         """Record that the weights have lost their values, so that the next update has to bring all of them."""
         self._replaced, self.have_values = None, False
 

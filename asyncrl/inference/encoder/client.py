@@ -111,8 +111,8 @@ class EncoderClient:
     async def _ask(self, url: str, clips: Mapping[str, Clip], pictures: dict[str, bytes]) -> dict[str, Vector]:
         asked = EmbedRequest([[frame.sha256 for frame in clip] for clip in clips.values()], pictures)
         reply = await self._http.call("POST", f"{url}/embed", asked, timeout_s=self._timeout_s, reply=EmbedReply)
-        told = zip(clips, reply.embeddings, strict=True)
-        return {key: vector for key, vector in told if vector is not None}
+        pairs = zip(clips, reply.embeddings, strict=True)
+        return {key: vector for key, vector in pairs if vector is not None}
 
 
 def _parts(keys: list[str], most: int) -> Iterator[list[str]]:

@@ -194,9 +194,9 @@ def _decoded(body: bytes) -> EmbedRequest:
         raise Refused(400, {"error": str(error)}, "malformed") from error
     lengths = [len(clip) for clip in asked.clips]
     if len(lengths) > MAX_CLIPS or not all(1 <= length <= MAX_FRAMES for length in lengths):
-        told = f"{len(lengths)} clips of {min(lengths, default=0)} to {max(lengths, default=0)} frames"
+        asked_for = f"{len(lengths)} clips of {min(lengths, default=0)} to {max(lengths, default=0)} frames"
         limits = f"at most {MAX_CLIPS} clips of 1 to {MAX_FRAMES} frames"
-        raise Refused(400, {"error": f"{told}: {limits}"}, "malformed")
+        raise Refused(400, {"error": f"{asked_for}: {limits}"}, "malformed")
     return asked
 
 

@@ -158,7 +158,7 @@ def seen_of(content: str | Sequence[Json] | None, where: str, kinds: Sequence[st
     return content_of(parts)
 
 
-def told(reply: ChatReply) -> Json:
+def message_json(reply: ChatReply) -> Json:
     """Return the reply as a message of this API."""
     message: Json = {"role": "assistant", "content": None if reply.tool_calls and not reply.content else reply.content}
     if reply.tool_calls:
@@ -270,7 +270,7 @@ class ChatCompletions:
             {
                 "index": index,
                 "finish_reason": reply.finish_reason.value,
-                "message": {"refusal": None, **told(reply)},
+                "message": {"refusal": None, **message_json(reply)},
                 "logprobs": _logprobs(reply) if body.logprobs else None,
             }
             | ({"token_ids": list(reply.completion.token_ids)} if body.return_token_ids else {})
@@ -289,7 +289,7 @@ class ChatCompletions:
             return frame({**head, "choices": [choice]})
 
         for index, reply in enumerate(replies):
-            message = told(reply)
+            message = message_json(reply)
             extra: Json = {"logprobs": _logprobs(reply)} if body.logprobs else {}
             if body.return_token_ids:
                 extra["token_ids"] = list(reply.completion.token_ids)

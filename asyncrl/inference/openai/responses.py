@@ -36,10 +36,10 @@ from asyncrl.inference.openai.chat_completions import (
     arguments_of,
     assistant_call,
     finished_at_length,
+    message_json,
     seen_of,
     text_of,
     token_logprobs,
-    told,
 )
 
 LOGPROBS: Final = "message.output_text.logprobs"
@@ -108,7 +108,7 @@ class _Tool(msgspec.Struct):
 @dataclass(frozen=True)
 class _Asked:
     body: Body
-    said: Sequence[Message]
+    turns: Sequence[Message]
     """The conversation without the instructions, which a later response does not inherit."""
 
 
@@ -116,7 +116,7 @@ class Responses:
     """Reader and writer of OpenAI's responses API, for one session."""
 
     def __init__(self) -> None:
-        self._said: dict[str, list[Message]] = {}
+        self._messages_by_id: dict[str, list[Message]] = {}
 
     def read(self, body: bytes) -> ApiCall:
         asked = SURFACE.read(body)
@@ -126,20 +126,20 @@ class Responses:
         answer_format("text.format", asked.text.get("format") or {})
         tools = _tools(asked.tools)
         check_tool_choice(asked.tool_choice)
-        said = [*self._before(asked.previous_response_id), *_messages(asked.input)]
-        if not said:
+        turns = [*self._before(asked.previous_response_id), *_messages(asked.input)]
+        if not turns:
             raise invalid("input", "empty; give at least one message")
         system: list[Message] = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
         sampling = sampling_of(max_new_tokens=asked.max_output_tokens, temperature=asked.temperature, top_p=asked.top_p)
-        body_ = _Asked(asked, said)
+        body_ = _Asked(asked, turns)
         return ApiCall(
-            asked.model, [*system, *said], tools, str(asked.tool_choice), sampling, stream=asked.stream, body=body_
+            asked.model, [*system, *turns], tools, str(asked.tool_choice), sampling, stream=asked.stream, body=body_
         )
 
     def answer(self, call: ApiCall, replies: Sequence[ChatReply]) -> Json:
         (reply,) = replies
         head, output = _head(call), _output(call, reply)
-        self._said[head["id"]] = [*call.body.said, told(reply)]
+        self._messages_by_id[head["id"]] = [*call.body.turns, message_json(reply)]
         return _whole(head, output, reply)
 
     def events(self, call: ApiCall, replies: Sequence[ChatReply]) -> Iterator[bytes]:
@@ -186,9 +186,9 @@ class Responses:
     def _before(self, response_id: str | None) -> Sequence[Message]:
         if response_id is None:
             return ()
-        if response_id not in self._said:
+        if response_id not in self._messages_by_id:
             raise invalid("previous_response_id", f"{response_id!r} is not a response of this session")
-        return self._said[response_id]
+        return self._messages_by_id[response_id]
 
 
 def _messages(given: str | Sequence[Json]) -> list[Message]:

@@ -62,8 +62,8 @@ def warnings(config: ExperimentConfig) -> Iterator[str]:
 
 def _quantised(config: ExperimentConfig) -> Iterator[str]:
     """Yield an error message for each setting that does not go with quantised weights."""
-    generation, said = config.generation, config.generation.engine.quantised
-    if not said:
+    generation, quant = config.generation, config.generation.engine.quantised
+    if not quant:
         return
     try:
         dtype = with_types(config).generation.dtype
@@ -71,13 +71,13 @@ def _quantised(config: ExperimentConfig) -> Iterator[str]:
         dtype = generation.dtype  # reported by the trainer's checks and by the launcher
     if dtype == Dtype.float32 and generation.engine.flags["quantization"] not in ANY_TYPE:
         yield (
-            f"generation.dtype={str(generation.dtype)!r}: with {said} SGLang does not compute in float32, which "
+            f"generation.dtype={str(generation.dtype)!r}: with {quant} SGLang does not compute in float32, which "
             "generation.dtype=auto is on a CPU; use bfloat16"
         )
     if config.manager.weight_transport != "disk":
         yield (
             f"manager.weight_transport={config.manager.weight_transport!r}: whether SGLang quantises weights anew that "
-            f"it gets from memory is not known for {said}; use weight_transport=disk"
+            f"it gets from memory is not known for {quant}; use weight_transport=disk"
         )
 
 

@@ -111,8 +111,8 @@ def check_guests_fit(config: ExperimentConfig) -> None:
     if counted.returncode:
         why = (counted.stderr.strip().splitlines() or [f"exit code {counted.returncode}"])[-1]
         raise ConfigError(f"the memory of guests and ranks cannot be counted: {why}")
-    if told := counted.stdout.strip():
-        raise ConfigError(told)
+    if problem := counted.stdout.strip():
+        raise ConfigError(problem)
 
 
 CHECKPOINT_TIMES_MODEL = 6

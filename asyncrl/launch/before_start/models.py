@@ -85,22 +85,22 @@ def whole_models(folders: Iterator[WantedFolder]) -> Iterator[Callable[[], None]
     if not wanted:
         yield lambda: None
         return
-    with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as told, tempfile.TemporaryFile() as errors:
+    with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         asked.write(msgspec.json.encode(wanted))
         asked.seek(0)
-        process = subprocess.Popen([sys.executable, "-m", _PROGRAM], stdin=asked, stdout=told, stderr=errors)
+        process = subprocess.Popen([sys.executable, "-m", _PROGRAM], stdin=asked, stdout=output, stderr=errors)
 
         def wait() -> None:
             try:
                 code = process.wait(LIMIT_S)
             except subprocess.TimeoutExpired:
                 raise ConfigError(f"the models' files were not checked within {LIMIT_S:g} s") from None
-            told.seek(0)
+            output.seek(0)
             errors.seek(0)
             if code:
                 last = errors.read().decode(errors="replace").strip().splitlines()[-1:] or [f"exit code {code}"]
                 raise ConfigError(f"the models' files cannot be checked: {last[0]}")
-            if faults := decode_json(told.read(), list[str]):
+            if faults := decode_json(output.read(), list[str]):
                 raise ConfigError("\n".join(faults))
 
         try:

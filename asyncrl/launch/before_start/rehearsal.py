@@ -168,10 +168,10 @@ def _found(process: subprocess.Popen[bytes], folder: Path, config: ExperimentCon
         return [f"rehearsal: {undone} within {LIMIT_S:g} s; the run begins all the same"]
     outcome = RehearsalOutcome.read(folder)
     if outcome is None:
-        said = (folder / "output").read_text(errors="replace").strip().splitlines()[-5:]
+        last_lines = (folder / "output").read_text(errors="replace").strip().splitlines()[-5:]
         ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         ended = f"played the first row {ended}; {_SWITCH}" if plays_first_row(config) else f"imported the code {ended}"
-        raise ConfigError("\n".join([f"rehearsal: the process that {ended}", *said]))
+        raise ConfigError("\n".join([f"rehearsal: the process that {ended}", *last_lines]))
     if outcome.error is not None:
         where = [f"rehearsal: {line}" for line in outcome.where]
         switch = [f"rehearsal: the first row was played with made-up answers; {_SWITCH}"] if where else []
@@ -280,7 +280,7 @@ async def rehearse(config: ExperimentConfig) -> RehearsalOutcome:
     except ConfigError as error:
         return RehearsalOutcome(str(error))
     except Exception as error:  # whatever user code raises
-        return RehearsalOutcome(_told(error, config), _users_lines(error))
+        return RehearsalOutcome(_text_of(error, config), _users_lines(error))
     lost = {name.removeprefix(LOST_EPISODES): int(n) for name, n in counted.items() if name.startswith(LOST_EPISODES)}
     made = {policy_of(sample.group, config.trained_policies) for sample in samples}
     if not samples:
@@ -406,11 +406,11 @@ async def _evaluations(
             with metered():
                 await components.play_to_evaluate(name, prompt, policy)
         except Exception as error:  # whatever user code raises
-            return RehearsalOutcome(f"{each.group}: {_told(error, with_code_of(config, each))}", _users_lines(error))
+            return RehearsalOutcome(f"{each.group}: {_text_of(error, with_code_of(config, each))}", _users_lines(error))
     return None
 
 
-def _told(error: BaseException, config: ExperimentConfig) -> str:
+def _text_of(error: BaseException, config: ExperimentConfig) -> str:
     cause = _innermost(error)
     if isinstance(cause, UserCodeError | EpisodeError):  # its text names the failed code
         return str(cause)

@@ -58,7 +58,7 @@ def audit(run_dir: Path) -> Audit:
     outcome = Replay(rows, report, note).run(surviving(entries, report))
     documents.check_there(outcome, report)
     documents.check_settings(outcome, report)
-    documents.check_books(outcome, report)
+    documents.check_counts(outcome, report)
     settings, summary = documents.settings, documents.summary
     check_metrics(run_dir / METRICS_FILE, run_dir / CHECKPOINTS_DIR, settings, summary, outcome, report)
     check_checkpoints(run_dir / CHECKPOINTS_DIR, checkpoints, outcome, entries, report)

@@ -208,7 +208,7 @@ def _report(
     find_work(watched.done, entries)
     add_costs(watched.done, entries)
     found = audit(run_dir) if (run_dir / LEDGER_DIR).is_dir() else Audit(("there is no ledger",), None)  # type: ignore[arg-type]
-    wrong = verdict(watched, _books_fault(run_dir), found.findings)
+    wrong = verdict(watched, _counts_fault(run_dir), found.findings)
     if wrong:
         console.print("the end of what the launcher printed:")
         for line in watched.lines:
@@ -231,15 +231,15 @@ def _report(
     return EXIT_FAILED if wrong else EXIT_OK
 
 
-def _books_fault(run_dir: Path) -> str | None:
+def _counts_fault(run_dir: Path) -> str | None:
     """Describe the error in the summary's books; None if they balance."""
     summary = read_summary(run_dir)
     if summary is None:
         return "the run left no summary"
-    books = summary["books"]
-    total = books["trained"] + sum(books["dropped"].values()) + books["abandoned"]
-    if books["submitted"] != total:
-        return f"the books do not balance: submitted {books['submitted']}, accounted for {total}"
+    totals = summary["books"]
+    total = totals["trained"] + sum(totals["dropped"].values()) + totals["abandoned"]
+    if totals["submitted"] != total:
+        return f"the books do not balance: submitted {totals['submitted']}, accounted for {total}"
     return None
 
 

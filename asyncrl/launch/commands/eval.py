@@ -36,7 +36,7 @@ from asyncrl.launch.before_start.pipeline import StartChecks
 from asyncrl.launch.before_start.setting_checks import is_hub_name, resolve_hub_names, validate
 from asyncrl.launch.commands import refuse
 from asyncrl.models.folder_checks import folder_faults
-from asyncrl.observe.doctor.standing import Standing
+from asyncrl.observe.doctor.standing import StatusLine
 from asyncrl.observe.samples import Row, answer_files, read_samples
 from asyncrl.observe.settings import SamplesConfig
 from asyncrl.observe.tail import read_rows
@@ -160,7 +160,7 @@ class _Progress:
         """Print that a set is done, or why it failed."""
         self._console.print(f"{row['set']}: FAILED, {row['failed']}" if "failed" in row else f"{row['set']}: done")
 
-    def standing(self, lines: Sequence[Standing]) -> None:
+    def stage_lines(self, lines: Sequence[StatusLine]) -> None:
         """Do nothing: an evaluation has no training state to show."""
 
     def outlook(self, text: str) -> None:

@@ -118,7 +118,7 @@ class _Joined:
         self._budget = RestartBudget(config.system.restarts_per_process, config.system.restart_window_s)
         self._stop = asyncio.Event()
         self._workers: list[WorkerHandle] = []
-        self._told: dict[int, str] = {}
+        self._printed: dict[int, str] = {}
 
     async def run(self, kind: str, count: int, host: str) -> int:
         """Add processes and restart them when they die; return the exit code.
@@ -200,10 +200,10 @@ class _Joined:
         try:
             for plan in [worker.plan for worker in self._workers]:
                 with suppress(NameEntryNotFound):
-                    told = self._part_of(plan)
-                    if told and self._told.get(plan.index) != told:
-                        self._told[plan.index] = told
-                        print(f"{plan.name} {told}", flush=True)
+                    part = self._part_of(plan)
+                    if part and self._printed.get(plan.index) != part:
+                        self._printed[plan.index] = part
+                        print(f"{plan.name} {part}", flush=True)
             return self._find_manager()
         except NameResolveError as error:
             print(f"name resolution does not answer: {error}", flush=True)

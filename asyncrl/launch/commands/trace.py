@@ -227,8 +227,8 @@ def _track(line: Timeline, track: str, spans: Sequence[Span], y: float, height: 
 def _bar(line: Timeline, span: Span, y: float, height: float) -> str:
     x, end = _x(line, span.begin), _x(line, span.end)
     width = max(0.8, end - x - 0.4)
-    told = "".join(f", {key} {span.about[key]}" for key in _TIP_KEYS if span.about.get(key) is not None)
-    tip = escape(f"{span.name}: {1000 * (span.end - span.begin):.0f} ms{told}")
+    details = "".join(f", {key} {span.about[key]}" for key in _TIP_KEYS if span.about.get(key) is not None)
+    tip = escape(f"{span.name}: {1000 * (span.end - span.begin):.0f} ms{details}")
     shape = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:g}" fill="{_fill(span)}"'
     bar = f"<rect {shape}><title>{tip}</title></rect>"
     number = str(span.about.get("step"))

@@ -51,18 +51,18 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from asyncrl.comm.names import GuestMemory
+from asyncrl.comm.names import ServerMemory
 from asyncrl.comm.waits import Backoff
 from asyncrl.inference.client import MemoryTag, PauseMode
 from asyncrl.manager.fleet.servers import (
     BeginUpdate,
     CancelUpdate,
     CheckHealth,
-    GuestTurns,
+    ColocatedTurns,
+    FleetServer,
     Order,
-    Rest,
-    ServerLife,
     ServerTargets,
+    Sleep,
     host_of,
 )
 from asyncrl.manager.messages import ServerState
@@ -92,7 +92,7 @@ _UNDER_WAY = (ServerState.UPDATING, ServerState.RELEASING)
 class _Leaving:
     """Number of servers that may stop serving for an update now."""
 
-    places: int
+    quota: int
     serving: int
     others_return: bool
     spares_the_last: bool
@@ -100,9 +100,9 @@ class _Leaving:
 
     def take_one(self) -> bool:
         """Reserve a place for a server that stops serving; return False if all are taken."""
-        if self.places <= 0 or (self.spares_the_last and self.serving == 1 and self.others_return):
+        if self.quota <= 0 or (self.spares_the_last and self.serving == 1 and self.others_return):
             return False
-        self.places, self.serving, self.others_return = self.places - 1, self.serving - 1, True
+        self.quota, self.serving, self.others_return = self.quota - 1, self.serving - 1, True
         return True
 
 
@@ -127,19 +127,19 @@ class FleetDecisions:
         update_fraction: float = 1.0,
         *,
         targets: ServerTargets | None = None,
-        guests: GuestTurns | None = None,
+        guests: ColocatedTurns | None = None,
     ) -> None:
         self.targets = targets or ServerTargets()
-        self.guests = guests or GuestTurns()
+        self.guests = guests or ColocatedTurns()
         self._mode = mode
         self._fraction = update_fraction
         self._timeout_s = update_timeout_s
-        self._servers: dict[int, ServerLife] = {}
+        self._servers: dict[int, FleetServer] = {}
         self._attempts = 0
         self._cancelled: list[CancelUpdate] = []
 
     @property
-    def servers(self) -> list[ServerLife]:
+    def servers(self) -> list[FleetServer]:
         """Every registered server, in the order of their indices."""
         return [self._servers[index] for index in sorted(self._servers)]
 
@@ -158,7 +158,7 @@ class FleetDecisions:
         reading = [life for life in self._servers.values() if host in (None, host_of(life.url))]
         return self.targets.on_host(host) | {life.goal.version for life in reading if life.goal is not None}
 
-    def register(self, index: int, url: str, version: int, now: float, *, memory: GuestMemory | None = None) -> bool:
+    def register(self, index: int, url: str, version: int, now: float, *, memory: ServerMemory | None = None) -> bool:
         """Record that the server is registered at `url` with `version`. This replaces its earlier process.
 
         Args:
@@ -173,11 +173,11 @@ class FleetDecisions:
         self.deregister(index)
         target = self.targets.wanted(index)
         current = target is None or version == target.version
-        life = ServerLife(index, url, version, ServerState.SERVING if current else ServerState.QUARANTINED, due=now)
+        life = FleetServer(index, url, version, ServerState.SERVING if current else ServerState.QUARANTINED, due=now)
         if not current:
             life.reason = f"new at version {version}"
         if memory is not None and memory.url == url:
-            life.state = ServerState.RESTING if memory.released else ServerState.QUARANTINED
+            life.state = ServerState.ASLEEP if memory.released else ServerState.QUARANTINED
             life.version, life.released = None, frozenset(MemoryTag)
         self._servers[index] = life
         return True
@@ -213,9 +213,9 @@ class FleetDecisions:
                 case ServerState.UPDATING | ServerState.RELEASING if now >= life.due:
                     self._quarantine(life, self._silence(life, now), now)
                     orders.append(CancelUpdate(life.index, life.attempt, life.reason))
-                case _ if self.guests.must_rest(life.index):
-                    orders += self._rest(life, now)
-                case ServerState.RESTING if self.guests.may_wake:
+                case _ if self.guests.must_sleep(life.index):
+                    orders += self._sleep(life, now)
+                case ServerState.ASLEEP if self.guests.may_wake:
                     orders.append(self._begin(life, now))
                 case ServerState.SERVING if self._outdated(life) and leaving.take_one():
                     if self._mode == UpdateMode.finish:
@@ -257,7 +257,7 @@ class FleetDecisions:
         life = self._attempted(server, attempt)
         if life is None:
             return False
-        life.state, life.reason, life.failures = ServerState.RESTING, "", 0
+        life.state, life.reason, life.failures = ServerState.ASLEEP, "", 0
         return True
 
     def resumed(self, server: int, attempt: int, tags: Collection[MemoryTag]) -> None:
@@ -360,14 +360,14 @@ class FleetDecisions:
         self._quarantine(life, reason, now)
         return True
 
-    def _serving(self) -> list[ServerLife]:
+    def _serving(self) -> list[FleetServer]:
         return [life for life in self._servers.values() if life.state is ServerState.SERVING]
 
-    def _outdated(self, life: ServerLife) -> bool:
+    def _outdated(self, life: FleetServer) -> bool:
         target = self.targets.available(life)
         return target is not None and target.version not in (life.version, life.damaged)
 
-    def _waits(self, life: ServerLife) -> bool:
+    def _waits(self, life: FleetServer) -> bool:
         """True if the server is quarantined until its host has weights."""
         return (
             life.state is ServerState.QUARANTINED
@@ -379,35 +379,35 @@ class FleetDecisions:
         lives = self._servers.values()
         under_way = [life for life in lives if life.state in (ServerState.DRAINING, ServerState.UPDATING)]
         allowed = max(1, int(self._fraction * len(lives)))
-        places = allowed - sum(not life.failures for life in under_way)
-        return _Leaving(places, len(self._serving()), bool(under_way), spares_the_last=self._mode == UpdateMode.finish)
+        quota = allowed - sum(not life.failures for life in under_way)
+        return _Leaving(quota, len(self._serving()), bool(under_way), spares_the_last=self._mode == UpdateMode.finish)
 
-    def _begin(self, life: ServerLife, now: float) -> BeginUpdate:
+    def _begin(self, life: FleetServer, now: float) -> BeginUpdate:
         target = self.targets.goal(life)
         assert target is not None
-        quarantined = life.state in (ServerState.QUARANTINED, ServerState.RESTING)
+        quarantined = life.state in (ServerState.QUARANTINED, ServerState.ASLEEP)
         pause = PauseMode.abort if quarantined else _PAUSES[self._mode]
-        rested = life.state is ServerState.RESTING
+        slept = life.state is ServerState.ASLEEP
         self._begin_attempt(life, ServerState.UPDATING)
         life.had = None if quarantined else life.version
         life.version = None
         life.goal = target
         life.began, life.due = now, now + self._timeout_s
         frozen = quarantined and self._mode == UpdateMode.in_place
-        return BeginUpdate(life.index, life.url, life.attempt, target, pause, frozen, life.had, life.released, rested)
+        return BeginUpdate(life.index, life.url, life.attempt, target, pause, frozen, life.had, life.released, slept)
 
-    def _rest(self, life: ServerLife, now: float) -> Iterator[Rest]:
+    def _sleep(self, life: FleetServer, now: float) -> Iterator[Sleep]:
         """Order a guest to release its memory, unless it has, is about to, or waits after a failure."""
-        if life.state in (*_UNDER_WAY, ServerState.RESTING):
+        if life.state in (*_UNDER_WAY, ServerState.ASLEEP):
             return
         if life.state is ServerState.QUARANTINED and now < life.due:
             return
         self._begin_attempt(life, ServerState.RELEASING)
         life.version, life.began, life.due = None, now, now + self._timeout_s
         life.released = frozenset(MemoryTag)  # from here on any part of it may be released
-        yield Rest(life.index, life.url, life.attempt)
+        yield Sleep(life.index, life.url, life.attempt)
 
-    def _silence(self, life: ServerLife, now: float) -> str:
+    def _silence(self, life: FleetServer, now: float) -> str:
         """Say why the limit of the server's update, or release, is over."""
         what = "the release of its memory" if life.goal is None else f"its update to v{life.goal.version}"
         if (took_s := now - life.began) >= LONGEST_UPDATES * self._timeout_s:
@@ -417,16 +417,16 @@ class FleetDecisions:
             f"{took_s:.0f} s ago"
         )
 
-    def _begin_attempt(self, life: ServerLife, state: ServerState) -> None:
+    def _begin_attempt(self, life: FleetServer, state: ServerState) -> None:
         self._attempts += 1
         life.attempt, life.state, life.checking = self._attempts, state, False
 
-    def _attempted(self, server: int, attempt: int) -> ServerLife | None:
+    def _attempted(self, server: int, attempt: int) -> FleetServer | None:
         life = self._servers.get(server)
         wanted = life is not None and life.attempt == attempt and life.state in _UNDER_WAY
         return life if wanted else None
 
-    def _quarantine(self, life: ServerLife, reason: str, now: float) -> None:
+    def _quarantine(self, life: FleetServer, reason: str, now: float) -> None:
         life.state = ServerState.QUARANTINED
         life.reason = reason
         life.goal = None

@@ -35,7 +35,7 @@ from asyncrl.config.setting import Dtype
 from asyncrl.inference.client import DamagedVersion, GenerationServerClient, MemoryTag, PauseMode, PictureSender
 from asyncrl.inference.settings import backends_that
 from asyncrl.manager.fleet.decisions import FleetDecisions
-from asyncrl.manager.fleet.servers import BeginUpdate, CancelUpdate, CheckHealth, Rest, Target
+from asyncrl.manager.fleet.servers import BeginUpdate, CancelUpdate, CheckHealth, Sleep, Target
 from asyncrl.manager.messages import ServerState, ServerStatus
 from asyncrl.manager.service import ManagerService
 from asyncrl.observe import observer
@@ -59,7 +59,7 @@ UpdateCheck = Callable[[int, GenerationServerClient, Target], Awaitable[None]]
 
 UNKNOWN_VERSION = -1
 """Version of a server whose weights are unknown; it gets no requests."""
-_UNUSED = (ServerState.QUARANTINED, ServerState.RESTING)
+_UNUSED = (ServerState.QUARANTINED, ServerState.ASLEEP)
 _IF_NONE_AGREES = (
     "raise manager.logprob_check_tolerance if this is rounding; else the server computes this model otherwise than "
     f"transformers does, so use generation.backend={backends_that(lambda kind: kind.same_arithmetic)}, or another "
@@ -85,7 +85,7 @@ class FleetRunner:
 
     Attributes:
         changed: notified when a server's state changes.
-        guest_memory: by index, the guests whose memory is released, or may be.
+        server_memory: by index, the guests whose memory is released, or may be.
         wake_s: seconds that the last woken guest took until it served.
     """
 
@@ -113,7 +113,7 @@ class FleetRunner:
         self._router = service.routes.router_of(policy)
         self._served_version = served_version or (lambda: None)
         self.changed = Notifier()
-        self.guest_memory: dict[int, names.GuestMemory] = {}
+        self.server_memory: dict[int, names.ServerMemory] = {}
         self.wake_s = 0.0
         self._on_device_since: dict[int, float] = {}
         self._updates: dict[int, asyncio.Task[None]] = {}
@@ -132,7 +132,7 @@ class FleetRunner:
                 self._left_device(life.index)
                 changed |= self._decisions.deregister(life.index)
         for index, (url, version) in servers.items():
-            memory = self.guest_memory.get(index)
+            memory = self.server_memory.get(index)
             if self._decisions.register(index, url, version, self._clock(), memory=memory):
                 if memory is None or memory.url != url:  # a new process has its memory on the device
                     self._entered_device(index)
@@ -204,10 +204,10 @@ class FleetRunner:
             running = {view.index: view.sequences for view in self._router.servers}
             for order in self._decisions.poll(self._clock(), running):
                 match order:
-                    case BeginUpdate() | Rest():
+                    case BeginUpdate() | Sleep():
                         if (check := self._late_checks.pop(order.server, None)) is not None:
                             check.cancel()  # the weights that it checks are about to be replaced
-                        work = self._update(order) if isinstance(order, BeginUpdate) else self._rest(order)
+                        work = self._update(order) if isinstance(order, BeginUpdate) else self._sleep(order)
                         self._updates[order.attempt] = self._spawn(work)
                     case CancelUpdate():
                         self._cancel(order)
@@ -234,15 +234,15 @@ class FleetRunner:
         try:
             if order.released:
                 self._entered_device(order.server)
-                await self._record_memory(order.server, names.GuestMemory(order.url, released=False))
+                await self._record_memory(order.server, names.ServerMemory(order.url, released=False))
             resumed = partial(self._decisions.resumed, order.server, order.attempt)
             await self._updater.update(order, resumed, lambda: self._decisions.worked(order.server, self._clock()))
             if order.released:
                 await self._record_memory(order.server, None)
         except DamagedVersion as error:
             if self._decisions.refused(order.server, order.attempt, str(error), self._clock()):
-                told = "v%d is damaged; generation server %d keeps v%d: %s"
-                self._log.error(told, order.target.version, order.server, order.had, error)
+                pattern = "v%d is damaged; generation server %d keeps v%d: %s"
+                self._log.error(pattern, order.target.version, order.server, order.had, error)
             else:
                 self._log.warning("generation server %d: no v%d: %s", order.server, order.target.version, error)
         except HttpError as error:
@@ -252,7 +252,7 @@ class FleetRunner:
         else:
             if served := self._decisions.succeeded(order.server, order.attempt):
                 took_ms = 1e3 * (self._clock() - began)
-                if order.rested:
+                if order.slept:
                     self.wake_s = took_ms / 1e3
                 self._log.info("generation server %d serves v%d (%.0f ms)", order.server, order.target.version, took_ms)
                 if order.keeps_requests:
@@ -263,12 +263,12 @@ class FleetRunner:
             observer.span("update", began_at, time.time(), lane=lane, version=order.target.version, served=served)
         self._update_routes()
 
-    async def _rest(self, order: Rest) -> None:
+    async def _sleep(self, order: Sleep) -> None:
         began = self._clock()
         try:
-            await self._record_memory(order.server, names.GuestMemory(order.url, released=False))
-            await self._updater.rest(order)
-            await self._record_memory(order.server, names.GuestMemory(order.url, released=True))
+            await self._record_memory(order.server, names.ServerMemory(order.url, released=False))
+            await self._updater.put_to_sleep(order)
+            await self._record_memory(order.server, names.ServerMemory(order.url, released=True))
         except HttpError as error:
             if self._decisions.failed(order.server, order.attempt, str(error), self._clock()):
                 self._log.warning("generation server %d did not release its memory: %s", order.server, error)
@@ -322,7 +322,7 @@ class FleetRunner:
                 self._router.remove(index)
                 self._service.routes.server_lost(url)
                 del self._shown[index]
-            elif in_use and life.state in _UNUSED:  # a resting server answers no request
+            elif in_use and life.state in _UNUSED:  # a sleeping server answers no request
                 self._service.routes.server_lost(url)
         for index, life in lives.items():
             self._shown[index] = (life.url, life.state not in _UNUSED)
@@ -366,15 +366,15 @@ class FleetRunner:
         if changed or ordered:
             self._update_routes()
 
-    async def _record_memory(self, server: int, memory: names.GuestMemory | None) -> None:
+    async def _record_memory(self, server: int, memory: names.ServerMemory | None) -> None:
         """Record the state of the guest's memory, before it changes and afterwards; None: it has all of it."""
         if memory is None:
-            self.guest_memory.pop(server, None)
+            self.server_memory.pop(server, None)
         else:
-            self.guest_memory[server] = memory
+            self.server_memory[server] = memory
         if self._resolver is None:
             return
-        key = names.guest_memory_key(server)
+        key = names.server_memory_key(server)
         if memory is None:
             await asyncio.to_thread(self._resolver.delete, key)
         else:
@@ -434,7 +434,7 @@ class ServerUpdater:
     ) -> None:
         """Bring the server to the order's target, then let it generate again.
 
-        A rested server is already paused. It allocates the memory of its weights first, and the rest only after the
+        A server that slept is already paused. It allocates the memory of its weights first, and the rest only after the
         update, since reading the weights may need memory. `resumed` is called with the kinds that are allocated,
         `sending` from time to time while the trainer sends weights.
 
@@ -456,7 +456,7 @@ class ServerUpdater:
                 await client.resume_memory(sorted(tags), timeout_s=math.inf)
                 resumed(tags)
 
-        if not order.rested:
+        if not order.slept:
             await self._pause(order, client)
         await resume_memory(order.released & {MemoryTag.weights})
         wanted = SendWeights(order.server, client.url, order.target.version, order.keeps_cache, self._timeout_s)
@@ -494,7 +494,7 @@ class ServerUpdater:
         """Pause the server with its requests, so that it returns no token of its present weights."""
         await self._client(url).pause(PauseMode.retract, timeout_s=self._timeout_s)
 
-    async def rest(self, order: Rest) -> None:
+    async def put_to_sleep(self, order: Sleep) -> None:
         """Have the server answer running requests with their tokens so far, and release its memory. It stays paused."""
         client = self._client(order.url)
         await client.pause(PauseMode.abort, timeout_s=math.inf)

@@ -29,7 +29,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.settings import Backend, guests_of
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.fleet_runner import FleetRunner, LogprobCheck, ServerUpdater, logprob_check_tolerance
-from asyncrl.manager.fleet.servers import GuestTurns, ServerTargets, Target
+from asyncrl.manager.fleet.servers import ColocatedTurns, ServerTargets, Target
 from asyncrl.manager.messages import ServerStatus
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import PolicyConfig, UpdateMode
@@ -88,7 +88,7 @@ class PolicyFleets:
         updates = config.manager
         as_trained = (updates.update_mode, updates.update_timeout_s, updates.update_fraction)
         targets = ServerTargets(staged=not config.system.shared_filesystem, initial=str(config.model.path))
-        decisions = FleetDecisions(*as_trained, targets=targets, guests=GuestTurns(guests_of(config.generation)))
+        decisions = FleetDecisions(*as_trained, targets=targets, guests=ColocatedTurns(guests_of(config.generation)))
         self.own = self._fleet(None, decisions, transport)
         self._fleets = {"": self.own}
         for policy in config.policies:

@@ -28,7 +28,7 @@ class Target:
 
 
 @dataclass(slots=True)
-class ServerLife:
+class FleetServer:
     """One server.
 
     Attributes:
@@ -73,7 +73,7 @@ class BeginUpdate:
         frozen: an update in place failed before, so requests may be frozen.
         had: version that the server served until now; None if unknown.
         released: kinds of memory that the server may have released.
-        rested: it has released them, and is paused.
+        slept: it has released them, and is paused.
     """
 
     server: int
@@ -84,7 +84,7 @@ class BeginUpdate:
     frozen: bool = False
     had: int | None = None
     released: frozenset[MemoryTag] = frozenset()
-    rested: bool = False
+    slept: bool = False
 
     @property
     def keeps_requests(self) -> bool:
@@ -115,7 +115,7 @@ class CheckHealth:
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
+class Sleep:
     """Order: interrupt the requests on the server at `url`, and have it release its memory."""
 
     server: int
@@ -123,7 +123,7 @@ class Rest:
     attempt: int
 
 
-Order = BeginUpdate | CancelUpdate | CheckHealth | Rest
+Order = BeginUpdate | CancelUpdate | CheckHealth | Sleep
 
 
 def host_of(url: str) -> str:
@@ -180,11 +180,11 @@ class ServerTargets:
         """Return the weights that the server should have; None if it keeps those that it began with."""
         return self._assigned.get(server, self.newest)
 
-    def available(self, life: ServerLife) -> Target | None:
+    def available(self, life: FleetServer) -> Target | None:
         """Return the newest weights that the server can have now."""
         return self.wanted(life.index) if self._on_hosts is None else self._on_hosts.get(host_of(life.url))
 
-    def goal(self, life: ServerLife) -> Target | None:
+    def goal(self, life: FleetServer) -> Target | None:
         """Return the weights that the next update loads.
 
         A server that has released its memory gets the initial model if there is no version. If it found the newest
@@ -198,7 +198,7 @@ class ServerTargets:
         return target or self._initial
 
 
-class GuestTurns:
+class ColocatedTurns:
     """Turns of the trainer and of servers on its devices (guests); `asyncrl.colocated` has the rules.
 
     Args:
@@ -225,7 +225,7 @@ class GuestTurns:
         if turn.number > self.turn.number:
             self.turn = turn
 
-    def must_rest(self, server: int) -> bool:
+    def must_sleep(self, server: int) -> bool:
         """True if the server may have no memory now."""
         return self.turn.training and server in self._guests
 

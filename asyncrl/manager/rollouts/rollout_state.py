@@ -27,7 +27,7 @@ from asyncrl.comm.ended_rollouts import (
     Dropped,
     DropReason,
     Finished,
-    PromptGoes,
+    PromptFate,
     RecentIds,
     RolloutLine,
 )
@@ -256,11 +256,11 @@ class RolloutState:
         self.gate.drop(live.rollout_id, reason)
         if again is None:
             self._use(live)
-            self._record(Dropped(live.rollout_id, reason, PromptGoes.given_up, self._at()))
+            self._record(Dropped(live.rollout_id, reason, PromptFate.given_up, self._at()))
         else:
             self.queue.leave(again)
             tries = again.attempt, again.failures
-            self._record(Dropped(live.rollout_id, reason, PromptGoes.returned, self._at(), *tries))
+            self._record(Dropped(live.rollout_id, reason, PromptFate.returned, self._at(), *tries))
 
     def _at(self) -> float:
         return round(self._now(), 3)
@@ -285,7 +285,7 @@ class RolloutState:
 
     def _lose_running(self, worker: str, crashing: str | None = None) -> list[str]:
         """Drop the running rollouts of `worker`, that of the prompt `crashing` for good; return them."""
-        self._ends_awaited = {key: told for key, told in self._ends_awaited.items() if told[0] != worker}
+        self._ends_awaited = {key: reported for key, reported in self._ends_awaited.items() if reported[0] != worker}
         running = self.gate.live.running_of(worker)
         for live in running:
             if live.prompt_id == crashing:

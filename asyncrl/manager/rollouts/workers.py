@@ -1,5 +1,5 @@
-"""RolloutWorkers and rollouts that outlive a process: `Workers` knows the workers' processes, `RollCall` gathers what
-they hold when a manager begins, and `Suspects` finds the prompts that kill them.
+"""RolloutWorkers and rollouts that outlive a process: `Workers` knows the workers' processes, `PendingReports` gathers
+what they hold when a manager begins, and `Suspects` finds the prompts that kill them.
 
 How a manager begins. A run's beginning, a resume and a death of the brain are this one procedure.
 
@@ -178,7 +178,7 @@ def still_there(report: HeldReport, received: Container[str] = ()) -> list[HeldR
     ]
 
 
-class RollCall:
+class PendingReports:
     """The reports to a manager that is not rebuilt yet. Pure state.
 
     Args:

@@ -42,7 +42,7 @@ _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
-class BooksError(RuntimeError):
+class CountsError(RuntimeError):
     """A rollout is unaccounted for at the end of the run."""
 
 
@@ -276,12 +276,12 @@ class Reports:
         """Close the gate and account for every rollout.
 
         Raises:
-            BooksError: the manager does not answer.
+            CountsError: the manager does not answer.
         """
         try:
             await self._answered(self._end(version))
         except TimeoutError as error:
-            raise BooksError("the GserverManager did not account for the rollouts at the end of the run") from error
+            raise CountsError("the GserverManager did not account for the rollouts at the end of the run") from error
 
     async def _end(self, version: int) -> None:
         await self.begin(version)  # a stop request may have come before the beginning had done it
@@ -313,20 +313,20 @@ class Reports:
             await cancel(task)
 
 
-def check_books(books: RolloutCounts, trained: int) -> None:
+def check_counts(totals: RolloutCounts, trained: int) -> None:
     """Check that every rollout is accounted for, and that the gate saw `trained` of them reach the optimizer.
 
     Raises:
-        BooksError: the counters do not add up; the message names them.
+        CountsError: the counters do not add up; the message names them.
     """
-    if not books.balanced or books.running or books.finished_untrained:
-        raise BooksError(
-            f"the books do not balance: submitted {books.submitted}, trained {books.trained}, dropped "
-            f"{sum(books.dropped.values())} {dict(books.dropped)}, abandoned {books.abandoned}, "
-            f"still running {books.running}, finished but untrained {books.finished_untrained}"
+    if not totals.balanced or totals.running or totals.finished_untrained:
+        raise CountsError(
+            f"the books do not balance: submitted {totals.submitted}, trained {totals.trained}, dropped "
+            f"{sum(totals.dropped.values())} {dict(totals.dropped)}, abandoned {totals.abandoned}, "
+            f"still running {totals.running}, finished but untrained {totals.finished_untrained}"
         )
-    if books.trained != trained:
-        raise BooksError(f"the gate counts {books.trained} trained rollouts, the trainer {trained}")
+    if totals.trained != trained:
+        raise CountsError(f"the gate counts {totals.trained} trained rollouts, the trainer {trained}")
 
 
 def _by_head(records: Iterable[RolloutRecord]) -> list[tuple[int, tuple[str, ...]]]:

@@ -37,7 +37,7 @@ from asyncrl.master.peers import NameBoard, Stalled
 from asyncrl.master.policy_versions import VersionAnnouncer
 from asyncrl.observe.metrics.learning import ADVICE
 from asyncrl.runtime.process.waiting import StopRequested, cancel
-from asyncrl.runtime.run_log import remark
+from asyncrl.runtime.run_log import notice
 
 _T = TypeVar("_T")
 
@@ -215,7 +215,7 @@ class StallWatch:
                 if status.gate.used_up:
                     raise PromptsUsedUp
                 if warning := self._filtered.take(version, len(self._buffer), status.gate.counts.dropped):
-                    remark(self._run_dir, warning)
+                    notice(self._run_dir, warning)
             if self._signs.take(self._buffer.received, status) and not self._collector.silent:
                 self.progressed()
 

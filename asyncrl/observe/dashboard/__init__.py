@@ -71,10 +71,10 @@ def page_data(history: History, decode: Decode | None = None) -> dict[str, Any]:
         "doctor": examine(history).as_json(),
         "timeline": _timeline(history),
         "samples": _samples(history.folder / SAMPLES_DIR, decode),
-        "books": _books(history),
+        "books": _counts(history),
         "processes": _processes(history),
         "restarts": history.restarts[-50:],
-        "remarks": history.remarks[-30:],
+        "remarks": history.notices[-30:],
         "logs": _logs(history.folder / LOGS_DIR),
     }
     return dict(_clean(data))
@@ -243,13 +243,13 @@ def _sample(row: Row, decode: Decode | None) -> dict[str, Any]:
     return {**shown, "pieces": pieces, "by_token": True}
 
 
-def _books(history: History) -> dict[str, Any]:
-    books = history.ledger.ended.books if history.ledger.ended is not None else None
+def _counts(history: History) -> dict[str, Any]:
+    counts = history.ledger.ended.books if history.ledger.ended is not None else None
     for step in sorted(history.steps, reverse=True):
-        books = books or history.steps[step].books
-        if books is not None:
+        counts = counts or history.steps[step].books
+        if counts is not None:
             break
-    return {} if books is None else msgspec.structs.asdict(books)
+    return {} if counts is None else msgspec.structs.asdict(counts)
 
 
 def _processes(history: History) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from asyncrl.observe.doctor.bottleneck import balanced, bottlenecks
 from asyncrl.observe.doctor.finding import Finding, Level
 from asyncrl.observe.doctor.health import problems
 from asyncrl.observe.doctor.measured import FEWEST_STEPS, Measured, measure
-from asyncrl.observe.doctor.standing import standing, without_processors
+from asyncrl.observe.doctor.standing import findings_of_stops, without_processors
 from asyncrl.observe.history import History
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Diagnosis:
 def examine(history: History) -> Diagnosis:
     """Examine a run by its files."""
     measured = measure(history)
-    found = [*standing(history), *problems(history, measured)]
+    found = [*findings_of_stops(history), *problems(history, measured)]
     missing: tuple[str, ...] = ()
     if measured is None:
         found += without_processors(history)

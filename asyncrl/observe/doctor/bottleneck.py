@@ -119,14 +119,14 @@ def trainer(m: Measured) -> Finding | None:
         top, "trainer"
     )
     from_memory = m.settings.get("manager.weight_transport") not in (None, "disk")
-    ways = ["fewer servers", "more cores"]
+    fixes = ["fewer servers", "more cores"]
     if not m.cores_are_taken:
-        ways = ["more training ranks" if m.on_gpu else "more threads (trainer.threads)"]
+        fixes = ["more training ranks" if m.on_gpu else "more threads (trainer.threads)"]
     minibatches = int(m.settings.get("trainer.ppo_minibatches") or 1)
     if m.rank_tokens > minibatches * int(m.settings.get("trainer.tokens_per_micro_batch") or 0):
-        ways.append("larger micro-batches (trainer.tokens_per_micro_batch)")
+        fixes.append("larger micro-batches (trainer.tokens_per_micro_batch)")
     elif minibatches > 1:
-        ways.append(f"fewer minibatches (trainer.ppo_minibatches={minibatches} now), at a higher learning rate")
+        fixes.append(f"fewer minibatches (trainer.ppo_minibatches={minibatches} now), at a higher learning rate")
     young = (
         ""
         if m.settings.get("rollout.pacing") == "deadline"
@@ -137,7 +137,7 @@ def trainer(m: Measured) -> Finding | None:
         "memory_checkpoint": "The in-memory checkpoint is slow: see that /dev/shm has room, or leave it out "
         "(checkpoint.in_memory=false); a crash of the trainer then costs the steps since the newest checkpoint.",
         "other": "Checkpoints and reports take this long: a faster disk, or a larger checkpoint.interval.",
-    }.get(top, f"{' or '.join([', '.join(ways[:-1]), ways[-1]] if ways[:-1] else ways)}{young}.".capitalize())
+    }.get(top, f"{' or '.join([', '.join(fixes[:-1]), fixes[-1]] if fixes[:-1] else fixes)}{young}.".capitalize())
     return bottleneck(
         m,
         kind,
@@ -228,12 +228,12 @@ def _absent(m: Measured, fleet: Fleet) -> Finding | None:
     servers = len(fleet.servers)
     if not absent or len(absent) == servers:
         return None
-    told = ", ".join(f"{server.name} {server.stage}" for server in absent)
+    stages = ", ".join(f"{server.name} {server.stage}" for server in absent)
     return bottleneck(
         m,
         "slow-server",
         "A server that does not serve",
-        f"{waits(m)}; {told}, and the others serve.",
+        f"{waits(m)}; {stages}, and the others serve.",
         "Look at its log and its host.",
         m.step_if(generation_s=m.calls.get("generation", 0.0) / 2, server=1 - len(absent) / servers),
     )
@@ -383,14 +383,14 @@ def weight_updates(m: Measured) -> Finding | None:
     if m.wait < LITTLE_WAITING or updating <= 0.3:
         return None
     if m.takes_turns:
-        ways = ["a larger train_batch_size", *([] if m.eta else ["max_head_offpolicyness=1 or more"])]
-        advice = f"Switch less often: {' or '.join(ways)}."
+        fixes = ["a larger train_batch_size", *([] if m.eta else ["max_head_offpolicyness=1 or more"])]
+        advice = f"Switch less often: {' or '.join(fixes)}."
     else:
         in_place = m.settings.get("manager.update_mode") == "in_place"
         from_disk = m.settings.get("manager.weight_transport") in (None, "disk")
-        ways = [] if in_place else ["manager.update_mode=in_place"]
-        ways += ["a manager.weight_transport from memory"] if from_disk else []
-        advice = f"Set {' or '.join(ways)}." if ways else "Train more a step, so that there are fewer versions."
+        fixes = [] if in_place else ["manager.update_mode=in_place"]
+        fixes += ["a manager.weight_transport from memory"] if from_disk else []
+        advice = f"Set {' or '.join(fixes)}." if fixes else "Train more a step, so that there are fewer versions."
     return bottleneck(
         m,
         "slow-updates",

@@ -30,7 +30,7 @@ SCARCE = 0.25
 eight processes that import torch, comes near it for some twenty seconds; `LONG_S` must have passed."""
 
 
-def standing(history: History) -> Iterator[Finding]:
+def findings_of_stops(history: History) -> Iterator[Finding]:
     """Yield findings on a run that makes no steps, or that did not end normally."""
     if history.state in (State.died, State.stopped):
         failures = _failures(history)
@@ -79,7 +79,7 @@ def progress(history: History) -> list[tuple[str, str, float]]:
     ]
 
 
-class Standing(NamedTuple):
+class StatusLine(NamedTuple):
     """A line on the state of a run, and since when it is so, in seconds; None if it has no beginning."""
 
     text: str
@@ -89,7 +89,7 @@ class Standing(NamedTuple):
         return self.text if self.seconds is None else f"{self.text} ({self.seconds:.0f} s)"
 
 
-def standing_lines(history: History, verdict: Finding | None) -> list[Standing]:
+def status_lines(history: History, verdict: Finding | None) -> list[StatusLine]:
     """Describe the state of a run for the terminal: its processes until this launch has made a step, then the
     bottleneck.
     """
@@ -98,11 +98,11 @@ def standing_lines(history: History, verdict: Finding | None) -> list[Standing]:
             return []
         stalled = verdict.kind == "stalled"
         what = f"{verdict.sentence} {verdict.advice}" if stalled else verdict.advice or verdict.sentence
-        return [Standing(f"{verdict.title}: {what} {verdict.gain}".strip())]
-    doing = [Standing(f"{name} {stage}", seconds) for name, stage, seconds in progress(history)]
+        return [StatusLine(f"{verdict.title}: {what} {verdict.gain}".strip())]
+    doing = [StatusLine(f"{name} {stage}", seconds) for name, stage, seconds in progress(history)]
     if len(doing) > MOST_LINES:
-        doing = [*doing[: MOST_LINES - 1], Standing(f"and {len(doing) - MOST_LINES + 1} other processes")]
-    return doing or [Standing(_all_at_work(history))]
+        doing = [*doing[: MOST_LINES - 1], StatusLine(f"and {len(doing) - MOST_LINES + 1} other processes")]
+    return doing or [StatusLine(_all_at_work(history))]
 
 
 def outlook(history: History) -> str:

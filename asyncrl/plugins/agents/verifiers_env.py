@@ -117,9 +117,9 @@ class VerifiersAgent(Agent):
         session = await client.endpoint(apart=True)
         host = await self._ready()
         async with host:
-            told = await host.run(row["row"], row["split"], session.base_url, session.api_key)
+            answered = await host.run(row["row"], row["split"], session.base_url, session.api_key)
         samples: list[Sample] = []
-        for run in told.get("runs", [told]):
+        for run in answered.get("runs", [answered]):
             if not run.get("trained", True):
                 continue
             own = client.conversation(run["trace"]) if "trace" in run else client
@@ -227,15 +227,15 @@ class _Host:
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         self._send({"id": number, "run": row, "split": split, "base_url": base_url, "api_key": api_key})
         try:
-            told: dict[str, Any] = await answer
+            answered: dict[str, Any] = await answer
         except asyncio.CancelledError:
             self._send({"cancel": number})
             raise
         finally:
             self._waiting.pop(number, None)
-        if "error" in told:
-            raise VerifiersError(f"{self._env!r}, row {row}: {told['error']}")
-        return told
+        if "error" in answered:
+            raise VerifiersError(f"{self._env!r}, row {row}: {answered['error']}")
+        return answered
 
     async def close(self) -> None:
         """End the process and wait until it has ended; kill it after `END_LIMIT_S`."""
@@ -266,9 +266,9 @@ class _Host:
     async def _read_all(self) -> None:
         error = self._gone()
         try:
-            while (told := await self._read()) is not None:
-                if (answer := self._waiting.get(told["id"])) is not None and not answer.done():
-                    answer.set_result(told)
+            while (answered := await self._read()) is not None:
+                if (answer := self._waiting.get(answered["id"])) is not None and not answer.done():
+                    answer.set_result(answered)
         except (ValueError, KeyError) as wrong:  # not a reply, or longer than `LINE_LIMIT`
             error = VerifiersError(f"{self._env!r}: {wrong}")
             with contextlib.suppress(ProcessLookupError):

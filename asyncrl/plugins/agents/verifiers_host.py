@@ -191,11 +191,11 @@ class V1:
             del self._keys[variable]
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if errors or not episode.traces:
-            told = "; ".join(f"{error.type}: {error.message}" for error in errors) or "no agent ran"
-            raise RuntimeError(f"the episode failed: {told[:2000]}")
-        return {"runs": [self._told(trace) for trace in episode.traces]}
+            reasons = "; ".join(f"{error.type}: {error.message}" for error in errors) or "no agent ran"
+            raise RuntimeError(f"the episode failed: {reasons[:2000]}")
+        return {"runs": [self._described(trace) for trace in episode.traces]}
 
-    def _told(self, trace: Any) -> dict[str, Any]:
+    def _described(self, trace: Any) -> dict[str, Any]:
         scored = {name: reward for name, reward in trace.rewards.items() if reward is not None}
         return {
             "trace": trace.id,

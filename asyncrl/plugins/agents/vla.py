@@ -189,8 +189,8 @@ class _Episode:
             observation, reward, terminated, truncated, self._info = await self._env.step(action)
             self.observation = self._seen(observation)
             self.total, self._steps = self.total + float(reward), self._steps + 1
-            told = [bool(self._info[name]) for name in SUCCESSES if name in self._info]
-            self.succeeded = any(told) if told else bool(terminated and reward > 0)
+            successes = [bool(self._info[name]) for name in SUCCESSES if name in self._info]
+            self.succeeded = any(successes) if successes else bool(terminated and reward > 0)
             self.ended = bool(terminated or truncated or self.succeeded)
             if self.ended:
                 return

@@ -145,23 +145,23 @@ class GameText:
             return _COLOURED.sub(r"[\1]", str(rendered)).strip("\n")
         return text_of(env.observation_space, observation)
 
-    def action(self, said: Any, env: Game) -> Any:
-        """Convert `said`, a text or numbers, to an action.
+    def action(self, answer: Any, env: Game) -> Any:
+        """Convert `answer`, a text or numbers, to an action.
 
         Raises:
             ValueError: it is not an action.
         """
         if self._act is not None:
-            return self._act(said, env)
-        if isinstance(said, Sequence) and not isinstance(said, str):
-            said = " ".join(f"{number:.9g}" for number in said)
-        text = str(said)
+            return self._act(answer, env)
+        if isinstance(answer, Sequence) and not isinstance(answer, str):
+            answer = " ".join(f"{number:.9g}" for number in answer)
+        text = str(answer)
         if self._actions:
             found = {name: re.search(rf"\b{re.escape(name)}\b", text, re.IGNORECASE) for name in self._actions}
-            said = {name: match.start() for name, match in found.items() if match}
-            if not said:
+            answer = {name: match.start() for name, match in found.items() if match}
+            if not answer:
                 raise ValueError(f"none of {', '.join(self._actions)} is in {text!r:.80}")
-            return int(env.action_space.start) + self._actions.index(min(said, key=lambda name: said[name]))  # type: ignore[attr-defined]
+            return int(env.action_space.start) + self._actions.index(min(answer, key=lambda name: answer[name]))  # type: ignore[attr-defined]
         return action_of(env.action_space, text)
 
 

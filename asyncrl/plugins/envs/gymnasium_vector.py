@@ -53,7 +53,7 @@ class VectorGames:
         self._games = TextVector(size, id, kwargs, GameText(observe, act, actions))
         self._broken = False
         self._playing = set(range(size))
-        self._said: dict[int, tuple[Any, asyncio.Future[Any]]] = {}
+        self._pending: dict[int, tuple[Any, asyncio.Future[Any]]] = {}
         self._members = 0
 
     def member(self) -> Environment:
@@ -71,12 +71,12 @@ class VectorGames:
             raise RuntimeError("a game in a vector is played once: reset is called again")
         return await self._together(member, seed)  # type: ignore[no-any-return]
 
-    async def step(self, member: int, said: Any) -> StepResult:
+    async def step(self, member: int, answer: Any) -> StepResult:
         """Apply the member's action once all members have chosen theirs, and return its result."""
         if member not in self._playing:
             raise RuntimeError("the game has ended")
         try:
-            action = self._games.action(said)
+            action = self._games.action(answer)
         except ValueError as error:
             await self.leave(member)
             return "", self.invalid_reward, True, False, {"invalid_action": str(error)}
@@ -97,23 +97,23 @@ class VectorGames:
 
     async def _together(self, member: int, what: Any) -> Any:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._said[member] = what, future
+        self._pending[member] = what, future
         await self._advance()
         return await future
 
     async def _advance(self) -> None:
         """Step the games if all members that still play have chosen an action."""
-        if not self._said or self._said.keys() != self._playing:
+        if not self._pending or self._pending.keys() != self._playing:
             return
-        said, self._said = self._said, {}
-        given = {member: what for member, (what, _) in said.items()}
+        answer, self._pending = self._pending, {}
+        given = {member: what for member, (what, _) in answer.items()}
         try:
             results = await self._call(self._games.step if self._games.has_begun else self._games.begin, given)
         except BaseException as error:
             self._broken = True
             cancelled = not isinstance(error, Exception)  # the cancelled member was stepping for all members
             reason = RuntimeError("another game of the vector was cancelled in its step") if cancelled else error
-            for _, future in said.values():
+            for _, future in answer.values():
                 if not future.done():
                     future.set_exception(reason)
                     if cancelled:
@@ -121,7 +121,7 @@ class VectorGames:
             if cancelled:
                 raise
             return
-        for member, (_, future) in said.items():
+        for member, (_, future) in answer.items():
             if not future.done():
                 future.set_result(results[member])
 
@@ -149,13 +149,13 @@ class TextVector:
         """True if the games were made."""
         return self._vector is not None
 
-    def action(self, said: Any) -> Any:
+    def action(self, answer: Any) -> Any:
         """Convert the policy's text to an action of one game.
 
         Raises:
             ValueError: it is not one.
         """
-        return self._text.action(said, _Single(self._vector))
+        return self._text.action(answer, _Single(self._vector))
 
     def begin(self, seeds: Mapping[int, int | None]) -> list[tuple[Content, dict[str, Any]]]:
         """Make the games and begin them. Return the first observation and infos of each.

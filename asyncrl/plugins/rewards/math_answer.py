@@ -195,10 +195,10 @@ def answers_agree(given: str, expected: str) -> bool:
         given, expected = _ASSIGNED.sub("", given), _ASSIGNED.sub("", expected)
     if not given:
         return False
-    said, wanted = (_STYLE.sub(r"\1", text).strip() for text in (given, expected))
-    if _SPACES.sub("", said) == _SPACES.sub("", wanted):
+    given_answer, wanted = (_STYLE.sub(r"\1", text).strip() for text in (given, expected))
+    if _SPACES.sub("", given_answer) == _SPACES.sub("", wanted):
         return True
-    if (by_kind := _same_words(said, wanted)) is not None:
+    if (by_kind := _same_words(given_answer, wanted)) is not None:
         return by_kind
     if any(_AS_WRITTEN.match(text) for text in (given, expected)):
         return _as_written(given) == _as_written(expected)
@@ -220,8 +220,8 @@ def _same_words(given: str, expected: str) -> bool | None:
     choices = [_CHOICE.fullmatch(_NAMED_CHOICE.sub("", text)) for text in (given, expected)]
     if choices[0] and choices[1]:
         first, second = choices[0], choices[1]
-        said = {_words(match["text"]) for match in (first, second) if match["text"]}
-        return first["letter"] == second["letter"] and len(said) < 2
+        given_answer = {_words(match["text"]) for match in (first, second) if match["text"]}
+        return first["letter"] == second["letter"] and len(given_answer) < 2
     if all(_WORDS.fullmatch(text) and _TWO_LETTERS.search(text) for text in (given, expected)):
         return None if all(map(_VARIABLES.fullmatch, (given, expected))) else _words(given) == _words(expected)
     if all(map(_TIME.match, (given, expected))):

@@ -84,7 +84,7 @@ class McpServer:
                     if not (cursor := page.next_cursor):
                         break
         except Exception as error:
-            raise McpError(f"mcp server {self.config.name!r} does not list its tools: {_told(error)}") from error
+            raise McpError(f"mcp server {self.config.name!r} does not list its tools: {_why(error)}") from error
         by_name = {tool.name: tool for tool in found}
         wanted = self.config.tools or list(by_name)
         for name in wanted:
@@ -113,7 +113,7 @@ class McpServer:
         except Exception as error:
             if _is_closed(error):
                 self._give_up(broken)
-            raise McpError(_told(error)) from error
+            raise McpError(_why(error)) from error
         self._served = True
         seen = [_seen(item) for item in result.content]
         pictures = tuple(part for part in seen if isinstance(part, Picture))
@@ -144,7 +144,7 @@ class McpServer:
         except Exception as error:
             if _is_closed(error):
                 return False
-            raise McpError(_told(error)) from error
+            raise McpError(_why(error)) from error
         return True
 
     async def close(self, limit_s: float) -> None:
@@ -196,11 +196,11 @@ class McpServer:
                     break
                 if not self.starts:
                     self._opened.set_exception(
-                        McpError(f"mcp server {self.config.name!r} did not start: {_told(error)}{self._stderr.said()}")
+                        McpError(f"mcp server {self.config.name!r} did not start: {_why(error)}{self._stderr.tail()}")
                     )
                     return
                 self._give_up(self._broken)
-                why = _told(error) + self._stderr.said()
+                why = _why(error) + self._stderr.tail()
                 _log.warning("mcp server %s: %s; another start in %g s", self.config.name, why, pause_s)
                 await self._paused(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -243,7 +243,7 @@ class _Stderr:
 
     @contextmanager
     def opened(self) -> Iterator[TextIO]:
-        """Yield a file for the program's output, whose last lines `said` returns."""
+        """Yield a file for the program's output, whose last lines `tail` returns."""
         loop, (reading, writing) = asyncio.get_running_loop(), os.pipe()
         os.set_blocking(reading, False)
         self._end = b""
@@ -256,7 +256,7 @@ class _Stderr:
             loop.remove_reader(reading)
             os.close(reading)
 
-    def said(self) -> str:
+    def tail(self) -> str:
         """Return the last lines, as the end of a message; empty if there are none."""
         lines = self._end.decode(errors="replace").strip().splitlines()[-_STDERR_LINES:]
         return f"; its stderr ends: {' | '.join(lines)}" if lines else ""
@@ -308,7 +308,7 @@ def _is_closed(error: BaseException) -> bool:
     return isinstance(error, gone) or type(error).__module__.partition(".")[0].startswith("httpx")
 
 
-def _told(error: BaseException) -> str:
+def _why(error: BaseException) -> str:
     """Return the first cause of an error that may be a group, in a line."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -65,7 +65,7 @@ REMAX = "remax"
 ONCE = RetryLimits()
 
 
-class Cast:
+class AgentSetup:
     """An agent with its environments and rewards.
 
     Args:
@@ -199,15 +199,15 @@ class UserComponents:
 
         self.prompts = Prompts(config, form, offered, training=training)
 
-        def cast(played: ExperimentConfig) -> Cast:
-            return Cast(played, form, toolbox, self.runner, self.client)
+        def cast(played: ExperimentConfig) -> AgentSetup:
+            return AgentSetup(played, form, toolbox, self.runner, self.client)
 
         self.cast = cast(config)
         self.agent, self.rewards, self.environments = self.cast.agent, self.cast.rewards, self.cast.environments
         self.environments.check_group(config.agent.path, config.group_size)
         if training and self._plays_greedy_baseline and (why := self.cast.why_not_greedy()):
             raise ConfigError(f"algorithm.advantage.name={REMAX}: {why}; use another advantage, rloo for one")
-        self._casts_of_sets: dict[str, Cast] = {}
+        self._casts_of_sets: dict[str, AgentSetup] = {}
         for name, (each, _) in self.prompts.eval_sets.items():
             try:
                 self._casts_of_sets[name] = cast(with_code_of(config, each)) if each.code else self.cast
@@ -302,7 +302,7 @@ def with_source_number(data: Mapping[str, Any], algorithm: AlgorithmConfig) -> M
     Raises:
         ColumnError: the row has no source, or its source has no teacher although the run learns from teachers only.
     """
-    sources = algorithm.taught_sources
+    sources = algorithm.teacher_sources
     if not sources:
         return data
     source = data.get(SOURCE)

@@ -99,7 +99,7 @@ class HostedEnvironment(UsersEnvironment):
         method = getattr(self._env, name)
         if is_async(method):
             return await self._runner.call(self._code(name), method, *args, **kwargs)
-        return await self._runner.at_home(self._in_thread(name, partial(method, *args, **kwargs)))
+        return await self._runner.on_worker_loop(self._in_thread(name, partial(method, *args, **kwargs)))
 
     async def _in_thread(self, name: str, method: Callable[[], Any]) -> Any:
         async with self._in_turn:
@@ -153,7 +153,7 @@ def _step_of(label: str, value: Any) -> StepResult:
 async def on_users_loop(
     agent: Agent, runner: UserCodeRunner, prompt: Prompt, make_env: Callable[[], Environment], client: GroupClient
 ) -> Sequence[Sample]:
-    policy: Any = _Crossing(client, runner.at_home)
+    policy: Any = _Crossing(client, runner.on_worker_loop)
     samples: Sequence[Sample] = await runner.users.run(agent.roll_out(prompt, make_env, policy))
     return samples
 

@@ -77,7 +77,7 @@ class ProcessEnvironment(UsersEnvironment):
 
     async def close(self) -> None:
         """Close the environment and return its process; further calls do nothing."""
-        await self._runner.at_home(self._end())
+        await self._runner.on_worker_loop(self._end())
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -86,7 +86,7 @@ class ProcessEnvironment(UsersEnvironment):
         )
 
     async def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        return await self._runner.at_home(self._call_in_turn(name, args, kwargs))
+        return await self._runner.on_worker_loop(self._call_in_turn(name, args, kwargs))
 
     async def _call_in_turn(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         async with self._in_turn:

@@ -95,7 +95,7 @@ class RunTools:
         """Run a call of an MCP server on the loop that owns its connection."""
         try:
             with timed(Activity.tool):
-                return await self._runner.at_home(method(*args, **kwargs))
+                return await self._runner.on_worker_loop(method(*args, **kwargs))
         except (McpError, TypeError) as error:  # a TypeError: it takes no arguments of the sample's row
             raise ToolFailure(str(error)) from error
 
@@ -207,11 +207,11 @@ def _instance(group: str, config: ToolConfig) -> Tool:
     given = f"{group}.path={config.path!r}, {group}.args={config.args}"
     try:
         schema = made.schema()
-        told = schema["function"]["name"]
+        named = schema["function"]["name"]
     except Exception as error:
         raise ConfigError(f"{given}: its schema cannot be built: {type(error).__name__}: {error}") from error
-    if not made.name or told != made.name:
-        raise ConfigError(f"{given}: its name is {made.name!r} and its schema says {told!r}; set both to one name")
+    if not made.name or named != made.name:
+        raise ConfigError(f"{given}: its name is {made.name!r} and its schema says {named!r}; set both to one name")
     return made
 
 

@@ -175,8 +175,8 @@ class PoolProcess:
             try:
                 given = packed(PolicyAnswer(await answer(*reply.asks)))
             except Exception as error:
-                told = f"{type(error).__name__}: {error}".encode(errors="replace").decode()
-                failure, given = error, packed(PolicyAnswer(error=told))
+                error_text = f"{type(error).__name__}: {error}".encode(errors="replace").decode()
+                failure, given = error, packed(PolicyAnswer(error=error_text))
             finally:
                 self.waits = False
             reply = await self._exchange(given)

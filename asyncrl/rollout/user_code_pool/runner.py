@@ -145,13 +145,13 @@ class UserCodeRunner:
         """
         work, running = partial(function, *args, **kwargs), partial(self.running.track, code.label, code.activity)
         if code.run_in == RunIn.process:
-            return await self.at_home(self._in_a_process(code, list(args), running))
+            return await self.on_worker_loop(self._in_a_process(code, list(args), running))
         if is_async(function):
             return await self._awaiting(code, work)
         if code.run_in == RunIn.loop:
             with running(holds_loop=True):
                 return _checked(code, work)
-        return await self.at_home(self._in_one_of_the_threads(code, work))
+        return await self.on_worker_loop(self._in_one_of_the_threads(code, work))
 
     def call_blocking(self, code: Code, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Like `call`, for a caller in a thread: code for threads then runs in the caller's thread.
@@ -171,7 +171,7 @@ class UserCodeRunner:
         """Start `work` on the worker's own loop, from a thread."""
         return asyncio.run_coroutine_threadsafe(_awaited(work), self._home)
 
-    async def at_home(self, work: Awaitable[Any]) -> Any:
+    async def on_worker_loop(self, work: Awaitable[Any]) -> Any:
         """Run `work` on the worker's own event loop and return its result; called from any loop."""
         return await run_on(self._home, work)
 
@@ -221,7 +221,7 @@ class UserCodeRunner:
             except Exception as error:
                 raise _raised(code, error) from error
 
-        run = self.at_home if code.run_in == RunIn.loop else self.users.run
+        run = self.on_worker_loop if code.run_in == RunIn.loop else self.users.run
         with self.running.track(code.label, code.activity):
             try:
                 async with _limited(code, "it was cancelled"):

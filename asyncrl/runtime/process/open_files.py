@@ -72,17 +72,17 @@ def needs(config: ExperimentConfig) -> Iterator[DescriptorNeed]:
         return DescriptorNeed(process, connections + OTHERS, f"{why}, and {OTHERS} others", certain)
 
     yield need(names.MASTER_WORKER, ranks + workers, f"{ranks} training ranks, {workers} RolloutWorkers", certain=True)
-    told = f"{workers} RolloutWorkers, {servers} generation servers"
-    yield need(names.GSERVER_MANAGER, workers + servers, told, certain=True)
+    reason = f"{workers} RolloutWorkers, {servers} generation servers"
+    yield need(names.GSERVER_MANAGER, workers + servers, reason, certain=True)
     processes = sum(counts.values())
     yield need("launcher", _PER_CHILD * processes, f"{_PER_CHILD} for each of {processes} processes", certain=False)
     at_a_time = rollout.max_concurrent * group
-    told = f"{_PER_EPISODE} for each of rollout.max_concurrent={rollout.max_concurrent} x group_size={group} episodes"
-    yield need(names.ROLLOUT_WORKER, _PER_EPISODE * at_a_time, told, certain=False)
+    reason = f"{_PER_EPISODE} for each of rollout.max_concurrent={rollout.max_concurrent} x group_size={group} episodes"
+    yield need(names.ROLLOUT_WORKER, _PER_EPISODE * at_a_time, reason, certain=False)
     admitted = (config.max_head_offpolicyness + 1) * config.train_batch_size
     rollouts = min(workers * rollout.max_concurrent, admitted)
-    told = f"a request for each of {rollouts} rollouts x group_size={group}, as all but one server may be away"
-    yield need(names.GENERATION_SERVER, rollouts * group, told, certain=False)
+    reason = f"a request for each of {rollouts} rollouts x group_size={group}, as all but one server may be away"
+    yield need(names.GENERATION_SERVER, rollouts * group, reason, certain=False)
 
 
 def check_files(config: ExperimentConfig) -> list[str]:
@@ -95,11 +95,11 @@ def check_files(config: ExperimentConfig) -> list[str]:
     short = [need for need in needs(config) if hard != resource.RLIM_INFINITY and need.files > hard]
     for need in short:
         if need.certain:
-            raise ConfigError(f"{_told(need, hard)}: {need.process} could not start")
-    return [f"{_told(need, hard)}: at its busiest {need.process} may run out" for need in short]
+            raise ConfigError(f"{_described(need, hard)}: {need.process} could not start")
+    return [f"{_described(need, hard)}: at its busiest {need.process} may run out" for need in short]
 
 
-def _told(need: DescriptorNeed, hard: int) -> str:
+def _described(need: DescriptorNeed, hard: int) -> str:
     return (
         f"{need.process} needs up to {need.files} open files ({need.why}) and the hard limit is {hard} (ulimit -Hn "
         f"{need.files} raises it, in the shell or the service that starts the run)"

@@ -18,7 +18,7 @@ from asyncrl.comm.waits import TOOL_S
 from asyncrl.config.run_dir import PROFILE_DIR
 from asyncrl.observe.settings import ProfileConfig
 from asyncrl.runtime.process.waiting import cancel
-from asyncrl.runtime.run_log import remark
+from asyncrl.runtime.run_log import notice
 from asyncrl.runtime.supervisor import LAUNCH_VARIABLE, marked
 
 _log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ async def profiled(settings: ProfileConfig, run_dir: Path, step: int) -> AsyncIt
     finally:
         if stacks is not None:
             await cancel(stacks)
-    remark(run_dir, f"profile of step {step}: {folder}")
+    notice(run_dir, f"profile of step {step}: {folder}")
 
 
 async def dump_stacks(file: Path) -> None:
@@ -85,11 +85,11 @@ async def _dump(program: str | None, pid: int) -> str:
     except OSError as error:
         return f"py-spy did not start: {error}"
     try:
-        said, _ = await asyncio.wait_for(process.communicate(), TOOL_S)
+        output, _ = await asyncio.wait_for(process.communicate(), TOOL_S)
     except TimeoutError:
         return f"py-spy said nothing within {TOOL_S:g} s"
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    return said.decode(errors="replace").rstrip()
+    return output.decode(errors="replace").rstrip()

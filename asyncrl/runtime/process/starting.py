@@ -226,7 +226,7 @@ class StartWait:
         statuses = {
             names.index_of(key): names.WorkerStatus.decode(value) for key, value in self._statuses.entries().items()
         }
-        return {index: status.incarnation for index, status in statuses.items() if _lives(status)}
+        return {index: status.incarnation for index, status in statuses.items() if _processes(status)}
 
     def look(self) -> None:
         """Check the limit. Call this repeatedly while waiting.
@@ -236,14 +236,14 @@ class StartWait:
         """
         seen, self._seen = self._seen, self._statuses.entries()
         statuses = [names.WorkerStatus.decode(value) for value in self._seen.values()]
-        alive = any(map(_lives, statuses))
+        alive = any(map(_processes, statuses))
         progressed = seen != self._seen
         if progressed:
             self._progressed()
         if (fault := self._limit.fault(progressed=progressed, begun=alive)) is not None:
-            raise NotStarted(f"waited for {self._what}: {self._kind}: {fault}; {self._standing(statuses)}")
+            raise NotStarted(f"waited for {self._what}: {self._kind}: {fault}; {self._status_of(statuses)}")
 
-    def _standing(self, statuses: list[names.WorkerStatus]) -> str:
+    def _status_of(self, statuses: list[names.WorkerStatus]) -> str:
         late = [
             f"{key.removeprefix(f'{names.STATUSES}/')} is {status.state} (pid {status.pid})"
             for key, status in zip(self._seen, statuses, strict=True)
@@ -253,5 +253,5 @@ class StartWait:
         return f"{', '.join(late[:_SHOWN])}{more}; see their logs" if late else f"no {self._kind} is starting"
 
 
-def _lives(status: names.WorkerStatus) -> bool:
+def _processes(status: names.WorkerStatus) -> bool:
     return status.state in ("starting", "ready")

@@ -5,7 +5,7 @@ Every process has `LEAVE_LIMIT_S` to stop, except the leader of a run, which sav
 
 A training rank needs more. Python runs a signal handler in the main thread, between two bytecode instructions. So no
 handler runs while that thread waits in native code, for a peer in a collective or for a GPU. The C-level handler does
-run, and writes the signal's number into a pipe (`signal.set_wakeup_fd`), which a thread of `heard_at_once` reads.
+run, and writes the signal's number into a pipe (`signal.set_wakeup_fd`), which a thread of `stop_listener` reads.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _path(task: asyncio.Task[Any]) -> str:
 
 
 @contextmanager
-def heard_at_once(act: Callable[[], None], limit_s: float = LEAVE_LIMIT_S) -> Iterator[None]:
+def stop_listener(act: Callable[[], None], limit_s: float = LEAVE_LIMIT_S) -> Iterator[None]:
     """Call `act` in a separate thread at the first `STOP_SIGNAL` within this block, in addition to the signal's
     handler.
 

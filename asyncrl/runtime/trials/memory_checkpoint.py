@@ -49,7 +49,7 @@ from asyncrl.comm.typed import decode_json
 from asyncrl.comm.waits import PAUSE_S
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import INBOXES_DIR, MEMORY_CHECKPOINT_FILE, versions_in
-from asyncrl.runtime.run_log import remark
+from asyncrl.runtime.run_log import notice
 
 _log = logging.getLogger(__name__)
 _MEMORY = Path("/dev/shm")
@@ -76,7 +76,7 @@ def uses_memory_checkpoint(config: ExperimentConfig) -> bool:
     return config.checkpoint.in_memory and not config.samples.only
 
 
-def price_line(state_bytes: int, bytes_per_s: float) -> str:
+def cost_message(state_bytes: int, bytes_per_s: float) -> str:
     """Return what the in-memory checkpoint costs a rank that holds `state_bytes`, for its log.
 
     A state that is older than the announced version is of no use, so there is one of every step or none. The line names
@@ -182,7 +182,7 @@ class MemoryCheckpoint:
     def warn_of_end(self, reason: str) -> None:
         """Show on the terminal that no step is kept any more, for `reason`; once, however many ranks find out."""
         if not self.invalid:
-            remark(
+            notice(
                 self._run_dir,
                 f"WARNING: in-memory checkpoints are now off: {reason}. A crash of the trainer would cost all steps "
                 f"since the newest checkpoint on disk. If {self.folder.parent} is full (df -h {self.folder.parent}), "

@@ -30,14 +30,14 @@ from typing import Any, NamedTuple, TypeAlias
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import settings
 from asyncrl.config.run_dir import (
-    BOOKS_FILE,
     CHECKPOINT_STATE_FILE,
     CHECKPOINTS_DIR,
     CONFIG_FILE,
+    COUNTS_FILE,
     EXIT_FILE,
     LOCK_FILE,
     METRICS_FILE,
-    REMARKS_FILE,
+    NOTICES_FILE,
     RESTARTS_FILE,
     SECRET_FILE,
     DamagedFile,
@@ -117,11 +117,11 @@ def check_run_files(run_dir: Path) -> None:
     """
     if (run_dir / CONFIG_FILE).exists() or newest_progress(run_dir) is not None:
         read_settings(run_dir)
-    for name in (LOCK_FILE, SECRET_FILE, EXIT_FILE, REMARKS_FILE):  # what they hold is not read, or checked elsewhere
+    for name in (LOCK_FILE, SECRET_FILE, EXIT_FILE, NOTICES_FILE):  # what they hold is not read, or checked elsewhere
         if (run_dir / name).is_dir():
             raise DamagedFile(run_dir / name, "it is a folder")
     read_summary(run_dir)
-    read_document(run_dir / BOOKS_FILE)
+    read_document(run_dir / COUNTS_FILE)
     read_rows(run_dir / RESTARTS_FILE)
     for number, row in enumerate(read_rows(run_dir / METRICS_FILE), 1):
         if not isinstance(row.get("step"), int):

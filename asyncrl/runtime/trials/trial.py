@@ -22,13 +22,13 @@ from asyncrl.comm.names import INCARNATIONS, LAUNCH_KEY, TRIAL_KEY
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import (
-    BOOKS_FILE,
+    COUNTS_FILE,
     EXIT_FILE,
     LAUNCHER_LOCK_FILE,
     LAUNCHER_LOG,
     LOCK_FILE,
     MEETING_PREFIX,
-    REMARKS_FILE,
+    NOTICES_FILE,
     SECRET_FILE,
     SUMMARY_FILE,
     run_dir_of,
@@ -132,7 +132,7 @@ class Trial:
             again: the processes belonged to this launch.
         """
         with no_retry(not again):  # a user waits for the first start
-            for ending in (SUMMARY_FILE, BOOKS_FILE, EXIT_FILE, REMARKS_FILE):
+            for ending in (SUMMARY_FILE, COUNTS_FILE, EXIT_FILE, NOTICES_FILE):
                 remove = partial((self.run_dir / ending).unlink, missing_ok=True)
                 retry_write_blocking(remove, f"the removal of {self.run_dir / ending}", _log)
             if not uses_memory_checkpoint(self.config):
@@ -209,7 +209,7 @@ class Trial:
             TrialHeld: another launch has taken the trial.
         """
         self._remove_meetings()
-        trees = (f"{names.WORKERS}/{names.MODEL_WORKER}", names.PULLERS, names.GUEST_MEMORY)
+        trees = (f"{names.WORKERS}/{names.MODEL_WORKER}", names.PULLERS, names.SERVER_MEMORY)
         guests = map(names.gen_server_key, guests_of(self.config.generation))
         keys = {*guests, names.TRAINING_WORLD_KEY, names.TRAINER_TURN_KEY, names.MANAGER_KEY}
         with self._changing() as resolver:

@@ -116,7 +116,7 @@ class TrainingEngine(ABC):
         """
 
     @abstractmethod
-    def let_end(self, copy: HostCopy) -> None:
+    def add_pending_copy(self, copy: HostCopy) -> None:
         """Delay changes of the tensors of `state` until `copy`, which reads them, has ended. The host does not wait."""
 
     @abstractmethod

@@ -236,7 +236,7 @@ class FlatEngine(RoleEngine[FlatOptimizer]):
 
     def _hidden(self, micro_batch: MicroBatch) -> Tensor:
         """Return the trunk's output at every input token, shape [rows * width, H]."""
-        with self.replaying(micro_batch), self.seeing(micro_batch):
+        with self.router_replay(micro_batch), self.seeing(micro_batch):
             output: Tensor = self._trunk(use_cache=False, **micro_batch.model_inputs).last_hidden_state
         return output.flatten(0, 1)
 

@@ -43,7 +43,7 @@ class LoraReference(PolicyEngine):
         """Return nothing: the role's weights are those of the model folder."""
         return {}, {}
 
-    def let_end(self, copy: HostCopy) -> None:
+    def add_pending_copy(self, copy: HostCopy) -> None:
         """Do nothing: the role has no state."""
 
     def offload(self) -> None:

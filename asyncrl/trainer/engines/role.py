@@ -201,9 +201,9 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
 
     # -- experts and pictures
 
-    def replaying(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
+    def router_replay(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
         """Within this block the routers choose the experts recorded in `micro_batch`."""
-        return nullcontext() if self.routers is None else self.routers.replaying(micro_batch.routing)
+        return nullcontext() if self.routers is None else self.routers.router_replay(micro_batch.routing)
 
     def seeing(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
         """Within this block the model sees the pictures of `micro_batch`.
@@ -284,13 +284,13 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
             self._optimizer.load_state(meta)
         self._weights_changed()
 
-    def let_end(self, copy: HostCopy) -> None:
+    def add_pending_copy(self, copy: HostCopy) -> None:
         self._reading.append(copy)
 
     def _before_changes(self) -> None:
         """Called before the tensors of `state` change."""
         while self._reading:
-            self._reading.pop().before_changes()
+            self._reading.pop().wait_on_device()
 
     def offload(self) -> None:
         from asyncrl.trainer.engines.offload import HostOffload  # only with trainer.offload

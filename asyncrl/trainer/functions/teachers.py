@@ -27,7 +27,7 @@ def tokens_of_teacher(algorithm: AlgorithmConfig, teacher: TeacherConfig, batch:
     """Return the tokens of samples from the sources of `teacher`, bool [T]; None: all tokens."""
     if not teacher.sources:
         return None
-    sources = algorithm.taught_sources
+    sources = algorithm.teacher_sources
     numbers = torch.tensor([sources.index(source) for source in teacher.sources], device=batch.device)
     return torch.isin(batch[SOURCE_NUMBER].long(), numbers)[batch.seq_ids_T]
 

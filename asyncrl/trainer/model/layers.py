@@ -137,7 +137,7 @@ class _Moved:
                 "trainer.activations_on=host: a layer has changed its input, which may have been copied to the host by "
                 "then; use trainer.activations_on=device"
             )
-        self._copy.before_changes()
+        self._copy.wait_on_device()
         self._here = None
 
     def fetch(self) -> None:
@@ -152,7 +152,7 @@ class _Moved:
         self.fetch()
         tensor = self._here
         assert tensor is not None
-        self._copy.before_changes()
+        self._copy.wait_on_device()
         self._here = None
         if self._before is not None and (before := self._before()) is not None:
             before.fetch()

@@ -35,7 +35,7 @@ from asyncrl.comm.ended_rollouts import (
     End,
     Finished,
     Line,
-    PromptGoes,
+    PromptFate,
     RolloutCounts,
     RunSettings,
     Step,
@@ -157,8 +157,8 @@ class Rollouts:
         """Return the number of rollouts without an end."""
         return self._counts[RUNNING] + self._counts[FINISHED]
 
-    def check_books(self, books: RolloutCounts) -> Iterator[str]:
-        """Yield a message for each counter in `books` that differs from the total of the lines."""
+    def check_counts(self, counts: RolloutCounts) -> Iterator[str]:
+        """Yield a message for each counter in `counts` that differs from the total of the lines."""
         added = {
             "submitted": self.submitted,
             "trained": self._counts[TRAINED],
@@ -168,7 +168,7 @@ class Rollouts:
             "finished_untrained": self._counts[FINISHED],
         }
         for name, value in added.items():
-            if (told := getattr(books, name)) != value:
+            if (told := getattr(counts, name)) != value:
                 yield f"the books have {name} {told}, the lines add up to {value}"
 
 
@@ -433,12 +433,12 @@ class Replay:
         known = self._ending(line.rollout, DROPPED)
         if known is None:
             return
-        if not line.reason or (line.reason in _PROMPT_STAYS and line.prompt is PromptGoes.given_up):
+        if not line.reason or (line.reason in _PROMPT_STAYS and line.prompt is PromptFate.given_up):
             self._report(
                 f"rollout {line.rollout} was dropped for {line.reason!r} and its prompt {line.prompt}: both cannot be"
             )
         if line.attempt is not None and (
-            line.prompt is not PromptGoes.returned or not 0 <= line.attempt - known.attempt <= 1
+            line.prompt is not PromptFate.returned or not 0 <= line.attempt - known.attempt <= 1
         ):
             self._report(
                 f"rollout {line.rollout} was attempt {known.attempt}, and its prompt ({line.prompt}) is to be "
@@ -446,9 +446,9 @@ class Replay:
             )
         self._rollouts.move(known, DROPPED, line.reason)
         self._prompts.end(known.prompt, line.rollout)
-        if line.prompt is PromptGoes.returned and line.attempt:
+        if line.prompt is PromptFate.returned and line.attempt:
             self._prompts.put_off(known.prompt)
-        if line.prompt is PromptGoes.given_up:
+        if line.prompt is PromptFate.given_up:
             self._use(known.prompt, "dropped for good")
 
     def _ending(self, rollout_id: str, how: str) -> AuditedRollout | None:
@@ -527,22 +527,22 @@ class Replay:
         if orders != sorted(orders):
             self._report(f"the rollouts of step {line.step} are not in the data order")
         self.outcome.version = line.step
-        self.outcome.steps[line.step], self.outcome.books_at[line.step] = self._totals, line.books
+        self.outcome.steps[line.step], self.outcome.counts_at[line.step] = self._totals, line.books
         self.outcome.steps_of_launch += 1
         self._batch, self._totals = [], StepTotals()
-        self._check_books(line.books)
+        self._check_counts(line.books)
 
     def _end(self, line: End) -> None:
         self._check_lineage(line.lineage)
         if line.version != self.outcome.version:
             self._report(f"the launch ended at version {line.version}, after step {self.outcome.version}")
-        self._check_books(line.books)
+        self._check_counts(line.books)
         if live := self._rollouts.live:
             self._report(f"the launch ended, and {live} rollouts have no end")
         self.outcome.ended = True
 
-    def _check_books(self, books: RolloutCounts) -> None:
-        for wrong in self._rollouts.check_books(books):
+    def _check_counts(self, counts: RolloutCounts) -> None:
+        for wrong in self._rollouts.check_counts(counts):
             self._report(wrong)
 
     def _use(self, prompt: str, how: str) -> None:

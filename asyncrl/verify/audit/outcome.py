@@ -79,7 +79,7 @@ class Outcome:
     """Trained lines by rollout."""
     tokens: dict[str, int] = field(default_factory=dict)
     """All tokens of each finished rollout."""
-    books_at: dict[int, RolloutCounts] = field(default_factory=dict)
+    counts_at: dict[int, RolloutCounts] = field(default_factory=dict)
     """By step, the books in its line."""
     begun: int = 0
     """The version at which the last lineage began."""

@@ -18,10 +18,10 @@ from typing import Any, Self, TypeVar
 import msgspec
 import yaml  # type: ignore[import-untyped]
 
-from asyncrl.comm.ended_rollouts import Admitted, Begin, Dropped, End, PromptGoes, Step, Trained
+from asyncrl.comm.ended_rollouts import Admitted, Begin, Dropped, End, PromptFate, Step, Trained
 from asyncrl.comm.typed import convert
-from asyncrl.config.run_dir import BOOKS_FILE, CONFIG_FILE, DATA_RECORD_FILE, SUMMARY_FILE
 from asyncrl.config.run_dir import CHECKPOINT_STATE_FILE as STATE_FILE
+from asyncrl.config.run_dir import CONFIG_FILE, COUNTS_FILE, DATA_RECORD_FILE, SUMMARY_FILE
 from asyncrl.data.datasets import DataRecord
 from asyncrl.verify.audit.ledger_files import Entry, Report, is_ruled_out, leading_to
 from asyncrl.verify.audit.outcome import Outcome
@@ -95,7 +95,7 @@ class Settings(msgspec.Struct, frozen=True):
     system: System = System()
 
 
-class Books(msgspec.Struct, frozen=True):
+class Counts(msgspec.Struct, frozen=True):
     """The gate's counters."""
 
     submitted: int
@@ -117,17 +117,17 @@ class Summary(msgspec.Struct, frozen=True):
 
     steps: int
     total_steps: int
-    books: Books
+    books: Counts
     eval: dict[str, dict[str, Any]]
     evaluations: list[dict[str, Any]]
     evaluations_failed: list[dict[str, Any]]
 
 
-class LastBooks(msgspec.Struct, frozen=True):
+class LastCounts(msgspec.Struct, frozen=True):
     """`books.json`."""
 
     step: int
-    books: Books
+    books: Counts
 
 
 @dataclass(frozen=True)
@@ -141,13 +141,13 @@ class Documents:
     there: frozenset[str]
     settings: Settings | None
     summary: Summary | None
-    books: LastBooks | None
+    books: LastCounts | None
     data: DataRecord | None
 
     @classmethod
     def read(cls, run_dir: Path, report: Report) -> Documents:
         """Read the files in `run_dir`."""
-        names = (CONFIG_FILE, SUMMARY_FILE, BOOKS_FILE, DATA_RECORD_FILE)
+        names = (CONFIG_FILE, SUMMARY_FILE, COUNTS_FILE, DATA_RECORD_FILE)
         there = frozenset(name for name in names if (run_dir / name).exists())
 
         def read(name: str, kind: type[_T], parse: Callable[[bytes], Any] = json.loads) -> _T | None:
@@ -161,7 +161,7 @@ class Documents:
             there,
             read(CONFIG_FILE, Settings, yaml.safe_load),
             read(SUMMARY_FILE, Summary),
-            read(BOOKS_FILE, LastBooks),
+            read(COUNTS_FILE, LastCounts),
             data,
         )
 
@@ -176,17 +176,17 @@ class Documents:
         elsewhere = settings is not None and (bool(settings.samples.replay) or not settings.system.shared_filesystem)
         if DATA_RECORD_FILE not in self.there and outcome.admitted and not elsewhere:
             report(DATA_RECORD_FILE, "is not there")
-        if outcome.ended and BOOKS_FILE in self.there and SUMMARY_FILE not in self.there:
+        if outcome.ended and COUNTS_FILE in self.there and SUMMARY_FILE not in self.there:
             report(SUMMARY_FILE, "is missing, although the run ended by itself according to the ledger")
-        if outcome.ended and SUMMARY_FILE in self.there and BOOKS_FILE not in self.there:
-            report(BOOKS_FILE, "is not there")
+        if outcome.ended and SUMMARY_FILE in self.there and COUNTS_FILE not in self.there:
+            report(COUNTS_FILE, "is not there")
         if SUMMARY_FILE in self.there and not outcome.ended:
             report(SUMMARY_FILE, "exists, but the ledger has no line about the end of the run: the ledger is cut off")
 
     def check_settings(self, outcome: Outcome, report: Report) -> None:
         """Check that the settings are those of the last launch in the ledger."""
         known, settings = outcome.settings, self.settings
-        if known is None or settings is None or BOOKS_FILE not in self.there:
+        if known is None or settings is None or COUNTS_FILE not in self.there:
             return
         written = {
             "train_batch_size": settings.train_batch_size,
@@ -196,22 +196,22 @@ class Documents:
             "seed": settings.seed,
         }
         for name, value in written.items():
-            if (told := getattr(known, name)) != value:
-                report(CONFIG_FILE, f"{name} is {value}, the ledger's last launch had {told}")
+            if (stated := getattr(known, name)) != value:
+                report(CONFIG_FILE, f"{name} is {value}, the ledger's last launch had {stated}")
 
-    def check_books(self, outcome: Outcome, report: Report) -> None:
+    def check_counts(self, outcome: Outcome, report: Report) -> None:
         """Check the books in `books.json` and those in the summary."""
         if (last := self.books) is not None:
             if last.books.submitted != last.books.accounted_for:
-                told = last.books.accounted_for
-                report(BOOKS_FILE, f"has {last.books.submitted} submitted rollouts and accounts for {told}")
+                stated = last.books.accounted_for
+                report(COUNTS_FILE, f"has {last.books.submitted} submitted rollouts and accounts for {stated}")
             if not 0 <= last.step <= outcome.version + (not outcome.ended):
-                report(BOOKS_FILE, f"is of step {last.step}; the ledger's last step is {outcome.version}")
+                report(COUNTS_FILE, f"is of step {last.step}; the ledger's last step is {outcome.version}")
             elif outcome.ended and outcome.steps_of_launch and last.step != outcome.version:
-                report(BOOKS_FILE, f"is of step {last.step}; the run ended at {outcome.version}")
-            known = outcome.books_at.get(last.step)
+                report(COUNTS_FILE, f"is of step {last.step}; the run ended at {outcome.version}")
+            known = outcome.counts_at.get(last.step)
             if known is not None and outcome.ended and outcome.steps_of_launch:
-                self._compare(BOOKS_FILE, last.books, msgspec.structs.asdict(known), report)
+                self._compare(COUNTS_FILE, last.books, msgspec.structs.asdict(known), report)
         if (summary := self.summary) is None or not outcome.ended:
             return
         if summary.steps != outcome.version:
@@ -241,11 +241,11 @@ class Documents:
         rows = None if self.data is None else int(settings.total_epochs * self.data.rows)
         return rows is None or rows - len(outcome.used) < settings.train_batch_size
 
-    def _compare(self, place: str, told: Books, counted: dict[str, Any], report: Report) -> None:
+    def _compare(self, place: str, stated: Counts, counted: dict[str, Any], report: Report) -> None:
         for name, value in counted.items():
-            said = getattr(told, name)
-            if ({key: count for key, count in said.items() if count} if isinstance(said, dict) else said) != value:
-                report(place, f"has {name} {said}, the ledger {value}")
+            has = getattr(stated, name)
+            if ({key: count for key, count in has.items() if count} if isinstance(has, dict) else has) != value:
+                report(place, f"has {name} {has}, the ledger {value}")
 
 
 def read_as(file: Path, kind: type[_T], report: Report, parse: Callable[[bytes], Any] = json.loads) -> _T | None:
@@ -464,9 +464,9 @@ def _check_state(folder: Path, outcome: Outcome, entries: Sequence[Entry], repor
     line = entry.line
     if line.step != version:
         report(place, f"is of version {version}; its line of the ledger is of {line.step}")
-    told = {reason: count for reason, count in master.gate.dropped.items() if count}
-    if told != line.books.dropped:
-        report(place, f"has dropped {told}, its line of the ledger {line.books.dropped}")
+    stated = {reason: count for reason, count in master.gate.dropped.items() if count}
+    if stated != line.books.dropped:
+        report(place, f"has dropped {stated}, its line of the ledger {line.books.dropped}")
     if outcome.whole:
         _check_prompts(place, used, master.gate.retries, leading_to(entries, number), report)
 
@@ -487,7 +487,7 @@ def _check_prompts(
                 recorded.add(line.prompt)
                 tries.pop(line.order, None)
             case Dropped() if (began := admitted.get(line.rollout)) is not None:
-                if line.prompt is PromptGoes.given_up:
+                if line.prompt is PromptFate.given_up:
                     recorded.add(began.prompt)
                     tries.pop(began.order, None)
                 else:
@@ -525,13 +525,13 @@ def _wrong_tensors(folder: Path, manifest: Manifest) -> Iterator[str]:
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             yield f"{name} has no readable header: {one_line(error)}"
     for name in sorted(found.keys() | manifest.tensors.keys()):
-        there, told = found.get(name), manifest.tensors.get(name)
-        if there is None or told is None:
-            yield f"tensor {name} is {'in no manifest' if told is None else 'in no file'}"
-        elif there != told:
+        there, stated = found.get(name), manifest.tensors.get(name)
+        if there is None or stated is None:
+            yield f"tensor {name} is {'in no manifest' if stated is None else 'in no file'}"
+        elif there != stated:
             yield (
                 f"tensor {name} is {there.dtype}{[*there.shape]} in {there.file}, its manifest says "
-                f"{told.dtype}{[*told.shape]} in {told.file}"
+                f"{stated.dtype}{[*stated.shape]} in {stated.file}"
             )
 
 

@@ -111,8 +111,8 @@ def _check_row(place: str, row: Mapping[str, Any], totals: StepTotals, report: R
         means["tokens/batch"] = totals.whole_tokens
         means["rollout/context_len_mean"] = (totals.whole_tokens - totals.tokens) / samples
     for name, value in means.items():
-        if not _close(told := row.get(name), value):
-            report(place, f"step {row['step']} has {name} {told}, its rollouts in the ledger have {value:.6g}")
+        if not _close(recorded := row.get(name), value):
+            report(place, f"step {row['step']} has {name} {recorded}, its rollouts in the ledger have {value:.6g}")
     for wrong in _wrong_row(row, totals):
         report(place, wrong)
 
@@ -124,24 +124,24 @@ def _wrong_row(row: Mapping[str, Any], totals: StepTotals) -> Iterator[str]:
     the ledger (`on_stale=mask`).
     """
     for policy, tokens in totals.policy_tokens.items():
-        if policy == _OWN or (told := row.get(f"policy/{policy}/tokens/trained")) is None:
+        if policy == _OWN or (recorded := row.get(f"policy/{policy}/tokens/trained")) is None:
             continue
         masked = totals.tokens - totals.young_tokens
-        if not tokens - masked <= told <= tokens:
-            yield f"step {row['step']} trained policy {policy!r} on {told:g} tokens, the ledger has {tokens}"
+        if not tokens - masked <= recorded <= tokens:
+            yield f"step {row['step']} trained policy {policy!r} on {recorded:g} tokens, the ledger has {tokens}"
 
 
 def _check_drops(place: str, row: Mapping[str, Any], outcome: Outcome, report: Report) -> None:
     """Check the drops since the previous step that someone has to look into, by the books of both steps."""
-    now, before = (outcome.books_at.get(row["step"] - back) for back in (0, 1))
+    now, before = (outcome.counts_at.get(row["step"] - back) for back in (0, 1))
     if now is None or before is None:
         return
-    for name, told in row.items():
+    for name, recorded in row.items():
         reason = name.removeprefix(_DROPPED)
         if reason == name:
             continue
-        if not _close(told, added := now.dropped.get(reason, 0) - before.dropped.get(reason, 0)):
-            report(place, f"step {row['step']} has {name} {told}, the books of the ledger {added}")
+        if not _close(recorded, added := now.dropped.get(reason, 0) - before.dropped.get(reason, 0)):
+            report(place, f"step {row['step']} has {name} {recorded}, the books of the ledger {added}")
 
 
 def _check_end(place: str, last: int, settings: Settings | None, outcome: Outcome, report: Report) -> None:
@@ -162,11 +162,11 @@ def _check_end(place: str, last: int, settings: Settings | None, outcome: Outcom
 
 def _check_evaluations(place: str, rows: list[Row], outcome: Outcome, summary: Summary, report: Report) -> None:
     """Check that rows and summary have the same evaluations."""
-    told: dict[Any, dict[str, Any]] = {}
+    recorded: dict[Any, dict[str, Any]] = {}
     newest: dict[str, dict[str, Any]] = {}
     for evaluation in summary.evaluations:
         version = evaluation.get("version")
-        told.setdefault(version, {}).update(evaluation)
+        recorded.setdefault(version, {}).update(evaluation)
         for name in evaluation.keys() - {"version"}:
             figures = newest.setdefault(name.split("/")[1] if "/" in name else name, {})
             if figures.get("version") != version:
@@ -177,15 +177,15 @@ def _check_evaluations(place: str, rows: list[Row], outcome: Outcome, summary: S
     failed = {(each.get("version"), each.get("set")) for each in summary.evaluations_failed}
     for where, row in rows:
         measured = {name: value for name, value in row.items() if name.startswith("eval/")}
-        said = told.pop(row["step"], {})
-        for name in sorted(measured.keys() | said.keys() - {"version"}):
+        row_figures = recorded.pop(row["step"], {})
+        for name in sorted(measured.keys() | row_figures.keys() - {"version"}):
             if name.endswith(("/failed", "/cut_short")):
                 if (row["step"], name.split("/")[1]) not in failed:
                     report(where, f"has {name}, and {_SUMMARY} no such failure")
-            elif not _close(measured.get(name), said.get(name)):
-                report(where, f"has {name} {measured.get(name)}, {_SUMMARY} {said.get(name)}")
+            elif not _close(measured.get(name), row_figures.get(name)):
+                report(where, f"has {name} {measured.get(name)}, {_SUMMARY} {row_figures.get(name)}")
     last = rows[-1][1]["step"] if rows else -1
-    for version in told:  # a row that is still held may have its evaluation
+    for version in recorded:  # a row that is still held may have its evaluation
         if not isinstance(version, int) or not last < version <= outcome.version:
             report(_SUMMARY, f"has an evaluation of version {version}, and {place} has none")
 
@@ -319,9 +319,9 @@ class _KeptStep:
         found = (sum(sum(row["loss_mask"]) for row in rows), len(rows))
         share = trained.policies.get(policy)
         if share is None or found != (share.trained, share.samples):
-            told = f"{share.trained} in {share.samples}" if share else "no such policy"
+            recorded = f"{share.trained} in {share.samples}" if share else "no such policy"
             self._report(
-                place, f"rollout {trained.rollout} has {found[0]} tokens in {found[1]} samples, the ledger {told}"
+                place, f"rollout {trained.rollout} has {found[0]} tokens in {found[1]} samples, the ledger {recorded}"
             )
 
     def _check_rollout(self, place: str, parts: Sequence[_Rows], trained: Trained) -> None:
@@ -329,13 +329,13 @@ class _KeptStep:
         rollout, samples = trained.rollout, [row for part in parts for row in part]
         numbers = [number for part in parts[:-1] for number in range(len(part))]
         numbers += range(trained.samples - len(numbers))
-        told = {
+        recorded = {
             "step": [self._step] * trained.samples,
             "prompt": [trained.prompt] * trained.samples,
             "order": [trained.order] * trained.samples,
             "sample": numbers,
         }
-        for name, values in told.items():
+        for name, values in recorded.items():
             if (found := [row[name] for row in samples]) != values:
                 self._report(place, f"rollout {rollout} has {name} {found}, the ledger {values}")
         versions = Counter(version for row in samples for version in row["versions"] if version >= 0)

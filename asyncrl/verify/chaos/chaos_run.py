@@ -281,14 +281,14 @@ class FaultInjector:
 
     async def inject(self, fault: Fault) -> None:
         """Inject `fault` once its target exists; return when the fault is over."""
-        ways: dict[FaultKind, Callable[[Fault], Coroutine[Any, Any, None]]] = {
+        handlers: dict[FaultKind, Callable[[Fault], Coroutine[Any, Any, None]]] = {
             FaultKind.kill: self._kill,
             FaultKind.pause: self._pause,
             FaultKind.cut: self._cut,
             FaultKind.delay: self._delay,
             FaultKind.full_disk: self._fill_disk,
         }
-        await ways[fault.kind](fault)
+        await handlers[fault.kind](fault)
 
     async def _kill(self, fault: Fault) -> None:
         process = await self._find(fault.target)

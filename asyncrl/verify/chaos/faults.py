@@ -248,11 +248,11 @@ def complete(
     for each in kills:
         later = (other for other in kills if other.at > each.at and _covers(other, each))
         next_kill = min(later, key=lambda other: other.at, default=None)
-        went_on = _went_on(each, restarts, steps)
-        if next_kill is not None and (went_on is None or next_kill.at < went_on):
+        resumed_at = _resumed_at(each, restarts, steps)
+        if next_kill is not None and (resumed_at is None or next_kill.at < resumed_at):
             each.overtaken_by = next_kill.fault.number
-            went_on = _went_on(next_kill, restarts, steps)
-        each.ready_s = None if went_on is None else went_on - each.at
+            resumed_at = _resumed_at(next_kill, restarts, steps)
+        each.ready_s = None if resumed_at is None else resumed_at - each.at
     for each in done:
         over = each.over if each.over is not None else each.at
         if each.fault.kind is FaultKind.kill and each.kind in _OF_BRAIN:
@@ -267,7 +267,7 @@ def _covers(later: InjectedFault, earlier: InjectedFault) -> bool:
     return later.kind == LAUNCHER or replaced_as(later.fault.target) == replaced_as(earlier.fault.target)
 
 
-def _went_on(
+def _resumed_at(
     each: InjectedFault, restarts: Sequence[Mapping[str, Any]], steps: Sequence[tuple[float, int]]
 ) -> float | None:
     """Return the time when the replacement was ready. After the death of a launcher, only the next step shows this."""

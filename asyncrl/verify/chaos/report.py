@@ -48,8 +48,8 @@ def table(watched: Watched) -> Table:
     return shown
 
 
-def verdict(watched: Watched, books: str | None, findings: Sequence[str]) -> list[str]:
-    """Return all reasons why the run failed; empty if it passed. `books`: the error in the books, if any."""
+def verdict(watched: Watched, wrong_counts: str | None, findings: Sequence[str]) -> list[str]:
+    """Return all reasons why the run failed; empty if it passed. `wrong_counts`: the error in the books, if any."""
     wrong = []
     if watched.interrupted:
         wrong.append("it was interrupted")
@@ -57,8 +57,8 @@ def verdict(watched: Watched, books: str | None, findings: Sequence[str]) -> lis
         wrong.append("it did not end by itself: no step and no printed line for too long")
     elif watched.code:
         wrong.append(f"it did not finish by itself: its launcher ended with {watched.code}")
-    if books is not None:
-        wrong.append(books)
+    if wrong_counts is not None:
+        wrong.append(wrong_counts)
     if findings:
         wrong.append(f"the audit has {len(findings)} findings")
     wrong += [f"#{fault.number} ({fault.kind} {fault.target}) was not done: {why}" for fault, why in watched.left]

@@ -170,7 +170,7 @@ class MemoryTrainerEnd(TrainerEnd):
         for name, tensor in tensors:
             host = host_like(tensor)
             copy = self._copies.begin([(host, tensor)])
-            copy.before_changes()  # the next tensor may have the same memory
+            copy.wait_on_device()  # the next tensor may have the same memory
             held.tensors.append((name, host))
             held.copies.append(copy)
         self._held = {**self._held, version: held}  # replaced as a whole: readers are other threads

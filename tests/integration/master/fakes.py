@@ -410,9 +410,9 @@ class FakeManager:
         self.asked.append(version)
         return self.expiring.pop(0) if self.expiring else []
 
-    async def wait_resting(self, turn: int, timeout_s: float) -> m.WaitRestingReply:
+    async def wait_asleep(self, turn: int, timeout_s: float) -> m.WaitAsleepReply:
         self.rests.append(turn)
-        return m.WaitRestingReply(self.resting.pop(0) if self.resting else [], self.others, self.wake_s)
+        return m.WaitAsleepReply(self.resting.pop(0) if self.resting else [], self.others, self.wake_s)
 
     async def close_gate(self) -> None:
         await self._answers()

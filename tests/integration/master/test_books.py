@@ -12,7 +12,7 @@ import pytest
 from asyncrl.config.setting import ChoiceConfig
 from asyncrl.data.prompt_queue import NextTry, UsedPrompts
 from asyncrl.manager import messages as m
-from asyncrl.master.data.collector import BooksError
+from asyncrl.master.data.collector import CountsError
 from asyncrl.master.peers import Stalled
 from tests.integration.master.fakes import (
     FakeWorkers,
@@ -28,7 +28,7 @@ async def test_a_rollout_unaccounted_for_fails_the_run(tmp_path: Path) -> None:
     run = Run(tmp_path, make_config(total_train_steps=1))
     run.manager.lost = 1
     await run.deliver(range(6))
-    with pytest.raises(BooksError, match="submitted 6, trained 4"):
+    with pytest.raises(CountsError, match="submitted 6, trained 4"):
         await run.loop.run()
 
 
@@ -178,13 +178,13 @@ async def test_the_last_known_books_are_on_disk_from_the_beginning_and_after_eve
 
     async with running(run):
         await until(lambda: run.begun == 1)
-        assert known() == (0, run_books(0, 0))
+        assert known() == (0, run_counts(0, 0))
         await run.deliver(range(7))
         await until(lambda: len(run.rows()) == 1 and known()[0] == 1)
-        assert known() == (1, run_books(7, 4) | {"finished_untrained": 3})
+        assert known() == (1, run_counts(7, 4) | {"finished_untrained": 3})
 
 
-def run_books(submitted: int, trained: int) -> dict[str, Any]:
+def run_counts(submitted: int, trained: int) -> dict[str, Any]:
     return {"dropped": {}, "abandoned": 0, "running": 0, "finished_untrained": 0} | {
         "submitted": submitted,
         "trained": trained,

@@ -18,7 +18,7 @@ from asyncrl.manager.client import ManagerGone
 from asyncrl.manager.messages import RunBegin, StatusReply
 from asyncrl.master import peers
 from asyncrl.master.data import collector
-from asyncrl.master.data.collector import BooksError
+from asyncrl.master.data.collector import CountsError
 from asyncrl.master.peers import Stalled
 from asyncrl.master.step import ExecutionError
 from asyncrl.trainer.messages import (
@@ -237,7 +237,7 @@ async def test_without_the_manager_a_stopped_run_saves_its_last_step_and_the_nex
         run.manager.give_up("e0-20")
         setattr(run.manager, manager, True)
         run.stop.set()
-        with pytest.raises((ManagerGone, BooksError)):
+        with pytest.raises((ManagerGone, CountsError)):
             await task
     assert run.workers.saved() == [1]
     assert json.loads((tmp_path / "books.json").read_text())["books"]["trained"] == 4

@@ -13,7 +13,7 @@ import pytest
 from asyncrl.comm.request_reply import Failure, PeerGone, RemoteError
 from asyncrl.comm.typed import convert
 from asyncrl.master.data import collector
-from asyncrl.master.data.collector import BooksError
+from asyncrl.master.data.collector import CountsError
 from asyncrl.runtime.process.worker import StateLost
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.runtime.trials.resume import newest_progress
@@ -148,7 +148,7 @@ async def test_a_run_that_is_stopped_before_its_gate_opens_has_nothing_to_save(
         run = Run(tmp_path, make_config(), FakeWorkers(stored=stored))
         run.manager.silent = True
         run.stop.set()
-        with pytest.raises(BooksError):
+        with pytest.raises(CountsError):
             await run.loop.run()
         assert run.workers.saved() == []
 

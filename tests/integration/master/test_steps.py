@@ -15,7 +15,7 @@ from asyncrl.comm.waits import RunningClock
 from asyncrl.manager import messages as m
 from asyncrl.manager.messages import StatusReply
 from asyncrl.observe.metrics.sample_tables import SampleTables
-from asyncrl.runtime.run_log import note_restart, note_went_on
+from asyncrl.runtime.run_log import note_restart, note_resumed
 from asyncrl.trainer.messages import (
     BeginStep,
     CollectWeights,
@@ -293,7 +293,7 @@ async def test_weights_that_a_server_still_loads_are_kept(tmp_path: Path) -> Non
 
 async def test_each_row_counts_the_restarts_of_all_launches(tmp_path: Path) -> None:
     note_restart(tmp_path, "rollout_worker/0", "was killed")
-    note_went_on(tmp_path, "rollout_worker/0", 2.5)
+    note_resumed(tmp_path, "rollout_worker/0", 2.5)
     run = Run(tmp_path, make_config())
     await run.deliver(range(12), oldest=2)
     run.workers.on_train = lambda: note_restart(tmp_path, "the brain", "was killed")

@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.colocated.master import SharedDevices
 from asyncrl.comm.names import TrainerTurn
-from asyncrl.manager.messages import WaitRestingReply
+from asyncrl.manager.messages import WaitAsleepReply
 from asyncrl.runtime.process.waiting import StopRequested
 
 
@@ -32,8 +32,8 @@ class Manager:
     def __init__(self, *waits_for: str) -> None:
         self._waits_for = list(waits_for)
 
-    async def wait_resting(self, turn: int, timeout_s: float) -> WaitRestingReply:
-        return WaitRestingReply(self._waits_for)
+    async def wait_asleep(self, turn: int, timeout_s: float) -> WaitAsleepReply:
+        return WaitAsleepReply(self._waits_for)
 
 
 def parts(manager: Manager) -> Any:
@@ -56,7 +56,7 @@ async def test_a_stop_request_ends_the_wait_for_a_manager_that_does_not_answer()
     """With servers elsewhere the manager is asked before the devices are lent; the checkpoint must not wait for it."""
 
     class Frozen(Manager):
-        async def wait_resting(self, turn: int, timeout_s: float) -> WaitRestingReply:
+        async def wait_asleep(self, turn: int, timeout_s: float) -> WaitAsleepReply:
             asked.set()
             await asyncio.Event().wait()
             raise AssertionError

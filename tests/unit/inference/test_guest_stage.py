@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.colocated.server import Guest
+from asyncrl.colocated.server import ColocatedServer
 from asyncrl.comm.name_files import FileResolver
-from asyncrl.comm.names import GuestMemory, guest_memory_key
+from asyncrl.comm.names import ServerMemory, server_memory_key
 from asyncrl.observe import observer
 from asyncrl.runtime.process.waiting import cancel
 
-KEY, URL = guest_memory_key(0), "http://127.0.0.1:1"
+KEY, URL = server_memory_key(0), "http://127.0.0.1:1"
 
 
 def test_a_guest_rests_while_the_memory_of_its_engine_is_released(
@@ -22,12 +22,12 @@ def test_a_guest_rests_while_the_memory_of_its_engine_is_released(
     async def play(resolver: FileResolver) -> None:
         stages: asyncio.Queue[str] = asyncio.Queue()
         monkeypatch.setattr(observer, "stage", lambda text, activity: stages.put_nowait(text))
-        following = asyncio.create_task(Guest(resolver, 0, "generation_server/0", 9.0).follow_rests(URL))
+        following = asyncio.create_task(ColocatedServer(resolver, 0, "generation_server/0", 9.0).follow_sleep(URL))
         states = [
-            (GuestMemory(URL, released=False), observer.SERVES),
-            (GuestMemory(URL, released=True), observer.RESTS),
+            (ServerMemory(URL, released=False), observer.SERVES),
+            (ServerMemory(URL, released=True), observer.SLEEPS),
             (None, observer.SERVES),
-            (GuestMemory("http://127.0.0.1:2", released=True), observer.SERVES),
+            (ServerMemory("http://127.0.0.1:2", released=True), observer.SERVES),
         ]
         for memory, stage in states:
             if memory is None:

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from asyncrl.comm.ended_rollouts import CUT_SHORT, RolloutCounts
 from asyncrl.launch.train import summary_lines
-from asyncrl.master.run_state import write_books, write_summary
-from asyncrl.runtime.run_log import WHOLE_RUN, note_restart, note_went_on
+from asyncrl.master.run_state import write_counts, write_summary
+from asyncrl.runtime.run_log import WHOLE_RUN, note_restart, note_resumed
 
 
 def test_the_summary_tells_steps_books_accuracies_and_failed_evaluations(tmp_path: Path) -> None:
@@ -28,8 +28,8 @@ def test_the_summary_tells_steps_books_accuracies_and_failed_evaluations(tmp_pat
     }
     for what in ("rollout_worker/0", WHOLE_RUN, "rollout_worker/0"):
         note_restart(tmp_path, what, "was killed by signal SIGKILL")
-    note_went_on(tmp_path, "rollout_worker/0", 1.5)
-    note_went_on(tmp_path, "rollout_worker/0", 3.0)
+    note_resumed(tmp_path, "rollout_worker/0", 1.5)
+    note_resumed(tmp_path, "rollout_worker/0", 3.0)
     write_summary(tmp_path, 6, 6, books, metrics_log)
     lines = summary_lines(tmp_path)
     assert json.loads((tmp_path / "summary.json").read_text())["restarts"] == {"rollout_worker/0": 2, WHOLE_RUN: 1}
@@ -50,7 +50,7 @@ def test_an_end_without_a_summary_tells_the_books_as_of_the_last_step(tmp_path: 
     books = RolloutCounts(
         submitted=14, trained=8, dropped={"stale": 1, "failed: reward my.py:score": 2}, abandoned=0, running=3
     )
-    write_books(tmp_path, 2, books)
+    write_counts(tmp_path, 2, books)
     lines = summary_lines(tmp_path)
     assert lines[0] == "the run ended before it could write a summary"
     balance = "submitted 14 = trained 8 + dropped 3 (failed: reward my.py:score 2, stale 1) + abandoned 0 + under way 3"
@@ -61,7 +61,7 @@ def test_an_end_without_a_summary_tells_the_books_as_of_the_last_step(tmp_path: 
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     said = "LOST       3 episodes, as env my.py:Game.step raised ValueError; the logs of the rollout_workers say more"
     assert said in summary_lines(tmp_path)
-    write_books(tmp_path, 3, replace(books, running=1, finished_untrained=1))
+    write_counts(tmp_path, 3, replace(books, running=1, finished_untrained=1))
     assert "submitted 14 ≠ trained 8" in summary_lines(tmp_path)[1]
 
 

@@ -62,7 +62,7 @@ from asyncrl.manager.client import HeldRollouts
 from asyncrl.manager.rollouts.ledger import Ledger, ledger_files
 from asyncrl.manager.rollouts.staleness_gate import TRAINED
 from asyncrl.manager.service import ManagerService
-from asyncrl.master.data.collector import check_books, received, trained_rollout
+from asyncrl.master.data.collector import check_counts, received, trained_rollout
 from asyncrl.master.data.sample_buffer import Drop, SampleBuffer, TrainBatch
 from asyncrl.master.settings import OnStale
 from asyncrl.trainer.messages import RolloutRecord
@@ -286,7 +286,7 @@ class Schedule(RuleBasedStateMachine):
         """A checkpoint that is being written."""
         self.held: dict[tuple[int, str], RolloutRecord] = {}
         """What the ranks' files have, which outlive the ranks."""
-        self.take_up(state)
+        self.resume_from(state)
         self.announced = self.trainer.version
         self.doubtful -= set(self.used)
         self.versions = dict.fromkeys(self.trained, self.trainer.version)
@@ -296,7 +296,7 @@ class Schedule(RuleBasedStateMachine):
         self.service = self.new_manager()
         self.the_roll_is_called()
 
-    def take_up(self, state: dict[str, Any] | None) -> None:
+    def resume_from(self, state: dict[str, Any] | None) -> None:
         """Continue from the state of a step, or of a checkpoint, as a new brain; the ranks have what they had."""
         self.trainer = trainer = Trainer(SampleBuffer(self.batch, self.eta, self.on_stale))
         self.history: list[list[str]] = []
@@ -858,7 +858,7 @@ class Schedule(RuleBasedStateMachine):
         if self.kept is None and self.announced:  # what others have seen is lost
             self.launch()
             return
-        self.take_up(self.kept)
+        self.resume_from(self.kept)
         self.service = self.new_manager()
         self.the_roll_is_called()
 
@@ -894,14 +894,14 @@ class Schedule(RuleBasedStateMachine):
             return
         try:
             if not self.stops_early:
-                self.go_on()
+                self.resume()
             self.end()
         finally:
             self.ledger.close()
             self.loop.close()
             shutil.rmtree(self.folder)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Without deaths: what was ever handed out comes to its end, and no place or server's load is left over."""
         for _ in list(self.network):
             self.a_call_arrives_late(0, again=False)
@@ -982,7 +982,7 @@ class Schedule(RuleBasedStateMachine):
         self.written = self.ledger.lines
         assert counts == self.loop.run_until_complete(self.service.end_run(m.EndReport(version, manager=number)))
         assert self.ledger.lines == self.written, "a repeated call writes nothing"
-        check_books(counts, version * self.batch)
+        check_counts(counts, version * self.batch)
 
 
 def test_a_checkpoint_keeps_its_line_in_a_ledger_that_went_on_from_its_step() -> None:

@@ -17,7 +17,7 @@ ORDER = DataOrder(2, 0)
 
 
 def call(service: ManagerService, path: str, **fields: Any) -> Any:
-    kind, handler = service.verbs()[path]
+    kind, handler = service.methods()[path]
     return asyncio.run(handler(kind(**fields)))  # type: ignore[arg-type]
 
 

@@ -15,8 +15,8 @@ from asyncrl.manager.fleet.servers import (
     BeginUpdate,
     CancelUpdate,
     CheckHealth,
+    FleetServer,
     Order,
-    ServerLife,
     ServerTargets,
     Target,
 )
@@ -34,7 +34,7 @@ def fleet_of(servers: int = 1, mode: UpdateMode = "interrupt", version: int = 0)
     return fleet
 
 
-def life_of(fleet: FleetDecisions, index: int = 0) -> ServerLife:
+def life_of(fleet: FleetDecisions, index: int = 0) -> FleetServer:
     return next(life for life in fleet.servers if life.index == index)
 
 
@@ -98,13 +98,13 @@ def test_a_version_is_published_once_and_the_one_before_it_stays_the_one_before(
     targets = ServerTargets()
     for version in (1, 2, 2):
         targets.publish(target(version))
-    life = ServerLife(0, "http://0", None, ServerState.RESTING, damaged=2, released=frozenset(MemoryTag))
+    life = FleetServer(0, "http://0", None, ServerState.ASLEEP, damaged=2, released=frozenset(MemoryTag))
     assert targets.goal(life) == target(1)
 
 
 def test_a_host_that_fetched_a_version_again_has_the_new_copy_and_no_older_one_takes_its_place() -> None:
     targets = ServerTargets(staged=True)
-    life = ServerLife(0, "https://10.0.0.0:5000", 0, ServerState.SERVING)
+    life = FleetServer(0, "https://10.0.0.0:5000", 0, ServerState.SERVING)
     for arrived in (Target(2, "/v2", "/disk"), Target(2, "/v2", "/disk/again"), Target(1, "/v1", "/disk")):
         targets.arrived("10.0.0.0", arrived)
     assert targets.available(life) == Target(2, "/v2", "/disk/again")
@@ -450,7 +450,7 @@ def test_what_is_kept_is_not_waited_for(mode: UpdateMode) -> None:
     assert [order.pause for order in orders] == [mode, mode]
     assert all(order.keeps_requests for order in orders)
     assert [order.keeps_cache for order in orders] == [mode == "in_place"] * 2
-    assert not any(order.frozen or order.rested for order in orders)
+    assert not any(order.frozen or order.slept for order in orders)
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])

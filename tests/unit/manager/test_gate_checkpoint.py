@@ -16,7 +16,7 @@ from asyncrl.data.prompt_queue import DataOrder, NextTry, UsedPrompts
 from asyncrl.manager import messages as m
 from asyncrl.manager.rollouts.rollout_state import RolloutState
 from asyncrl.manager.rollouts.staleness_gate import TRAINED
-from asyncrl.manager.rollouts.workers import RollCall
+from asyncrl.manager.rollouts.workers import PendingReports
 from tests.examples import examples
 
 ROWS = 5
@@ -192,7 +192,7 @@ class Run:
         kept = self.kept
         state = self.made(kept.version, kept.checkpoint, kept.ended)
         arrived = self.arrived | self.trained_since
-        call = RollCall()
+        call = PendingReports()
         call.run = m.RunBegin(received=list(arrived.values()))
         for worker in self.workers:
             call.take(worker.report)

@@ -14,18 +14,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.colocated.manager import not_known_to_rest, not_resting, others_in_service
-from asyncrl.comm.names import GuestMemory, TrainerTurn
+from asyncrl.colocated.manager import awake, not_known_asleep, others_in_service
+from asyncrl.comm.names import ServerMemory, TrainerTurn
 from asyncrl.inference.client import MemoryTag
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.servers import (
     BeginUpdate,
     CancelUpdate,
     CheckHealth,
-    GuestTurns,
+    ColocatedTurns,
     Order,
-    Rest,
     ServerTargets,
+    Sleep,
     Target,
 )
 from asyncrl.manager.messages import ServerState
@@ -53,7 +53,7 @@ class Store:
     version: int = 0
     loading: set[int] = field(default_factory=set)
     registered: dict[int, str] = field(default_factory=dict)
-    memory: dict[int, GuestMemory] = field(default_factory=dict)
+    memory: dict[int, ServerMemory] = field(default_factory=dict)
 
 
 class World:
@@ -71,7 +71,7 @@ class World:
     def manager(self) -> None:
         """A manager begins, in the place of the one before."""
         self.fleet = FleetDecisions(
-            UpdateMode.interrupt, LIMIT_S, targets=ServerTargets(initial="/base"), guests=GuestTurns(range(GUESTS))
+            UpdateMode.interrupt, LIMIT_S, targets=ServerTargets(initial="/base"), guests=ColocatedTurns(range(GUESTS))
         )
         self.orders: dict[int, tuple[Order, bool]] = {}
         self.none_loading = False
@@ -112,7 +112,7 @@ class World:
         process = self.processes[index]
         return process if process.state == "up" and process.url == url else None
 
-    def _record(self, index: int, memory: GuestMemory | None) -> None:
+    def _record(self, index: int, memory: ServerMemory | None) -> None:
         for kept in (self.memory, self.store.memory):
             kept.pop(index, None)
             if memory is not None:
@@ -123,22 +123,22 @@ class World:
         if not self.orders:
             return
         attempt, (order, begun) = next(iter(self.orders.items()))
-        assert isinstance(order, BeginUpdate | Rest)
-        process, touches = self._at(order.server, order.url), isinstance(order, Rest) or bool(order.released)
+        assert isinstance(order, BeginUpdate | Sleep)
+        process, touches = self._at(order.server, order.url), isinstance(order, Sleep) or bool(order.released)
         if touches and not begun:
-            self._record(order.server, GuestMemory(order.url, released=False))
+            self._record(order.server, ServerMemory(order.url, released=False))
             self.orders[attempt] = (order, True)
             return
         del self.orders[attempt]
         if process is None or (fails and not begun):
             self.fleet.failed(order.server, attempt, "gone", self.now)
             return
-        if isinstance(order, Rest):
+        if isinstance(order, Sleep):
             process.memory = process.values = False
             if fails:
                 self.fleet.failed(order.server, attempt, "not answered", self.now)
                 return
-            self._record(order.server, GuestMemory(order.url, released=True))
+            self._record(order.server, ServerMemory(order.url, released=True))
             self.fleet.released(order.server, attempt)
             return
         if order.released:
@@ -222,13 +222,13 @@ class World:
         """Ask the manager, which reads names in two steps, in the order of `ColocatedServers`."""
         guests = self.fleet.guests
         assert self.store.turn is not None
-        if guests.turn.number < self.store.turn.number or not_resting(self.fleet):
+        if guests.turn.number < self.store.turn.number or awake(self.fleet):
             self.none_loading = False
         elif not self.none_loading:
             self.none_loading = not self.store.loading
         else:
             self.none_loading = False
-            if not not_known_to_rest(self.fleet, self.store.registered) and not not_resting(self.fleet):
+            if not not_known_asleep(self.fleet, self.store.registered) and not awake(self.fleet):
                 self.phase = "steps"
 
     def master_dies(self) -> None:
@@ -293,7 +293,7 @@ def test_no_step_has_a_guest_beside_it_and_no_schedule_ends_in_a_deadlock(seed: 
 
 def fleet_at(version: int, *, mode: UpdateMode = UpdateMode.interrupt) -> FleetDecisions:
     """Two guests that serve `version`."""
-    fleet = FleetDecisions(mode, LIMIT_S, targets=ServerTargets(initial="/base"), guests=GuestTurns(range(2)))
+    fleet = FleetDecisions(mode, LIMIT_S, targets=ServerTargets(initial="/base"), guests=ColocatedTurns(range(2)))
     fleet.guests.begin(TrainerTurn(1, training=False, version=0))
     for index in range(2):
         fleet.register(index, f"http://{index}", version, 0.0)
@@ -304,7 +304,7 @@ def rest(fleet: FleetDecisions, number: int = 2) -> list[Order]:
     fleet.guests.begin(TrainerTurn(number, training=True, version=0))
     orders = fleet.poll(0.0, {0: 5})
     for order in orders:
-        assert isinstance(order, Rest)
+        assert isinstance(order, Sleep)
         assert fleet.released(order.server, order.attempt)
     return orders
 
@@ -325,7 +325,7 @@ def test_guests_wake_once_the_version_is_known_that_they_are_to_have() -> None:
     assert [order.target.version for order in orders if isinstance(order, BeginUpdate)] == [1, 1]
     for order in orders:
         assert isinstance(order, BeginUpdate)
-        assert order.rested
+        assert order.slept
         assert order.released == {*MemoryTag}
         fleet.succeeded(order.server, order.attempt)
     assert fleet.served_version == 1
@@ -361,14 +361,14 @@ def test_a_rest_that_fails_is_tried_again_and_never_counts() -> None:
     first, second = fleet.poll(0.0, {})
     fleet.released(second.server, second.attempt)
     fleet.failed(first.server, first.attempt, "no answer", 0.0)
-    assert [life.index for life in not_resting(fleet)] == [first.server]
+    assert [life.index for life in awake(fleet)] == [first.server]
     assert fleet.poll(0.0, {}) == []
     (again,) = fleet.poll(0.5, {})
-    assert isinstance(again, Rest)
+    assert isinstance(again, Sleep)
     assert not fleet.succeeded(again.server, again.attempt), "it is no update"
     assert not fleet.refused(again.server, again.attempt, "damaged", 0.5)
     assert fleet.released(again.server, again.attempt)
-    assert not_resting(fleet) == []
+    assert awake(fleet) == []
     fleet.targets.publish(Target(1, "/v1"))
     fleet.guests.announced = 1
     update = next(order for order in wake(fleet, version=1) if order.server == again.server)
@@ -389,7 +389,7 @@ def test_memory_that_a_guest_has_again_is_not_taken_for_released() -> None:
     fleet.failed(update.server, update.attempt, "no answer", 0.0)
     again = next(order for order in fleet.poll(0.5, {}) if order.server == update.server)
     assert isinstance(again, BeginUpdate)
-    assert (again.released, again.rested) == ({*others}, False)
+    assert (again.released, again.slept) == ({*others}, False)
 
 
 def test_a_guest_whose_health_is_checked_as_the_trainers_turn_begins_releases_its_memory() -> None:
@@ -401,7 +401,7 @@ def test_a_guest_whose_health_is_checked_as_the_trainers_turn_begins_releases_it
     assert [order.server for order in fleet.poll(0.5, {})] == [0, 1]
     assert fleet.next_due() == 0.5 + LIMIT_S
     assert not fleet.healthy(0, "http://0")
-    assert len(not_resting(fleet)) == 2
+    assert len(awake(fleet)) == 2
     cancelled = [order for order in fleet.poll(0.5 + LIMIT_S, {}) if isinstance(order, CancelUpdate)]
     assert len(cancelled) == 2
     silent = "no sign of life for 10 s (manager.update_timeout_s) in the release of its memory, which began 10 s ago"
@@ -410,9 +410,9 @@ def test_a_guest_whose_health_is_checked_as_the_trainers_turn_begins_releases_it
 
 @pytest.mark.parametrize("recorded_at", ["http://0", "http://before"])
 def test_what_is_recorded_of_an_earlier_process_of_a_guest_says_nothing_of_the_next(recorded_at: str) -> None:
-    fleet = FleetDecisions(UpdateMode.interrupt, LIMIT_S, guests=GuestTurns(range(1)))
+    fleet = FleetDecisions(UpdateMode.interrupt, LIMIT_S, guests=ColocatedTurns(range(1)))
     fleet.guests.begin(TrainerTurn(1, training=False, version=0))
-    fleet.register(0, "http://0", 0, 0.0, memory=GuestMemory(recorded_at, released=True))
+    fleet.register(0, "http://0", 0, 0.0, memory=ServerMemory(recorded_at, released=True))
     assert fleet.served_version == (None if recorded_at == "http://0" else 0)
     assert [life.released for life in fleet.servers] == [{*MemoryTag} if recorded_at == "http://0" else set()]
 
@@ -421,26 +421,26 @@ def test_a_guest_that_dies_while_it_rests_counts_as_released() -> None:
     fleet = fleet_at(0)
     rest(fleet)
     fleet.deregister(0)
-    assert not_resting(fleet) == []
-    assert not_known_to_rest(fleet, {1: "http://1"}) == []
-    assert not_known_to_rest(fleet, {0: "http://new", 1: "http://1"}) == [0]
+    assert awake(fleet) == []
+    assert not_known_asleep(fleet, {1: "http://1"}) == []
+    assert not_known_asleep(fleet, {0: "http://new", 1: "http://1"}) == [0]
 
 
 @pytest.mark.parametrize("released", [True, False])
 def test_another_manager_knows_who_rests(released: bool) -> None:
     fleet = FleetDecisions(
-        UpdateMode.interrupt, LIMIT_S, targets=ServerTargets(initial="/base"), guests=GuestTurns(range(1))
+        UpdateMode.interrupt, LIMIT_S, targets=ServerTargets(initial="/base"), guests=ColocatedTurns(range(1))
     )
     fleet.guests.begin(TrainerTurn(4, training=True, version=0))
-    fleet.register(0, "http://0", 0, 0.0, memory=GuestMemory("http://0", released=released))
-    assert (not_resting(fleet) == []) == released
-    assert [type(order) for order in fleet.poll(0.0, {})] == ([] if released else [Rest])
+    fleet.register(0, "http://0", 0, 0.0, memory=ServerMemory("http://0", released=released))
+    assert (awake(fleet) == []) == released
+    assert [type(order) for order in fleet.poll(0.0, {})] == ([] if released else [Sleep])
 
 
 def test_a_server_elsewhere_that_is_updated_is_in_service_until_that_fails() -> None:
     """Each step ends with an update of all servers: guests are not to take the devices for that alone."""
     fleet = FleetDecisions(
-        UpdateMode.interrupt, LIMIT_S, targets=ServerTargets(initial="/base"), guests=GuestTurns([1])
+        UpdateMode.interrupt, LIMIT_S, targets=ServerTargets(initial="/base"), guests=ColocatedTurns([1])
     )
     for index in range(2):
         fleet.register(index, f"http://{index}", 0, 0.0)
@@ -454,11 +454,11 @@ def test_a_server_elsewhere_that_is_updated_is_in_service_until_that_fails() -> 
 
 def test_servers_elsewhere_serve_while_guests_rest() -> None:
     fleet = FleetDecisions(
-        UpdateMode.interrupt, LIMIT_S, targets=ServerTargets(initial="/base"), guests=GuestTurns([1])
+        UpdateMode.interrupt, LIMIT_S, targets=ServerTargets(initial="/base"), guests=ColocatedTurns([1])
     )
     for index in range(2):
         fleet.register(index, f"http://{index}", 0, 0.0)
     fleet.guests.begin(TrainerTurn(2, training=True, version=0))
     assert [order.server for order in fleet.poll(0.0, {})] == [1]
-    assert [life.index for life in not_resting(fleet)] == [1]
+    assert [life.index for life in awake(fleet)] == [1]
     assert (fleet.served_version, others_in_service(fleet)) == (0, 1)

@@ -22,7 +22,7 @@ from asyncrl.comm.ended_rollouts import (
     Finished,
     Line,
     PolicyTokens,
-    PromptGoes,
+    PromptFate,
     RolloutCounts,
     RolloutLine,
     RunSettings,
@@ -58,7 +58,7 @@ def admitted(order: int) -> Admitted:
     return Admitted(f"r{order}", f"e0-{order}", order, 0, WORKER, 0, 1.0)
 
 
-def dropped(order: int, reason: str, prompt: PromptGoes = PromptGoes.given_up) -> Dropped:
+def dropped(order: int, reason: str, prompt: PromptFate = PromptFate.given_up) -> Dropped:
     return Dropped(f"r{order}", reason, prompt, 1.0)
 
 
@@ -348,10 +348,10 @@ def test_a_lineage_knows_the_ends_up_to_its_checkpoint_and_none_that_was_ruled_o
     tmp_path: Path, file_bytes: int
 ) -> None:
     first, _ = begun(tmp_path, file_bytes=file_bytes)
-    add(first, *map(admitted, range(4)), dropped(0, "too_hard", PromptGoes.returned), Finished("r1", 3, 1.0))
+    add(first, *map(admitted, range(4)), dropped(0, "too_hard", PromptFate.returned), Finished("r1", 3, 1.0))
     first.step(1, [], COUNTS)
     line = first.lines
-    add(first, dropped(1, "stale", PromptGoes.returned))
+    add(first, dropped(1, "stale", PromptFate.returned))
     first.close()
     second, ended = begun(tmp_path, 1, line, file_bytes)
     assert ended == {"r0": "too_hard"}

@@ -15,7 +15,7 @@ from asyncrl.comm.ended_rollouts import Dropped
 from asyncrl.data.prompt_queue import DataOrder, NextTry
 from asyncrl.manager import messages as m
 from asyncrl.manager.rollouts.staleness_gate import WORKER_LOST, StalenessGate
-from asyncrl.manager.rollouts.workers import RollCall
+from asyncrl.manager.rollouts.workers import PendingReports
 from asyncrl.manager.service import ManagerService
 from asyncrl.master.data.collector import received, trained_rollout
 from asyncrl.master.data.sample_buffer import SampleBuffer
@@ -272,7 +272,7 @@ def no_sessions(patch: pytest.MonkeyPatch) -> None:
 
 
 def early(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RollCall, "is_complete", property(lambda self: self.run is not None))
+    patch.setattr(PendingReports, "is_complete", property(lambda self: self.run is not None))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from asyncrl.data.curriculum import Curriculum
 from asyncrl.data.prompt_queue import DataOrder, NextTry, UsedPrompts
 from asyncrl.manager import messages as m
 from asyncrl.manager.rollouts.rollout_state import NOBODY, RolloutState
-from asyncrl.manager.rollouts.workers import RollCall
+from asyncrl.manager.rollouts.workers import PendingReports
 from asyncrl.manager.service import ManagerService
 
 WORKER, OTHER = "rollout_worker/0", "rollout_worker/1"
@@ -22,7 +22,7 @@ ORDER = DataOrder(7, 0, shuffle=False)
 
 
 def call(service: ManagerService, path: str, **fields: Any) -> Any:
-    kind, handler = service.verbs()[path]
+    kind, handler = service.methods()[path]
     return asyncio.run(handler(kind(**fields)))  # type: ignore[arg-type]
 
 
@@ -214,7 +214,7 @@ def test_a_prompt_that_the_checkpoint_has_as_used_is_not_played_by_a_rollout_tha
 
 
 def test_the_roll_call_is_complete_once_the_master_and_every_awaited_process_have_spoken() -> None:
-    call = RollCall(until=30.0)
+    call = PendingReports(until=30.0)
     call.run = m.RunBegin()
     assert not call.is_complete, "who is to be awaited is not known"
     call.await_workers({WORKER: 1, OTHER: 0}, 29.9)
@@ -225,7 +225,7 @@ def test_the_roll_call_is_complete_once_the_master_and_every_awaited_process_hav
     assert call.is_complete
     call.run = None
     assert not call.is_complete
-    call = RollCall(until=30.0)
+    call = PendingReports(until=30.0)
     call.run = m.RunBegin()
     call.await_workers({WORKER: 0}, 29.9)
     assert not call.is_complete
@@ -234,7 +234,7 @@ def test_the_roll_call_is_complete_once_the_master_and_every_awaited_process_hav
 
 
 def test_of_a_process_that_was_replaced_only_the_ends_count() -> None:
-    call, end = RollCall(), m.FinishedRollout("r0", True)
+    call, end = PendingReports(), m.FinishedRollout("r0", True)
     call.take(m.HeldReport(WORKER, 1, [held("r2", version=3)]))
     call.take(m.HeldReport(WORKER, 0, [held("r0"), held("r1")]))
     call.take(m.HeldReport(OTHER, 4, [held("r5")]))
@@ -398,7 +398,7 @@ def test_what_the_trainer_has_received_is_answered_once_the_state_is_rebuilt() -
 def test_what_was_received_is_told_to_the_manager_that_it_is_meant_for() -> None:
     shut = Shut()
     shut.open_session(0, held("r1"))
-    with pytest.raises(m.NotIntroduced, match="1 was the manager before, 2 is there"):
+    with pytest.raises(m.SessionRequired, match="1 was the manager before, 2 is there"):
         call(shut.service, "/received", rollouts=[received("r1", 1)], manager=1)
     assert shut.service.gate.counts().running == 1
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.comm.ended_rollouts import Abandoned, Admitted, Dropped, Finished, PromptGoes, RolloutLine
+from asyncrl.comm.ended_rollouts import Abandoned, Admitted, Dropped, Finished, PromptFate, RolloutLine
 from asyncrl.data.curriculum import Curriculum, CurriculumFailed
 from asyncrl.data.prompt_queue import DataOrder, NextTry, UsedPrompts
 from asyncrl.manager import messages as m
@@ -120,7 +120,7 @@ def test_a_rejected_rollouts_prompt_is_tried_again_as_its_worker_says(
     admit(rollouts, "a", "b")
     rollouts.finish(m.FinishedRollout("a", False, success=0.25, **ended))
     tries = () if again is None else (again.attempt, again.failures)
-    assert since(rollouts, 2) == [Dropped("a", ended.get("reason", "rejected"), PromptGoes(goes), 5.0, *tries)]
+    assert since(rollouts, 2) == [Dropped("a", ended.get("reason", "rejected"), PromptFate(goes), 5.0, *tries)]
     assert rollouts.queue.waiting(0) == again
     assert rollouts.queue.is_used(0) == (again is None)
     assert list(rollouts.used) == ["e0-0"] * (again is None)
@@ -146,8 +146,8 @@ def test_a_curriculum_that_fails_leaves_an_end_whole() -> None:
         with pytest.raises(CurriculumFailed):
             rollouts.finish(m.FinishedRollout(name, False, "failed", return_prompt=again, success=0.5))
     assert since(rollouts, 2) == [
-        Dropped("a", "failed", PromptGoes.returned, 5.0, 0, 1),
-        Dropped("b", "failed", PromptGoes.given_up, 5.0),
+        Dropped("a", "failed", PromptFate.returned, 5.0, 0, 1),
+        Dropped("b", "failed", PromptFate.given_up, 5.0),
     ]
     assert (rollouts.queue.waiting(0), list(rollouts.used)) == (NextTry(0, 0, 1), ["e0-1"])
 
@@ -213,7 +213,7 @@ def test_what_was_given_up_and_is_delivered_late_does_not_count_and_its_prompt_i
     rollouts = RecordedState(batch=1)
     admit(rollouts, "a")
     _ = rollouts.died("w0") if how == "silent" else rollouts.replaced("w0", killed=False)
-    before = [Dropped("a", "worker_died", PromptGoes.returned, 5.0, 0, 0)]
+    before = [Dropped("a", "worker_died", PromptFate.returned, 5.0, 0, 0)]
     assert since(rollouts, 1) == before
     assert rollouts.next_for("w1") == NextTry(0)
     for ended in told("a", success=0.5):
@@ -271,7 +271,7 @@ def test_a_rollout_that_the_trainer_drops_as_stale_has_its_prompt_tried_again_as
     rollouts = RecordedState(retries=[(0, 0, 2)])
     admit(rollouts, "a")
     drop(rollouts, "a")
-    assert since(rollouts, 1) == [Dropped("a", "stale", PromptGoes.returned, 5.0, 0, 2)]
+    assert since(rollouts, 1) == [Dropped("a", "stale", PromptFate.returned, 5.0, 0, 2)]
     assert rollouts.next_for("w1") == NextTry(0, 0, 2)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from asyncrl.comm.ended_rollouts import Dropped, Line, PromptGoes, RolloutCounts, Step
+from asyncrl.comm.ended_rollouts import Dropped, Line, PromptFate, RolloutCounts, Step
 from asyncrl.data.prompt_queue import DataOrder
 from asyncrl.manager import messages as m
 from asyncrl.manager.messages import GateCheckpoint
@@ -103,7 +103,7 @@ async def test_every_end_of_a_rollout_is_recorded_once_with_the_counts_that_have
         "End",
     ]
     drops = {line.rollout: line.prompt for line in lines(run.folder) if isinstance(line, Dropped)}
-    assert drops == {"r1": PromptGoes.given_up, "r2": PromptGoes.returned}
+    assert drops == {"r1": PromptFate.given_up, "r2": PromptFate.returned}
     counted = Counter(each.partition(" ")[0] for each in found)
     for counts in both:
         assert (counts.submitted, sum(counts.dropped.values()), counts.abandoned) == (
@@ -193,7 +193,7 @@ async def test_a_lineage_begins_once_however_often_the_master_asks_for_it(run: R
     assert run.service.begun
     await run.service.begin_run(run.begin)
     other = Run(run.folder)
-    other.service.roll_call.awaited = None
+    other.service.pending_reports.awaited = None
     await asyncio.gather(*(other.service.begin_run(other.begin) for _ in range(3)))
     assert not other.service.begun, "the workers are awaited"
     other.service.await_workers({})
@@ -210,13 +210,13 @@ async def test_a_call_that_another_manager_is_meant_for_is_refused_and_changes_n
     await run.receive(0, 1)
     await run.ledger.written()
     before, state = run.kinds(), run.service.gate_state()
-    kind, handler = run.service.verbs()[path]
+    kind, handler = run.service.methods()[path]
     fields = {
         "/received": {"rollouts": []},
         "/consumed": {"version": 1, "trained": [trained(0), trained(1)]},
         "/end_run": {"version": 0},
     }.get(path, {})
-    with pytest.raises(m.NotIntroduced, match="3 was the manager before, 0 is there"):
+    with pytest.raises(m.SessionRequired, match="3 was the manager before, 0 is there"):
         await handler(kind(**fields, manager=3))  # type: ignore[arg-type]
     await run.ledger.written()
     assert (run.kinds(), run.service.gate_state()) == (before, state)

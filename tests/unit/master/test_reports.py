@@ -17,7 +17,7 @@ from asyncrl.data.prompt_queue import UsedPrompts
 from asyncrl.manager import messages as m
 from asyncrl.manager.client import ManagerClient, ManagerGone
 from asyncrl.master.data import collector as module
-from asyncrl.master.data.collector import BooksError, Reports, received, trained_rollout
+from asyncrl.master.data.collector import CountsError, Reports, received, trained_rollout
 from asyncrl.master.data.sample_buffer import SampleBuffer, TrainBatch
 from asyncrl.master.settings import OnStale
 from asyncrl.trainer.messages import RolloutRecord
@@ -256,7 +256,7 @@ async def test_a_run_that_was_not_stopped_waits_as_long_for_its_last_books_as_fo
     await world.reports.end(3)
     world = World(limit_s=WHILE_STOPPING_S / 2)
     world.manager.waits = after_more_than_the_wait_of_a_stop
-    with pytest.raises(BooksError, match="did not account for the rollouts"):
+    with pytest.raises(CountsError, match="did not account for the rollouts"):
         await world.reports.end(3)
 
 
@@ -286,7 +286,7 @@ async def test_a_stop_request_leaves_a_silent_manager_a_short_time_for_each_answ
     await asked.wait()
     world.stop.set()
     async with asyncio.timeout(world.reports._limit_s / 2):
-        with pytest.raises(BooksError if call == "end" else TimeoutError):
+        with pytest.raises(CountsError if call == "end" else TimeoutError):
             await calling
 
 

@@ -22,7 +22,7 @@ def stream() -> LateStream:
 def test_what_changes_the_source_after_it_has_waited_does_not_change_the_copy(stream: LateStream) -> None:
     copies, source = stream.copies(), torch.ones(3)
     early, late = host_like(source).zero_(), host_like(source).zero_()
-    copies.begin([(early, source)]).before_changes()
+    copies.begin([(early, source)]).wait_on_device()
     begun = copies.begin([(late, source)])
     assert late.tolist() == [0.0] * 3, "the thread goes on before the copy is made"
     source.fill_(7.0)
@@ -52,7 +52,7 @@ def test_without_a_stream_a_copy_is_made_at_once_and_tensors_pass_as_they_are() 
     host = host_like(source).zero_()
     begun = copies.begin([(host, source)])
     source.zero_()
-    begun.before_changes()
+    begun.wait_on_device()
     begun.wait()
     assert host.tolist() == [1.0, 1.0]
     ((_, passed),) = copies.each([("t", source)])
@@ -84,7 +84,7 @@ def test_what_changes_the_sources_has_all_pieces_copied_first(stream: LateStream
     stream.release.clear()
     waiting = Thread(target=copy.wait)
     waiting.start()
-    copy.before_changes()
+    copy.wait_on_device()
     for _, source in pairs:
         source.zero_()
     stream.release.set()

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from asyncrl.observe.display import LiveDisplay, PlainDisplay, main_figures, trend, wrapped
-from asyncrl.observe.doctor.standing import Standing
+from asyncrl.observe.doctor.standing import StatusLine
 from asyncrl.observe.tail import JsonlTail
 
 ROW = {
@@ -85,12 +85,12 @@ def test_the_live_panel_fits_80_columns_whatever_the_figures() -> None:
 def test_what_processes_did_before_the_first_step_is_not_shown_after_it() -> None:
     shown, out = console(80)
     display = LiveDisplay(shown, "asyncrl a/b", total_steps=10, eta=4)
-    display.standing([Standing("generation_server/0 loads the model", 3.0)])
+    display.stage_lines([StatusLine("generation_server/0 loads the model", 3.0)])
     display.row(EVALUATION)
     display.row(ROW)
     shown.print(display._panel.render())
     assert "loads the model" not in out.getvalue()
-    display.standing([Standing("A slow reward: make it faster.")])
+    display.stage_lines([StatusLine("A slow reward: make it faster.")])
     shown.print(display._panel.render())
     assert "A slow reward" in out.getvalue()
     display.close()
@@ -238,9 +238,9 @@ def test_rates_and_shares_are_those_of_the_recent_steps() -> None:
 def test_what_processes_do_is_printed_again_only_when_it_changes() -> None:
     screen, out = console()
     display = PlainDisplay(screen, 10)
-    display.standing([Standing("generation_server/0 loads the model", 4.0)])
-    display.standing([Standing("generation_server/0 loads the model", 8.0)])
-    display.standing([Standing("all processes are at work: the first batch is being generated")])
+    display.stage_lines([StatusLine("generation_server/0 loads the model", 4.0)])
+    display.stage_lines([StatusLine("generation_server/0 loads the model", 8.0)])
+    display.stage_lines([StatusLine("all processes are at work: the first batch is being generated")])
     assert out.getvalue().splitlines() == [
         "  generation_server/0 loads the model (4 s)",
         "  all processes are at work: the first batch is being generated",

@@ -120,7 +120,7 @@ async def test_an_environment_in_its_agents_thread_runs_there_and_keeps_its_own_
 
 async def test_a_thread_whose_rollout_has_ended_is_answered_no_more(runner: UserCodeRunner) -> None:
     told, asked = list[BaseException](), asyncio.Event()
-    go_on, is_over = threading.Event(), threading.Event()
+    resume, is_over = threading.Event(), threading.Event()
 
     class Silent(Client):
         async def generate(self, request: GenerationRequest) -> GenerationResult:
@@ -135,7 +135,7 @@ async def test_a_thread_whose_rollout_has_ended_is_answered_no_more(runner: User
                     client.generate(REQUEST)
                 except BaseException as error:
                     told.append(error)
-                go_on.wait(LIMIT_S)
+                resume.wait(LIMIT_S)
             is_over.set()
 
     playing = asyncio.create_task(play(InThread(), runner, Silent()))
@@ -143,7 +143,7 @@ async def test_a_thread_whose_rollout_has_ended_is_answered_no_more(runner: User
         await asked.wait()
         playing.cancel()
         await asyncio.gather(playing, return_exceptions=True)
-        go_on.set()
+        resume.set()
         assert await asyncio.to_thread(is_over.wait, LIMIT_S)
     assert isinstance(told[0], CancelledError)
     assert "generate was called after the rollout had ended" in str(told[1])

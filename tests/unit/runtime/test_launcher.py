@@ -23,7 +23,7 @@ from asyncrl.runtime import launcher as launcher_module
 from asyncrl.runtime.backends import LauncherBackend, WorkerHandle
 from asyncrl.runtime.launcher import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Launcher
 from asyncrl.runtime.plan import PROCESS_KINDS, ProcessKind, Restart, WorkerPlan
-from asyncrl.runtime.run_log import BRAIN, WHOLE_RUN, count_restarts, remark
+from asyncrl.runtime.run_log import BRAIN, WHOLE_RUN, count_restarts, notice
 from asyncrl.runtime.settings import EXIT_LOST, EXIT_STATE_LOST
 from asyncrl.runtime.supervisor import STOP_SIGNAL
 from asyncrl.runtime.trials import memory_checkpoint as memory_checkpoint_module
@@ -158,7 +158,7 @@ def test_a_launch_shows_the_rows_of_its_own_steps_alone(tmp_path: Path, monkeypa
     file.parent.mkdir(parents=True)
     write_rows(file, [(1, 0), (2, 0), (3, 0)])
 
-    remark(run_dir_of(config), "WARNING: of the earlier launch")
+    notice(run_dir_of(config), "WARNING: of the earlier launch")
 
     def train(leader: Played) -> None:
         write_rows(file, [(1, 0), (2, 0), (3, 1)])
@@ -177,7 +177,7 @@ def test_a_launch_shows_the_rows_of_its_own_steps_alone(tmp_path: Path, monkeypa
 
 def test_a_remark_of_a_process_is_shown_once(play: Play, tmp_path: Path) -> None:
     def train(leader: Played) -> None:
-        remark(run_dir_of(ExperimentConfig(fileroot=str(tmp_path))), "WARNING: nothing is learnt")
+        notice(run_dir_of(ExperimentConfig(fileroot=str(tmp_path))), "WARNING: nothing is learnt")
         leader.end(0)
 
     assert play(leader=train)[2].count("WARNING: nothing is learnt") == 1

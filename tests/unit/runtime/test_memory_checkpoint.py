@@ -18,7 +18,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import MEMORY_CHECKPOINT_FILE
 from asyncrl.runtime.settings import HostConfig
 from asyncrl.runtime.trials import memory_checkpoint as module
-from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint, price_line, uses_memory_checkpoint
+from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint, cost_message, uses_memory_checkpoint
 from tests.refusing_disk import refusing
 
 
@@ -368,6 +368,6 @@ def test_a_host_without_shared_memory_keeps_the_step_in_the_folder_of_the_run(
 
 
 def test_the_price_is_named_with_the_step_of_which_it_is_a_tenth() -> None:
-    line = price_line(18_500_000_000, 25e9)
+    line = cost_message(18_500_000_000, 25e9)
     assert "18.50 GB are copied beside training in about 0.74 s (25.0 GB/s measured)" in line
     assert "If a step is shorter than 7.4 s" in line

@@ -47,7 +47,7 @@ async def test_a_disk_that_refuses_writes_is_one_line_when_that_begins_and_one_w
 
 
 @pytest.mark.parametrize(
-    ("standing", "line", "told"),
+    ("stage_lines", "line", "told"),
     [
         (False, {"stage": "waits for x/0", "activity": "blocked"}, "waits for x/0"),
         (True, {"stage": "waits for x/0", "activity": "blocked"}, None),  # the display shows it until the first step
@@ -61,7 +61,7 @@ async def test_a_disk_that_refuses_writes_is_one_line_when_that_begins_and_one_w
     ],
 )
 async def test_a_wait_of_processes_is_one_line_when_it_lasts_and_one_when_it_ends(
-    standing: bool, line: dict[str, Any], told: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stage_lines: bool, line: dict[str, Any], told: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_output, "ASK_S", 0.01)
     notes: asyncio.Queue[str] = asyncio.Queue()
@@ -74,7 +74,7 @@ async def test_a_wait_of_processes_is_one_line_when_it_lasts_and_one_when_it_end
                 file.write(json.dumps({"at": time.time() + 1, "pid": 1, "since": since} | line) + "\n")
 
     display = cast(Any, SimpleNamespace(note=notes.put_nowait))
-    watching = asyncio.create_task(RunOutput(tmp_path, display)._watch_waits(standing=standing))
+    watching = asyncio.create_task(RunOutput(tmp_path, display)._watch_waits(stage_lines=stage_lines))
     write(line, began - 5.0)
     for _ in range(10):
         await asyncio.sleep(0.01)
@@ -124,7 +124,7 @@ async def test_a_display_that_fails_is_reported_and_logs_are_still_rotated(
     monkeypatch.setattr(run_output, "rotate", rotate)
     (tmp_path / LOGS_DIR).mkdir()
     (tmp_path / METRICS_FILE).write_text('{"step": 1}\n')
-    following = asyncio.create_task(RunOutput(tmp_path, cast(Any, BrokenDisplay())).follow(standing=False))
+    following = asyncio.create_task(RunOutput(tmp_path, cast(Any, BrokenDisplay())).follow(stage_lines=False))
     async with asyncio.timeout(60):
         await rotated.wait()
     following.cancel()

@@ -10,7 +10,7 @@ from asyncrl.runtime.supervisor import STOP_SIGNAL
 STUCK = """
 import ctypes, logging, os, signal, sys, threading, time
 from asyncrl.runtime.supervisor import STOP_SIGNAL
-from asyncrl.runtime.process.waiting import heard_at_once
+from asyncrl.runtime.process.waiting import stop_listener
 
 logging.basicConfig(level=logging.INFO)
 libc = ctypes.CDLL(None)
@@ -32,7 +32,7 @@ def wait_in_native_code():
     threading.Thread(target=tell_of_who_waits, args=[mutex.raw]).start()
     libc.pthread_mutex_lock(mutex)  # which notes in the mutex that somebody waits, and comes back with the mutex only
 
-with heard_at_once(act, limit_s=float(sys.argv[2])):
+with stop_listener(act, limit_s=float(sys.argv[2])):
     wait_in_native_code()
 print("left", flush=True)
 """

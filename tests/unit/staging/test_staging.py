@@ -198,12 +198,12 @@ async def test_a_version_that_is_asked_for_while_it_is_removed_comes_again(
     host = await start_host("one")
     paths = {name: str(publish(tmp_path / "published" / name)) for name in ("v1", "v2")}
     await host.stage("v1", path=paths["v1"])
-    begun, go_on = threading.Event(), threading.Event()
+    begun, resume = threading.Event(), threading.Event()
     really = store.atomic_dir.remove
 
     def remove(folder: Path) -> None:
         begun.set()
-        assert go_on.wait(LIMIT_S)
+        assert resume.wait(LIMIT_S)
         really(folder)
 
     monkeypatch.setattr(store.atomic_dir, "remove", remove)
@@ -211,7 +211,7 @@ async def test_a_version_that_is_asked_for_while_it_is_removed_comes_again(
     assert await asyncio.to_thread(begun.wait, LIMIT_S)
     older = host.service.store.stage(StageRequest("v1", paths["v1"], keep=("v2",)))
     await asyncio.wait({older}, timeout=0.3)  # enough for a removal that does not hold it up to undo it
-    go_on.set()
+    resume.set()
     assert verify((await older).path) == read_manifest(Path(paths["v1"]))
     assert (await newer).done
     assert listed(host.disk / "staged") == ["v1", "v2"]
@@ -223,13 +223,13 @@ async def test_an_older_request_removes_nothing_that_a_later_one_brought(
 ) -> None:
     host = await start_host("one")
     paths = {name: str(publish(tmp_path / "published" / name)) for name in ("v1", "v2")}
-    begun, go_on = threading.Event(), threading.Event()
+    begun, resume = threading.Event(), threading.Event()
     really = store.atomic_dir.begin
 
     def begin(folder: Path) -> Path:
         if folder.name == "v1":
             begun.set()
-            assert go_on.wait(LIMIT_S)
+            assert resume.wait(LIMIT_S)
         return really(folder)
 
     monkeypatch.setattr(store.atomic_dir, "begin", begin)
@@ -238,7 +238,7 @@ async def test_an_older_request_removes_nothing_that_a_later_one_brought(
     try:
         await host.stage("v2", path=paths["v2"], keep=("v1",))
     finally:
-        go_on.set()
+        resume.set()
     await older
     assert listed(host.disk / "staged") == ["v1", "v2"]
 

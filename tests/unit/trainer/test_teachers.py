@@ -103,7 +103,7 @@ def test_a_teacher_of_another_architecture_scores_the_samples_of_its_sources_onl
     config.algorithm.teachers[1].path = str(llama_dir)
     config.algorithm.kl_coef = 0.1
     trajectories = of_sources(make_trajectories(groups=4), [2, 1, 0, -1])  # prose, sums, words are sorted
-    numbers = {name: config.algorithm.taught_sources.index(name) for name in ("prose", "sums", "words")}
+    numbers = {name: config.algorithm.teacher_sources.index(name) for name in ("prose", "sums", "words")}
     assert numbers == {"prose": 0, "sums": 1, "words": 2}
     batch = build_step_batch(trajectories, [0, 1, 0, 1], version=0, num_minibatches=2, own=config.columns)
     rank = make_rank(config)

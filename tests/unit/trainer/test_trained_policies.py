@@ -111,7 +111,7 @@ def test_the_schedule_counts_the_steps_that_train_the_policy(config: ExperimentC
     assert [run.learning_rate(version) for version in (0, 7)] == [1.0, 0.0]
     rates = [judge.learning_rate(version, share) for version in range(7) for share in (0.0, 0.5)]
     assert rates == [1.0, 1.0, 1.0, 0.75, 0.5, 0.5, 0.5, 0.5, 0.5, 0.25, 0.0, 0.0, 0.0, 0.0]  # from versions 1 and 4
-    assert [run.idle_policies(version) for version in (0, 1)] == [{"judge"}, set()]
+    assert [run.policies_out_of_phase(version) for version in (0, 1)] == [{"judge"}, set()]
 
 
 def test_the_graph_has_the_calls_of_each_policy_with_roles_of_its_own(

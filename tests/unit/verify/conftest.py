@@ -95,7 +95,7 @@ class Launch:
         self.evaluations = list(state.evaluations)
         self.saved = self.version if state.version else 0
         self.rows_dropped = dict(state.gate.dropped)
-        write_books(folder, self.version, self.gate.counts())
+        write_counts(folder, self.version, self.gate.counts())
 
     @property
     def running(self) -> list[LiveRollout]:
@@ -154,7 +154,7 @@ class Launch:
         self.gate.advance(self.version)
         books = self.gate.counts()
         self.ledger.step(self.version, trained, books)
-        write_books(self.folder, self.version, books)
+        write_counts(self.folder, self.version, books)
         failed = books.dropped.get("invalid_prompt", 0) - self.rows_dropped.get("invalid_prompt", 0)
         self.rows_dropped = dict(books.dropped)
         row = {"policy_version": self.version, **batch_statistics(batch), "restarts": 0}
@@ -279,7 +279,7 @@ def plain(books: RolloutCounts) -> dict[str, Any]:
     return msgspec.structs.asdict(books)
 
 
-def write_books(folder: Path, step: int, books: RolloutCounts) -> None:
+def write_counts(folder: Path, step: int, books: RolloutCounts) -> None:
     (folder / "books.json").write_text(json.dumps({"step": step, "books": plain(books)}))
 
 

@@ -66,10 +66,10 @@ def help_of(command: str | None) -> str:
     if command is None:
         return help_page(None)
     module = importlib.import_module(f"asyncrl.launch.commands.{command}")
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
         module.main(["--help"], "python -m asyncrl.launch")
-    return said.getvalue()
+    return output.getvalue()
 
 
 def _options(text: str) -> list[str]:

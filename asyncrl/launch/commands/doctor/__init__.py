@@ -92,7 +92,7 @@ def show(history: History, diagnosis: Diagnosis, console: Console) -> None:
     step, total = max(history.steps, default=0), history.setting("total_train_steps", 0)
     console.print(Text(f"{history.name}: {history.state}, step {step} of {total}", style="bold"))
     for finding in diagnosis.findings:
-        console.print(_told(finding))
+        console.print(_text_of(finding))
     if not diagnosis.findings:
         console.print("Nothing is wrong as far as its files tell.")
     if (m := diagnosis.measured) is not None:
@@ -102,7 +102,7 @@ def show(history: History, diagnosis: Diagnosis, console: Console) -> None:
         console.print(Text(f"not measured: {missing}", style="dim"))
 
 
-def _told(finding: Finding) -> Text:
+def _text_of(finding: Finding) -> Text:
     text = Text("\n")
     text.append(finding.title, style=_STYLE[finding.level])
     text.append(f": {finding.sentence}")

@@ -42,21 +42,21 @@ class _Report:
         """Make a check, and print its outcome or its error."""
         try:
             outcome = run()
-            told = "; ".join([*outcome.found, *outcome.notes])
+            result = "; ".join([*outcome.found, *outcome.notes])
         except (ConfigError, TrialError, OSError) as error:
             self.fail(name, error)
             return
         mark, style = ("-", "yellow") if outcome.skipped else ("✓", "green")
-        self.line(mark, style, name, told)
+        self.line(mark, style, name, result)
 
     def fail(self, name: str, error: Exception) -> None:
         """Print the error."""
         self.line("✗", "bold red", name, str(error))
         self.failed = True
 
-    def line(self, mark: str, style: str, name: str, told: str) -> None:
+    def line(self, mark: str, style: str, name: str, result: str) -> None:
         """Print a line."""
-        lines = told.splitlines() or [""]
+        lines = result.splitlines() or [""]
         if self._console.is_terminal:
             width = max(20, self._console.width - INDENT - 1)
             lines = [part for line in lines for part in textwrap.wrap(line, width, break_on_hyphens=False) or [""]]

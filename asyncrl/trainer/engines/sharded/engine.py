@@ -230,7 +230,7 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
 
     def _forward(self, micro_batch: MicroBatch, hidden: Tensor | None = None, **outputs: Any) -> Any:
         self.pieces += 1
-        with self.replaying(micro_batch):
+        with self.router_replay(micro_batch):
             return self.stage(micro_batch, hidden, **outputs)
 
     def _backward(self, output: Tensor, grad: Tensor | None, last: bool) -> None:

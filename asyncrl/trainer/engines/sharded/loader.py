@@ -27,7 +27,7 @@ from asyncrl.config.memory import context_length
 from asyncrl.config.setting import Dtype, token_ids
 from asyncrl.models.folder_checks import ModelPart
 from asyncrl.models.model_config import PICTURE_TOKENS
-from asyncrl.models.parity import Difference, Rounding, UnsupportedModelError, forks, probe_for, told
+from asyncrl.models.parity import Difference, Rounding, UnsupportedModelError, forks, one_line, probe_for
 from asyncrl.models.ranks import Ranks
 from asyncrl.models.transformers_internals import language_model, set_attention
 from asyncrl.trainer.batches.micro_batch import MicroBatch
@@ -147,7 +147,7 @@ def _check_parts(model: PreTrainedModel, layout: SequenceLayout, ranks: Ranks) -
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # any error of a model's own code is a reason to refuse the model
-            fault = f"its forward fails: {told(error)}"
+            fault = f"its forward fails: {one_line(error)}"
         if fault is not None:
             raise UnsupportedModelError(
                 f"{type(model).__name__} cannot be trained with the tokens of a micro-batch in {ranks.world} parts "

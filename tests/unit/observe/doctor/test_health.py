@@ -20,9 +20,9 @@ from asyncrl.comm.files import FileLock
 from asyncrl.launch.commands.doctor import main
 from asyncrl.observe.doctor import Finding, Level, examine
 from asyncrl.observe.doctor.health import RUBRIC_FAILED
-from asyncrl.observe.doctor.standing import Standing, about, outlook, standing_lines
+from asyncrl.observe.doctor.standing import StatusLine, about, outlook, status_lines
 from asyncrl.observe.history import History
-from asyncrl.observe.observer import RESTS
+from asyncrl.observe.observer import SLEEPS
 from asyncrl.plugins.agents import verifiers_host
 from tests.unit.observe.doctor.virtual_run import Knobs, VirtualRun
 
@@ -306,7 +306,7 @@ def test_a_run_whose_processes_have_not_told_anything_yet_is_starting(tmp_path: 
     lock = hold(run)
     history = History(run)
     lock.close()
-    assert standing_lines(history, examine(history).verdict) == [Standing("the processes are starting")]
+    assert status_lines(history, examine(history).verdict) == [StatusLine("the processes are starting")]
 
 
 def test_a_run_that_is_started_again_hours_later_is_starting_and_does_not_stand_still(run: Path) -> None:
@@ -320,7 +320,7 @@ def test_a_run_that_is_started_again_hours_later_is_starting_and_does_not_stand_
     )
     history = History(run)
     diagnosis = examine(history)
-    shown = standing_lines(history, diagnosis.verdict)
+    shown = status_lines(history, diagnosis.verdict)
     lock.close()
     told = {each.kind: each for each in diagnosis.findings}
     assert "stalled" not in told
@@ -409,7 +409,7 @@ def test_a_run_that_stands_still_names_the_silent_process(run: Path) -> None:
           {"at": stands, "pid": 2, "stage": "trains step 31", "activity": "works", "since": stands - 450})  # fmt: skip
     told = problems(run)["stalled"]
     history = History(run)
-    shown = str(*standing_lines(history, examine(history).verdict))
+    shown = str(*status_lines(history, examine(history).verdict))
     line = {"pid": 3, "stage": "plays", "since": ended}
     answers = [line | {"at": stands - 20, "answers_total": 7}, line | {"at": stands, "answers_total": 9}]
     (run / "observed" / "rollout_worker-0.jsonl").write_text("".join(json.dumps(each) + "\n" for each in answers))
@@ -521,7 +521,7 @@ def test_servers_are_compared_with_others_of_their_policy(tmp_path: Path) -> Non
     policy_servers(run, lambda index, line: {"generated_total": line["generated_total"] / (10 + 40 * index)}, 2)
     kinds = {each.kind: each for each in examine(History(run)).findings}
     assert "policy_server/1 decodes" in kinds["slow-server"].sentence
-    policy_servers(run, lambda index, line: {"stage": RESTS if index else line["stage"]}, 2)
+    policy_servers(run, lambda index, line: {"stage": SLEEPS if index else line["stage"]}, 2)
     assert "slow-server" not in [each.kind for each in examine(History(run)).findings], "a guest that rests is no fault"
     loading = {"stage": "loads the model", "activity": "works"}
     policy_servers(run, lambda index, line: loading if index else {}, 2)

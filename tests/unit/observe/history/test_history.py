@@ -15,7 +15,7 @@ from asyncrl.comm.ended_rollouts import (
     Dropped,
     Finished,
     Line,
-    PromptGoes,
+    PromptFate,
     RolloutCounts,
     RunSettings,
     Step,
@@ -128,7 +128,7 @@ def test_a_ledger_that_was_cut_is_read_again(run: Path) -> None:
 
 
 def test_drops_are_counted_in_the_step_in_which_they_happen(run: Path) -> None:
-    dropped = Dropped("z", "stale", PromptGoes.returned, 5.0)
+    dropped = Dropped("z", "stale", PromptFate.returned, 5.0)
     append(ledger(run), begin(), dropped, *step_lines(1, 10.0, "ab"), *step_lines(2, 20.0, "cd"))
     history = History(run)
     assert history.steps[1].dropped == {"stale": 1}

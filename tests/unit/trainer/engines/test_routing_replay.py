@@ -119,15 +119,15 @@ def test_every_kind_of_router_replays_its_choices_and_others(kind: str) -> None:
     with torch.no_grad(), routers.recording() as recorded:
         torch.testing.assert_close(model(input_ids=tokens).logits, expected, rtol=0, atol=0)
     own = torch.stack([recorded[layer] for layer in range(LAYERS)], dim=1)
-    with torch.no_grad(), routers.replaying(own):
+    with torch.no_grad(), routers.router_replay(own):
         torch.testing.assert_close(model(input_ids=tokens).logits, expected, rtol=0, atol=1e-6)
         found = model(input_ids=tokens).logits
-    with torch.no_grad(), routers.replaying(torch.full_like(own, UNRECORDED)):
+    with torch.no_grad(), routers.router_replay(torch.full_like(own, UNRECORDED)):
         torch.testing.assert_close(model(input_ids=tokens).logits, expected, rtol=0, atol=0)
     other = torch.stack([torch.randperm(EXPERTS)[:PER_TOKEN] for _ in range(11 * LAYERS)]).view(11, LAYERS, PER_TOKEN)
     with hooked(untouched, other):
         forced = untouched(input_ids=tokens).logits
-    with routers.replaying(other.to(torch.int16)):
+    with routers.router_replay(other.to(torch.int16)):
         found = model(input_ids=tokens).logits
     assert (forced - expected).abs().max() > 0.1
     torch.testing.assert_close(found, forced, rtol=0, atol=2e-5)

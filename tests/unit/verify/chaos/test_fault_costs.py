@@ -12,7 +12,7 @@ from asyncrl.comm.ended_rollouts import (
     Dropped,
     Finished,
     Line,
-    PromptGoes,
+    PromptFate,
     RolloutCounts,
     RunSettings,
     Step,
@@ -105,17 +105,17 @@ def test_rollouts_dropped_for_a_death_are_its_cost() -> None:
     first, second = kill(1, "rollout_worker/0", 100.0), kill(2, "rollout_worker/1", 200.0)
     lines = entries(
         *(admitted(name, 90.0) for name in "abcd"),
-        Dropped("a", "worker_died", PromptGoes.returned, 101.0),
+        Dropped("a", "worker_died", PromptFate.returned, 101.0),
         Finished("b", 30, 101.0),
-        Dropped("c", "stale", PromptGoes.returned, 103.0),
-        Dropped("d", "crashed_worker", PromptGoes.given_up, 201.0),
+        Dropped("c", "stale", PromptFate.returned, 103.0),
+        Dropped("d", "crashed_worker", PromptFate.given_up, 201.0),
     )
     add_costs([first, second], lines)
     assert (first.rollouts, second.rollouts) == (2, 0), "all four were of the first one's target"
     assert first.tokens == 0, "what came to the trainer was not lost"
     other = kill(3, "model_worker/0", 150.0)
     elsewhere = entries(
-        admitted("e", 90.0, "rollout_worker/9"), Dropped("e", "worker_died", PromptGoes.returned, 160.0)
+        admitted("e", 90.0, "rollout_worker/9"), Dropped("e", "worker_died", PromptFate.returned, 160.0)
     )
     add_costs([first, other, second], elsewhere)
     assert (first.rollouts, other.rollouts) == (2, 1), "its worker was killed by nobody: the last fault before did it"

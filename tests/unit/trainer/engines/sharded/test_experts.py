@@ -70,7 +70,7 @@ def test_a_checkpoint_of_dealt_experts_goes_on_in_other_layouts(
             rank.disk_writer.commit(path, files, keep=1, protected=())
         return step(config, world, rank, 1)
 
-    def go_on(world: World) -> dict[str, float]:
+    def resume(world: World) -> dict[str, float]:
         rank = build_rank(config, load_graph(config), world, torch.device("cpu"))
         assert rank.load_checkpoint(path.parent) == {}
         return step(config, world, rank, 1)
@@ -78,9 +78,9 @@ def test_a_checkpoint_of_dealt_experts_goes_on_in_other_layouts(
     config.trainer.parallel = "d2t2"
     expected = on_ranks(config, save)[0]
     config.trainer.parallel = "t2p2"
-    found = on_ranks(config, go_on)
+    found = on_ranks(config, resume)
     config.trainer.parallel, config.trainer.engine = "d1", "flat"
-    for stats in (*found, go_on(World())):
+    for stats in (*found, resume(World())):
         assert stats.keys() == expected.keys()
         for name, value in expected.items():
             assert stats[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name

@@ -82,7 +82,7 @@ def test_ranks_continue_from_what_lies_on_their_own_hosts(
         keep(rank, root_of(world), 2, cut_off)
         return step(config, rank, 2) if goes_on_at == 2 else told
 
-    def go_on(world: World) -> tuple[int, Statistics, list[str], str]:
+    def resume(world: World) -> tuple[int, Statistics, list[str], str]:
         rank, root = build(config, on_hosts(world, hosts)), root_of(world)
         state = rank.load_memory_checkpoint(root, invalid=False)
         told = step(config, rank, state["version"])
@@ -99,7 +99,7 @@ def test_ranks_continue_from_what_lies_on_their_own_hosts(
     expected = on_ranks(config, begin)
     shards = [path for path in (tmp_path / "a" / "state" / "v1").iterdir() if path.suffix == ".safetensors"]
     assert len(shards) == hosts.count("a"), "of its own ranks alone"
-    for (version, told, left, lost), before in zip(on_ranks(config, go_on), expected, strict=True):
+    for (version, told, left, lost), before in zip(on_ranks(config, resume), expected, strict=True):
         assert (version, told, left) == (goes_on_at, before, [f"v{goes_on_at}"])
         assert f"version {goes_on_at} is not whole any more: all of it on b" in lost
 

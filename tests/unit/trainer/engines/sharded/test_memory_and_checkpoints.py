@@ -74,7 +74,7 @@ def test_what_d2t2_saved_goes_on_under_any_layout(
         save(rank, root)
         return step(config, rank, 1)
 
-    def go_on(world: World) -> Statistics:
+    def resume(world: World) -> Statistics:
         rank = build(config, world)
         assert rank.load_checkpoint(root) == {"prompts": 5}
         return step(config, rank, 1)
@@ -84,10 +84,10 @@ def test_what_d2t2_saved_goes_on_under_any_layout(
     config.trainer.engine = "flat"
     fresh = step(config, build(config, World()), 1)
     assert any(fresh[name] != pytest.approx(value, abs=1e-3) for name, value in expected.items() if "loss" in name)
-    found = {"one process": [go_on(World())]}
+    found = {"one process": [resume(World())]}
     for layout in ("c2t2",) if lora == 0 else ("p2",):
         config.trainer.parallel = layout
-        found[layout] = on_ranks(config, go_on)
+        found[layout] = on_ranks(config, resume)
     for layout, ranks in found.items():
         for told in ranks:
             assert told.keys() == expected.keys()
