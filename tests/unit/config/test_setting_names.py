@@ -28,7 +28,6 @@ NO_SETTINGS = {
     "rollout.age": "an attribute",
     "rollout.rewards": "an attribute",
     "manager.fleet": "a package",
-    "trainer.checks": "a package",
     "trainer.model.layout_parity": "a package",
     "model.layers": "names of a model's weights",
     "model.norm.weight": "names of a model's weights",
