@@ -30,6 +30,8 @@ SAMPLES_HEIGHT = 640
 def samples(page: Page, file: Path) -> None:
     """Take the pictures of the samples of the newest step."""
     steps = page.locator("select option").all_inner_texts()
+    if not steps:
+        sys.exit("the run has kept no samples: run it with samples.every=8, or leave Samples out of --pages")
     page.select_option("select", label=steps[-1])
     whole: Any = {"x": 0, "y": 0, "width": WIDTH, "height": SAMPLES_HEIGHT}
     for colour, suffix in COLOURS.items():
