@@ -10,8 +10,8 @@ One column per checkout, for figures before and after a change (`git worktree ad
 
 from __future__ import annotations
 
+import argparse
 import ast
-import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -91,9 +91,11 @@ def figures(root: Path) -> dict[str, int]:
     }
 
 
-def main(arguments: list[str]) -> None:
+def main() -> None:
     """Print the table."""
-    roots = [Path(argument) for argument in arguments] or [Path(__file__).parents[1]]
+    command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    command.add_argument("checkouts", nargs="*", type=Path, default=[Path(__file__).parents[1]], metavar="CHECKOUT")
+    roots = command.parse_args().checkouts
     columns = [figures(root) for root in roots]
     print(f"{'':36}" + "".join(f"{root.resolve().name:>16}" for root in roots))
     for name in columns[0]:
@@ -101,4 +103,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
