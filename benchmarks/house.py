@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import sys
 from collections import defaultdict
 from pathlib import Path
 
