@@ -292,13 +292,15 @@ def test_a_launch_whose_names_are_taken_while_it_prepares_is_refused(
 ) -> None:
     first, second, _ = (Trial(config, print) for config in configs)
     with open_resolver(configs[0], first.run_dir) as resolver:
+        forget_processes = Trial._forget_processes
 
-        def taken(_: Trial) -> None:
+        def taken(trial: Trial) -> None:
             monkeypatch.undo()
             resolver.delete(names.TRIAL_KEY)
             second.prepare()
+            forget_processes(trial)
 
-        monkeypatch.setattr(Trial, "_say_continuation", taken)
+        monkeypatch.setattr(Trial, "_forget_processes", taken)
         with pytest.raises(TrialHeld, match="another took the trial over"):
             first.prepare()
         assert not second.claim.is_lost()

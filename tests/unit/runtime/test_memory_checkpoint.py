@@ -330,7 +330,7 @@ def test_the_end_of_in_memory_checkpoints_is_shown_once_with_its_reason(
     memory_checkpoint: MemoryCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = list[str]()
-    monkeypatch.setattr(module, "remark", lambda _, text: shown.append(text))
+    monkeypatch.setattr(module, "notice", lambda _, text: shown.append(text))
     memory_checkpoint.begin()
     for reason in ("memory is full", "and on another rank"):
         memory_checkpoint.warn_of_end(reason)
