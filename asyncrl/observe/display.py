@@ -260,7 +260,7 @@ class _Panel:
         grid.add_column(ratio=1)
         grid.add_column(no_wrap=True, justify="right")
         times = f"{_clock(time.monotonic() - self._started)} elapsed"
-        if self._first_step is not None and step > self._first_step[0]:
+        if not self.outlook and self._first_step is not None and step > self._first_step[0]:  # else it says when
             first, since = self._first_step
             rate = (step - first) / (time.monotonic() - since)
             times += f" · {_clock((self._total - step) / rate)} left"

@@ -71,6 +71,21 @@ def test_the_live_panel_shows_progress_staleness_and_who_waits_for_whom() -> Non
         assert part in text
 
 
+@pytest.mark.parametrize("outlook", ["", "step 5 of 10 trains, complete in about 8 s; the run in about 13 min"])
+def test_the_end_of_the_run_is_foretold_once(outlook: str) -> None:
+    shown, out = console()
+    display = LiveDisplay(shown, "asyncrl a/b", total_steps=10, eta=4)
+    display.row(ROW)
+    display.row(ROW | {"step": 4.0})
+    display.outlook(outlook)
+    out.truncate(0)
+    shown.print(display._panel.render())
+    drawn = out.getvalue()
+    display.close()
+    assert (" left" in drawn) == (outlook == "")
+    assert outlook in drawn
+
+
 def test_the_live_panel_fits_80_columns_whatever_the_figures() -> None:
     shares = {"time/step_s": 100.0, "time/wait_for_batch_s": 100.0, "time/generation_idle_s": 100.0}
     rates = {"throughput/gen_tokens_per_s": 1234567.0, "throughput/train_tokens_per_s": 7654321.0}
