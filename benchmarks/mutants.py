@@ -253,11 +253,18 @@ def _of(node: ast.stmt | ast.expr) -> Iterator[ast.AST]:
 def tests_of(file: str, tests: Path) -> list[str]:
     """Return the test files that may try a module: those of the folder that mirrors its group; where none of them
     imports it, also those elsewhere that do.
+
+    Raises:
+        SystemExit: no folder mirrors its package.
     """
     module = "asyncrl." + file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
     folder = Path(file).parent
     while not (tests / "unit" / folder).is_dir():
         folder = folder.parent
+    if folder == Path() != Path(file).parent:
+        raise SystemExit(
+            f"{file}: tests/unit/{Path(file).parts[0]} is not there; its tests have moved: move them along"
+        )
     found = {*(tests / "unit" / folder).glob("test_*.py")}
     if not any(module in _imported(path) for path in found):
         found |= {path for path in (tests / "unit").rglob("test_*.py") if module in _imported(path)}

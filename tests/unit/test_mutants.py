@@ -92,6 +92,16 @@ def test_the_parts_of_a_sample_are_the_sample() -> None:
             mutants.share_of(sample, wrong)
 
 
+@pytest.mark.parametrize("group", mutants.GROUPS)
+def test_a_group_is_tried_by_the_tests_of_its_package(group: str) -> None:
+    tests = Path(mutants.ROOT, "tests")
+    for file in mutants.files_of(group):
+        package = Path("tests", "unit", *Path(file).parts[:1])
+        assert any(Path(each).is_relative_to(package) for each in mutants.tests_of(file, tests)), file
+    with pytest.raises(SystemExit, match="tests/unit/no_such_package is not there"):
+        mutants.tests_of("no_such_package/module.py", tests)
+
+
 def test_each_mutant_that_is_known_to_change_nothing_is_there_and_has_its_reason() -> None:
     entries = json.loads(mutants.EQUIVALENT.read_text())
     in_groups = {file for group in mutants.GROUPS for file in mutants.files_of(group)}

@@ -10,7 +10,7 @@ from asyncrl.data.datasets import load_dataset
 from asyncrl.data.files import FileDataset
 from asyncrl.plugins.rewards.math_answer import math_answer_reward
 
-GSM8K = Path(__file__).parents[5] / "shared" / "data" / "gsm8k"
+GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k"
 
 
 def write(path: Path, rows: list[dict[str, object]]) -> Path:

@@ -13,7 +13,7 @@ from asyncrl.data import template_sandbox
 from asyncrl.data.chat_template import ChatError, ChatTemplate
 from asyncrl.data.prompt_format import load_chat_template
 from asyncrl.data.template_sandbox import TemplateLimit
-from tests.unit.plugins.datasets.test_chat import QWEN
+from tests.unit.data.test_chat import QWEN
 
 LOOPS = {
     "a loop": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",

@@ -130,7 +130,7 @@ def test_pictures_of_json_lines(folder: Path, row: dict[str, Any], text: str | N
 
 
 def test_the_rows_of_the_page_are_read(folder: Path) -> None:
-    page = (Path(__file__).resolve().parents[4] / "docs" / "vision.md").read_text(encoding="utf-8")
+    page = (Path(__file__).resolve().parents[3] / "docs" / "vision.md").read_text(encoding="utf-8")
     rows = page.split("```json\n")[1].split("```")[0]
     (folder / "shapes").mkdir()
     for name in ("shapes/17.png", "a.png", "b.png"):

@@ -20,7 +20,7 @@ from asyncrl.rollout.user_code.components import UserComponents
 
 from .conftest import TEMPLATES, FakePolicy
 
-DOCS = Path(__file__).resolve().parents[4] / "docs"
+DOCS = Path(__file__).resolve().parents[3] / "docs"
 GAMES = "\n## Games: gymnasium\n"
 PAGE = (DOCS / "agents.md").read_text()
 PAGE += GAMES + (DOCS / "policies.md").read_text().split(GAMES)[1].split("\n## ")[0]

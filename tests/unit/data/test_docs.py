@@ -18,7 +18,7 @@ from asyncrl.master.data.order import ConfiguredOrder
 from asyncrl.rollout.user_code.prompts import load_train_set
 from asyncrl.trainer.messages import RolloutRecord
 
-PAGE = (Path(__file__).resolve().parents[4] / "docs" / "data.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "data.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE, flags=re.S)
 
 

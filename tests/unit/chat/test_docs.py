@@ -17,7 +17,7 @@ from asyncrl.config.load import settings
 
 from .conftest import FakePolicy
 
-PAGE = (Path(__file__).resolve().parents[4] / "docs" / "chat.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "chat.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
 
 

@@ -23,7 +23,7 @@ from asyncrl.data.chat_template import ChatError, ChatTemplate
 from asyncrl.data.prompt_format import PromptFormat
 from asyncrl.data.tokenizers import load_tokenizer
 
-FOLDER = Path(__file__).parents[3] / "chat_templates"
+FOLDER = Path(__file__).parents[2] / "chat_templates"
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
 LEFT_OUT = "leaves calls out of the conversation, or writes them in a way"
 NOT_SHOWN = "does not show the model any tools"
