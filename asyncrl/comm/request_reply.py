@@ -210,9 +210,9 @@ class RequestClient:
     Create and use it in one running asyncio loop.
 
     Args:
+        by: the run's keys, None for plaintext; or a router shared with other clients, which has its own keys and which
+            its owner closes after them.
         name: the server's name in errors, e.g. `model_worker/0`; the address by default.
-        router: router shared with other clients, with keys of its own; its owner closes it after them. None: the client
-            creates one.
 
     Raises:
         ValueError: `address` is not an endpoint, or another client of `router` has it.
@@ -221,10 +221,9 @@ class RequestClient:
     def __init__(
         self,
         address: str,
-        security: SocketSecurity | None = None,
+        by: SocketSecurity | PeerRouter | None,
         *,
         name: str | None = None,
-        router: PeerRouter | None = None,
     ) -> None:
         self._peer = f"{name} ({address})" if name else address
         self._calls: dict[int, _Outstanding] = {}
@@ -232,9 +231,8 @@ class RequestClient:
         self._next_call = 0
         self._closed = False
         self._log = SourceLog("reply")
-        self._own_router = PeerRouter(security) if router is None else None
-        router = router or self._own_router
-        assert router is not None
+        router = PeerRouter(by) if by is None or isinstance(by, SocketSecurity) else by
+        self._own_router = None if router is by else router
         try:
             self._link = router.connect(
                 address,

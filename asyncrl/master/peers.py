@@ -85,7 +85,7 @@ class ReplaceableWorker:
     def _follow(self, registered: str) -> None:
         self._registered = registered
         endpoint = names.WorkerAddress.decode(registered).endpoint
-        self._client = RequestClient(endpoint, name=self._key, router=self._router)
+        self._client = RequestClient(endpoint, self._router, name=self._key)
 
     async def _moved(self) -> str:
         """Wait until another process is registered; return its entry."""
@@ -101,7 +101,7 @@ async def connect(worker: AsyncWorker, kind: str, count: int, router: PeerRouter
     """Return clients of the `count` workers of `kind`, by index, once all have registered. They share `router`."""
     keys = [names.worker_key(kind, index) for index in range(count)]
     found = [names.WorkerAddress.decode(await worker.registered(key, kind)) for key in keys]
-    return [RequestClient(at.endpoint, name=key, router=router) for at, key in zip(found, keys, strict=True)]
+    return [RequestClient(at.endpoint, router, name=key) for at, key in zip(found, keys, strict=True)]
 
 
 def router_of_peers(worker: AsyncWorker, peers: int) -> PeerRouter:

@@ -93,7 +93,7 @@ async def test_hundreds_of_peers_share_a_socket_and_a_low_soft_limit_of_open_fil
             threads, files = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
             router = router_of_peers(Registered([], secret), peers)
             at = addresses(int(serving.endpoint.rpartition(":")[2]))
-            clients = [RequestClient(next(at), router=router) for _ in range(peers)]
+            clients = [RequestClient(next(at), router) for _ in range(peers)]
             calls = [client.call(Evaluate("x", number), timeout_s=60.0) for number, client in enumerate(clients)]
             replies = await asyncio.gather(*calls)
             assert [reply.answers[0].row for reply in replies] == list(range(peers))
@@ -135,7 +135,7 @@ async def test_clients_of_a_kind_reach_each_of_its_workers_and_one_that_leaves_t
 async def test_a_peer_that_dies_ends_its_own_calls_alone_and_at_its_address_another_is_found() -> None:
     router = PeerRouter(None)
     dies, lives = Holding(ELSEWHERE), Holding("127.0.0.1")
-    first, second = (RequestClient(each.server.endpoint, None, router=router) for each in (dies, lives))
+    first, second = (RequestClient(each.server.endpoint, router) for each in (dies, lives))
     calls = [asyncio.ensure_future(each.call(Evaluate("x", 0), timeout_s=60.0)) for each in (first, second)]
     await asyncio.gather(dies.asked.wait(), lives.asked.wait())
     port = dies.server.endpoint.rpartition(":")[2]
@@ -166,7 +166,7 @@ async def test_calls_that_are_not_sent_wait_for_a_peer_to_come_and_those_given_u
     late, taken = context.socket(zmq.ROUTER), socket.socket()
     taken.bind((ELSEWHERE, 0))  # and does not listen
     address = f"tcp://{ELSEWHERE}:{taken.getsockname()[1]}"
-    client = RequestClient(address, None, router=router)
+    client = RequestClient(address, router)
     with pytest.raises(PeerGone, match=r"no connection within 0\.1 s"):
         await client.call(Evaluate("given up", 0), timeout_s=0.1)
     waiting = asyncio.ensure_future(client.call(Evaluate("waits", 1), timeout_s=60.0))
@@ -187,17 +187,17 @@ async def test_calls_that_are_not_sent_wait_for_a_peer_to_come_and_those_given_u
 async def test_one_address_has_one_client_of_a_router() -> None:
     router = PeerRouter(None)
     with rollout_worker([0], 5) as worker:
-        client = RequestClient(worker.endpoint, None, router=router)
+        client = RequestClient(worker.endpoint, router)
         with pytest.raises(ValueError, match=r"has a connection: close it first"):
-            RequestClient(worker.endpoint, None, router=router)
+            RequestClient(worker.endpoint, router)
         client.close()
         with pytest.raises(
             ValueError,
             match=r"address 'localhost:80' is not an endpoint: use tcp://<IP "
             r"address>:<port>",
         ):
-            RequestClient("localhost:80", None, router=router)
-        again = RequestClient(worker.endpoint, None, router=router)
+            RequestClient("localhost:80", router)
+        again = RequestClient(worker.endpoint, router)
         assert (await again.call(Evaluate("hard", 5), timeout_s=LIMIT_S)).answers == (answered(0),)
         again.close()
     router.close()

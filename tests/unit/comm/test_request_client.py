@@ -43,7 +43,7 @@ def link() -> Link:
 
 
 def client_of(link: Any) -> RequestClient:
-    return RequestClient("tcp://127.0.0.1:9", None, router=link)
+    return RequestClient("tcp://127.0.0.1:9", link)
 
 
 async def test_a_call_that_ended_before_it_was_sent_is_never_sent(link: Link) -> None:
