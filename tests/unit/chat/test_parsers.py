@@ -161,7 +161,7 @@ def test_no_text_raises_and_calls_can_be_encoded(name, pieces):
 
 @given(text=st.text(max_size=60))
 def test_text_without_marks_is_content_as_it_is(text):
-    if "<" not in text:
+    if not any(mark in text for mark in ("<", "[THINK]", "[/THINK]")):
         assert parser("hermes").parse(text).content == text
 
 
@@ -268,6 +268,8 @@ def test_reasoning_that_is_cut_off_holds_no_call():
         ("json", '{"name": "f", "arguments": {}, "parameters": {}}'),
         ("json", '{"name": "", "arguments": {}}'),
         ("json", '```json\n{"name": "f", "arguments": {}}\n```x'),
+        ("json", '```json\n{"name": "f", "arguments": {}}\nyes'),
+        ("json", '{"name": "f", "arguments": {}}\n```'),
         ("json", '{"name": "f", "arguments": {}}; {"name": "g", "arguments": {}}'),
         ("internlm", '<|action_start|><|plugin|>{"name": "f", "parameters": {}, "arguments": {}}<|action_end|>'),
         ("apertus", '<|tools_prefix|>[{"f": {}, "g": {}}]<|tools_suffix|>'),
@@ -326,8 +328,17 @@ def test_llama_calls_may_follow_its_tag_and_a_semicolon():
 
 
 def test_json_calls_may_be_fenced_and_a_list():
-    text = '```json\n[{"name": "f", "arguments": {}}, {"name": "g", "parameters": {"b": 2}}]\n```'
-    assert [(call.name, call.arguments) for call in parser("json").parse(text).calls] == [("f", {}), ("g", {"b": 2})]
+    text = '```json\n[{"name": "f", "arguments": {}}, {"name": "g", "parameters": {"b": 2}}]'
+    for ending in ("", "\n```"):
+        calls = parser("json").parse(text + ending).calls
+        assert [(call.name, call.arguments) for call in calls] == [("f", {}), ("g", {"b": 2})]
+
+
+@pytest.mark.parametrize(("deep", "calls"), [(49, 1), (50, 0)])
+def test_values_may_be_nested_fifty_deep(deep: int, calls: int) -> None:
+    text = "<|tool_call>call:f{a:" + "{a:" * deep + "1" + "}" * deep + "}<tool_call|>"
+    parsed = parser("gemma4").parse(text)
+    assert (len(parsed.calls), parsed.malformed) == (calls, 1 - calls)
 
 
 def test_xml_values_have_the_types_of_the_schema_and_else_stay_text():
