@@ -589,7 +589,8 @@ class Schedule(RuleBasedStateMachine):
         record = RolloutRecord(
             *(name, granted.prompt_id, granted.order, 0, min(tokens), dict(tokens)), **sizes, episodes=(1,) * n
         )
-        worker.pushed[name] = msgspec.structs.replace(record, **policies) if n > 1 else record
+        record = msgspec.structs.replace(record, **policies) if n > 1 else record
+        worker.pushed.setdefault(name, record)  # pushed again, it is the same
 
     @move(pick=PICK, head=range(HEADS), acknowledged=BOTH, when=some_are_pushed)
     def arrive(self, pick: int, head: int, acknowledged: bool) -> None:
