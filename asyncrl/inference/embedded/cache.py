@@ -419,8 +419,10 @@ class SlotCache(Cache):
         max_total_tokens: int,
         state_layer: Callable[[SlotCache, LayerMemory], Any] | None = None,
     ) -> None:
+        if state_layer is None and any(memory.states for memory in memories):
+            raise TypeError("the model has recurrent states: pass embedded.states.state_layer")
         layers: list[Any] = [
-            state_layer(self, memory) if memory.states and state_layer else SlotLayer(self) for memory in memories
+            state_layer(self, memory) if state_layer and memory.states else SlotLayer(self) for memory in memories
         ]
         self._slot_layers = [layer for layer in layers if isinstance(layer, SlotLayer)]
         self.states: list[Any] = [each for each, memory in zip(layers, memories, strict=True) if memory.states]

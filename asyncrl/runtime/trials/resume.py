@@ -1,4 +1,4 @@
-"""What a launch of a used trial continues from.
+"""Continuing a trial that an earlier launch used.
 
 A trial that was used before has a state that a launch continues from, and settings that may have changed since. The
 settings of the earlier launch are in `<run_dir>/config.yaml`, as text. A setting that only one of the two launches has,

@@ -1,5 +1,5 @@
-"""What both engines do with a role: its micro-batches and the loop over them, its optimizer, its state for checkpoints,
-its pictures.
+"""A role of either engine: its micro-batches and the loop over them, its optimizer, its pictures, its state for
+checkpoints.
 """
 
 from __future__ import annotations

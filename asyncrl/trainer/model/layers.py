@@ -1,4 +1,4 @@
-"""How a model's layers are computed: recomputed in the backward pass, their inputs on the host, and parts compiled.
+"""Ways to compute a model's layers: recomputed in the backward pass, their inputs on the host, and parts compiled.
 
 Recomputed layers
 -----------------

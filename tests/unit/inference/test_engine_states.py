@@ -17,12 +17,14 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from asyncrl.inference.embedded import states, step
+from asyncrl.inference.embedded.cache import SlotCache
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, Job, SamplingSpec
 from asyncrl.inference.embedded.served_models import check_parity
 from asyncrl.inference.embedded.states import SlotStates
 from asyncrl.inference.messages import PauseMode
 from asyncrl.models.parity import UnsupportedModelError
+from asyncrl.models.transformers_internals import LayerMemory
 from tests.engine_steps import drain, run
 
 VOCABULARY = 64
@@ -313,3 +315,8 @@ def test_states_that_are_mixed_up_are_seen_at_load(
     monkeypatch.setattr("asyncrl.inference.embedded.engine.check_parity", check_parity)  # it is not proven yet
     with pytest.raises(UnsupportedModelError, match=r"differ from transformers. plain forward|forward with slots"):
         new_engine(family)
+
+
+def test_a_cache_that_cannot_hold_the_states_of_its_model_is_refused() -> None:
+    with pytest.raises(TypeError, match="recurrent states: pass embedded.states.state_layer"):
+        SlotCache([LayerMemory(keys=True, states=1)], torch.device("cpu"), 64)
