@@ -318,5 +318,5 @@ def test_states_that_are_mixed_up_are_seen_at_load(
 
 
 def test_a_cache_that_cannot_hold_the_states_of_its_model_is_refused() -> None:
-    with pytest.raises(TypeError, match="recurrent states: pass embedded.states.state_layer"):
+    with pytest.raises(TypeError, match="recurrent states"):
         SlotCache([LayerMemory(keys=True, states=1)], torch.device("cpu"), 64)
