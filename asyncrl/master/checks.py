@@ -74,11 +74,13 @@ def _critic(config: ExperimentConfig) -> int | None:
 
 def _too_many_data_ranks(config: ExperimentConfig, name: str, ranks: int) -> Iterator[str]:
     """Yield an error if a data-parallel rank that trains would have no sample of some minibatch."""
-    minibatch = config.train_batch_size // config.trainer.ppo_minibatches
+    minibatches = config.trainer.ppo_minibatches
+    minibatch = config.train_batch_size // minibatches
     if minibatch < ranks:
+        fewer = f"at most d{minibatch}" if minibatch else "fewer trainer.ppo_minibatches"
         yield (
             f"{name}={str(attrgetter(name)(config))!r}: a minibatch has {minibatch} rollouts, fewer than the {ranks} "
-            f"data-parallel ranks; use at most d{minibatch}, or a larger train_batch_size"
+            f"data-parallel ranks; use {fewer}, or a train_batch_size of at least {ranks * minibatches}"
         )
 
 

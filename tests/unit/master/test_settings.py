@@ -20,8 +20,13 @@ def test_a_critic_has_a_rollout_of_every_minibatch_on_each_of_its_data_ranks() -
     assert list(check(with_critic("d2t2"))) == []
     assert list(check(with_critic("d4"))) == [
         "algorithm.critic.parallel='d4': a minibatch has 2 rollouts, fewer than the 4 data-parallel ranks; use at most "
-        "d2, or a larger train_batch_size"
+        "d2, or a train_batch_size of at least 16"
     ]
+
+
+def test_a_batch_of_fewer_rollouts_than_minibatches_gets_no_layout_as_advice() -> None:
+    message = next(each for each in check(ExperimentConfig(train_batch_size=2)) if "has 0 rollouts" in each)
+    assert message.endswith("use fewer trainer.ppo_minibatches, or a train_batch_size of at least 4")
 
 
 def test_a_critic_on_the_actor_s_layout_is_named_once() -> None:
