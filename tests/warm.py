@@ -270,6 +270,7 @@ def main(number: int, modules: Sequence[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is pytest's to handle
     controls = [_greeted(listener)]
     told: dict[int, socket.socket] = {}
+    tests: dict[int, str] = {}
     while controls:
         readable, _, _ = select.select([listener, woken, *controls], [], [])
         if listener in readable:
@@ -277,8 +278,9 @@ def main(number: int, modules: Sequence[str]) -> None:
         if woken in readable:
             os.read(woken, 4096)
             for pid in list(told):
-                ended, status = os.waitpid(pid, os.WNOHANG)
+                ended, status, used = os.wait4(pid, os.WNOHANG)
                 if ended:
+                    _note_seconds(used.ru_utime + used.ru_stime, tests.pop(pid))
                     with contextlib.suppress(BrokenPipeError):  # its pytest has ended
                         told[pid].sendall(b"%d\n" % status)
                     told.pop(pid).close()
@@ -301,11 +303,19 @@ def main(number: int, modules: Sequence[str]) -> None:
                 os.close(teller)
                 os.waitpid(pid, 0)
                 continue
+            tests[pid] = request["environment"].get("PYTEST_CURRENT_TEST", "")
             told[pid] = socket.socket(fileno=teller)
             told[pid].sendall(b"%d\n" % pid)
     for keep in _keep_proofs:
         shutil.rmtree(keep.args[1], ignore_errors=True)  # a process that is ending may write yet
     os._exit(0)
+
+
+def _note_seconds(seconds: float, test: str) -> None:
+    """Note the processor time of a launcher and all that it waited for, where `.ci/cpu_seconds.py` asks for it."""
+    if file := os.environ.get("ASYNCRL_TESTS_CPU_SECONDS"):
+        with Path(file).open("a") as notes:
+            notes.write(f"{seconds:.2f} {test}\n")
 
 
 def _compute_what_is_kept() -> None:

@@ -11,7 +11,7 @@ from asyncrl.launch.commands.audit import audit
 
 pytestmark = pytest.mark.slow
 
-STEPS = 4
+STEPS = 3
 ENCODER = recipes_dir() / "base_models" / "embodied_srpo_encoder"
 
 
@@ -33,7 +33,7 @@ def test_the_demo_trains_with_srpos_reward_and_survives_a_killed_encoder_and_a_k
         rollout__encoder__args=f"{{folder: {ENCODER}}}",
         rollout__encoder__frames=8,
         eval__interval=STEPS,
-        eval__size=16,
+        eval__size=8,
         checkpoint__interval=STEPS,
     )
     run.wait_for_step(1)

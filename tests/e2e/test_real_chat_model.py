@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.usefixtures("chat_model"),
 ]
 SGLANG_PYTHON = os.environ.get("ASYNCRL_SGLANG_PYTHON")
-STEPS = 3
+STEPS = 2
 SHORT: dict[str, Any] = {
     "experiment_name": "sentence",
     "model__path": CHAT_MODEL,
@@ -35,7 +35,7 @@ SHORT: dict[str, Any] = {
     "max_head_offpolicyness": 1,
     "eval__interval": STEPS,
     "eval__size": 2,
-    "checkpoint__interval": 1,
+    "checkpoint__interval": STEPS,
 }
 
 
@@ -73,7 +73,7 @@ def test_it_trains_in_the_cpus_type_through_a_kill_and_transformers_reads_the_ex
     run.worker("model_worker/0").kill()
     assert run.wait() == 0, run.output + run.logs()
     rows = run.rows()
-    assert [row["step"] for row in rows if row["step"]] == [1, 2, 3]
+    assert [row["step"] for row in rows if row["step"]] == [1, 2]
     assert max(row["staleness/max"] for row in rows if row["step"]) <= 1
     assert audit(run.run_dir).findings == ()
     assert main(["export", str(run.run_dir), str(tmp_path / "out")]) == 0
@@ -101,11 +101,11 @@ def test_sglang_serves_its_adapters_in_float32_with_the_trainers_log_probabiliti
     )
     assert run.wait() == 0, run.output + run.logs()
     rows = [row for row in run.rows() if row["step"]]
-    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert [row["step"] for row in rows] == [1, 2]
     assert rows[0]["ppo/behave_kl"] < 1e-6, "SGLang's log-probabilities of version 0 are not the trainer's"
     log = (run.run_dir / "logs" / "gserver_manager-0.log").read_text()
     assert "does not serve the trainer's" not in log
-    assert re.findall(r"generation server 0 agrees with the trainer on v[123]", log), log
+    assert re.findall(r"generation server 0 agrees with the trainer on v[12]", log), log
     assert audit(run.run_dir).findings == ()
     assert main(["export", str(run.run_dir), str(tmp_path / "out")]) == 0  # adapters are merged
     assert not torch.equal(logits(tmp_path / "out"), logits(CHAT_MODEL)), "nothing was learnt"
