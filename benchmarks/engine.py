@@ -24,11 +24,11 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 from common import Table, in_turns, parser, verdict
-from tiny_models import qwen2
+from tiny_models import answered, qwen2
 from transformers import GenerationConfig, PreTrainedModel
 
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.engine_io import GenerationInput, Job, SamplingSpec
+from asyncrl.inference.embedded.engine_io import GenerationInput, SamplingSpec
 
 CONTEXT = 256
 SHAPES = {96: (2, 17), 256: (4, 512)}
@@ -71,14 +71,11 @@ def embedded(model: PreTrainedModel, rows: int) -> Contender:
     engine = GenerationEngine(model, max_running_requests=rows)
 
     def run(load: Load) -> int:
-        inputs = tuple(
+        inputs = [
             GenerationInput(f"r{index}", prompt, SamplingSpec(max_new_tokens=length, seed=index))
             for index, (prompt, length) in enumerate(zip(load.prompts, load.lengths, strict=True))
-        )
-        future = engine.submit(Job(inputs))
-        while engine.step():
-            pass
-        return sum(len(output.logprobs) for output in future.result(timeout=0))
+        ]
+        return sum(len(output.logprobs) for output in answered(engine, inputs))
 
     return run
 

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 from common import Table, demo_model, in_turns, parser
-from tiny_models import batch_of, qwen2, sample_of
+from tiny_models import agreement, answered, batch_of, qwen2, sample_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -38,7 +38,7 @@ from asyncrl.config.setting import Dtype
 from asyncrl.data.prompt_format import PromptFormat
 from asyncrl.data.tokenizers import load_tokenizer
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, Job, SamplingSpec
+from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, SamplingSpec
 from asyncrl.inference.embedded.engine_io import Sequence as Running
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
 from asyncrl.plugins.rewards.arithmetic import arithmetic_reward
@@ -164,12 +164,10 @@ def generate(model: Any, inputs: list[GenerationInput], shares: bool) -> Generat
         batch.prefills.kept = None
     with contextlib.nullcontext() if shares else rows_of_their_own():
         begun = time.process_time()
-        answers = engine.submit(Job(tuple(inputs)))
-        while engine.step():
-            pass
+        outputs = answered(engine, inputs)
         seconds = time.process_time() - begun
     rows = batch.counts.decoded_rows / max(1, batch.counts.generated)
-    return Generated(answers.result(timeout=0), seconds, rows)
+    return Generated(outputs, seconds, rows)
 
 
 def compare_generation(model: Any, inputs: list[GenerationInput], rounds: int) -> tuple[str, ...]:
@@ -179,11 +177,8 @@ def compare_generation(model: Any, inputs: list[GenerationInput], rounds: int) -
         found[shares].append(generate(model, inputs, shares))
     ratio = statistics.median(a.seconds / b.seconds for a, b in zip(*found.values(), strict=True))
     expected, shared = (runs[-1] for runs in found.values())
-    pairs = zip(shared.outputs, expected.outputs, strict=True)
-    same = [(a, b) for a, b in pairs if a.output_ids == b.output_ids]
-    worst = max(abs(x - y) for a, b in same for x, y in zip(a.logprobs, b.logprobs, strict=True))
     tokens = sum(len(output.output_ids) for output in shared.outputs)
-    return f"{tokens:,}", f"{shared.rows:.2f}", f"{ratio:.2f} x", f"{len(same) / len(inputs):.3f}", f"{worst:.1e}"
+    return f"{tokens:,}", f"{shared.rows:.2f}", f"{ratio:.2f} x", *agreement(shared.outputs, expected.outputs)
 
 
 def asked_of(groups: Groups, sampling: SamplingSpec) -> list[GenerationInput]:

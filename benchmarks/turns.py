@@ -30,7 +30,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 from common import Table, in_turns, parser
-from tiny_models import qwen2
+from tiny_models import agreement, qwen2
 from transformers import PreTrainedModel
 
 from asyncrl.inference.embedded.engine import CHUNKED_PREFILL_SIZE, GenerationEngine
@@ -133,12 +133,9 @@ def turns(rounds: int) -> None:
             found[keeps].append(play(model, keeps))
         speed_up = statistics.median(b.seconds / a.seconds for a, b in zip(*found.values(), strict=True))
         kept, anew = (runs[-1] for runs in found.values())
-        pairs = [*zip(kept.outputs, anew.outputs, strict=True)]
-        same = [(one, other) for one, other in pairs if one.output_ids == other.output_ids]
-        worst = max(abs(x - y) for one, other in same for x, y in zip(one.logprobs, other.logprobs, strict=True))
         tokens = (f"{each:,}" for each in (anew.tokens, anew.prefilled, kept.prefilled))
-        figures = (f"{speed_up:.2f} x", f"{len(same) / len(pairs):.3f}", f"{worst:.1e}")
-        table.row(f"{layers} layers, width {hidden}", *tokens, *figures)
+        same = agreement(kept.outputs, anew.outputs)
+        table.row(f"{layers} layers, width {hidden}", *tokens, f"{speed_up:.2f} x", *same)
 
 
 def pauses(model: PreTrainedModel, length: int, part: int) -> tuple[float, float]:
