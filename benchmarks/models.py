@@ -278,15 +278,11 @@ def trained(folder: str, plain: PreTrainedModel, *, share_prefixes: bool = True)
         expected = plain_logprobs(plain, batch["tokens"][piece].tolist())[prompt - 1 :]
         worst = max(worst, float((got[piece][prompt:] - expected.detach()).abs().max()))
         torch.autograd.backward((expected * weights_T[piece][prompt:]).sum())
-    gradients = {name: parameter.grad for name, parameter in engine.network.named_parameters()}
+    mine = {name: each.grad for name, each in engine.network.named_parameters() if each.grad is not None}
     its = {name: each.grad for name, each in plain.named_parameters() if each.grad is not None}
     largest = max(float(gradient.abs().max()) for gradient in its.values())
-    off = max(float((_or_zero(gradients[name], gradient) - gradient).abs().max()) for name, gradient in its.items())
+    off = max(float((mine.get(name, 0.0) - gradient).abs().max()) for name, gradient in its.items())
     return {"layout": str(engine.attention), "logprobs": worst, "gradients": off / largest}
-
-
-def _or_zero(mine: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like) if mine is None else mine
 
 
 def served(folder: str, plain: PreTrainedModel) -> Found:

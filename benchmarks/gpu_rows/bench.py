@@ -10,7 +10,6 @@ import time
 import traceback
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Thread
@@ -245,16 +244,6 @@ class Calls:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-
-@contextmanager
-def calls() -> Iterator[Calls]:
-    """An event loop in a thread, which ends with the block."""
-    made = Calls()
-    try:
-        yield made
-    finally:
-        made.close()
 
 
 def grouped(lengths: list[int], prompt: int, group: int, vocabulary: int) -> list[Trajectory]:
