@@ -6,14 +6,14 @@ Nothing here imports torch, so that processes which measure other things stay sm
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
 from asyncrl.config.load import load_supervised
 from asyncrl.trainer.supervised.base_model import ensure_base_model
 
-T = TypeVar("T")
+T, R = TypeVar("T"), TypeVar("R")
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -39,15 +39,17 @@ def with_block(text: str, begin: str, end: str, block: str) -> str:
     return f"{before}{begin}{block}{end}{rest.partition(end)[2]}"
 
 
-def in_turns(variants: Iterable[T], rounds: int) -> Iterator[tuple[int, T]]:
-    """Yield the number of the round with each of `variants`, in one order and then in the other.
+def by_turns(variants: Iterable[T], rounds: int, measure: Callable[[T], R]) -> list[list[R]]:
+    """Measure `variants` round by round, in one order and then in the other; return the figures of each.
 
     So a machine whose speed changes from minute to minute disturbs the ratios of a round little.
     """
     order = [*variants]
+    found: dict[T, list[R]] = {variant: [] for variant in order}
     for number in range(rounds):
         for variant in order[:: -1 if number % 2 else 1]:
-            yield number, variant
+            found[variant].append(measure(variant))
+    return [*found.values()]
 
 
 def verdict(value: float, target: float, *, at_least: bool = False) -> str:

@@ -32,12 +32,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
-from common import Table, in_turns, parser, verdict
+from common import Table, by_turns, parser, verdict
 from tiny_models import agreement, answered, qwen2
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -123,19 +124,17 @@ def measure(hidden: int, name: str, rounds: int) -> tuple[float, float, float]:
     load = load_of(name, vocabulary)
     tokens = sum(each.sampling.max_new_tokens for each in load)
     fields = {"num_key_value_heads": 4, "max_position_embeddings": 256, "tie_word_embeddings": True}
-    runs = {
-        "engine": embedded(model_of(hidden, vocabulary, **fields), len(load)),
-        "generate": static_batch(model_of(hidden, vocabulary, **fields)),
-    }
-    seconds: dict[str, list[float]] = {contender: [] for contender in runs}
-    for number, contender in in_turns(runs, rounds + 1):
-        begin = time.perf_counter()
-        assert runs[contender](load) == tokens
-        if number:
-            seconds[contender].append(time.perf_counter() - begin)
-    ratio = statistics.median(b / a for a, b in zip(seconds["engine"], seconds["generate"], strict=True))
-    own, other = (tokens / statistics.median(each) for each in seconds.values())
-    return own, other, ratio
+    engine = embedded(model_of(hidden, vocabulary, **fields), len(load))
+    generate = static_batch(model_of(hidden, vocabulary, **fields))
+
+    def seconds(contender: Contender) -> float:
+        begun = time.perf_counter()
+        assert contender(load) == tokens
+        return time.perf_counter() - begun
+
+    ours, others = (each[1:] for each in by_turns((engine, generate), rounds + 1, seconds))
+    ratio = statistics.median(b / a for a, b in zip(ours, others, strict=True))
+    return tokens / statistics.median(ours), tokens / statistics.median(others), ratio
 
 
 def plain(hiddens: Sequence[int], loads: Sequence[str], rounds: int) -> None:
@@ -235,11 +234,9 @@ def turns(hiddens: Sequence[int], rounds: int) -> None:
     table = Table("model", "tokens", "prefilled anew", "prefilled, kept", "speed-up", "equal", "log-probs")
     for hidden in hiddens:
         model = model_of(hidden, VOCABULARY, max_position_embeddings=LONG_CONTEXT)
-        found: dict[bool, list[Played]] = {True: [], False: []}
-        for _, keeps in in_turns(found, rounds):
-            found[keeps].append(play(model, keeps))
-        speed_up = statistics.median(b.seconds / a.seconds for a, b in zip(*found.values(), strict=True))
-        kept, anew = (runs[-1] for runs in found.values())
+        found = by_turns((True, False), rounds, partial(play, model))
+        speed_up = statistics.median(b.seconds / a.seconds for a, b in zip(*found, strict=True))
+        kept, anew = (runs[-1] for runs in found)
         tokens = (f"{each:,}" for each in (anew.tokens, anew.prefilled, kept.prefilled))
         same = agreement(kept.outputs, anew.outputs)
         table.row(label(hidden), *tokens, f"{speed_up:.2f} x", *same)
@@ -286,10 +283,8 @@ def long(hiddens: Sequence[int], rounds: int) -> None:
     for hidden in hiddens:
         model = model_of(hidden, VOCABULARY, max_position_embeddings=LONG_CONTEXT)
         for length in LENGTHS:
-            found: dict[int, list[tuple[float, float]]] = {LONG_CONTEXT: [], CHUNKED_PREFILL_SIZE: []}
-            for _, part in in_turns(found, rounds):
-                found[part].append(pauses(model, length, part))
-            (whole, at_once), (parts, in_parts) = (zip(*runs, strict=True) for runs in found.values())
+            found = by_turns((LONG_CONTEXT, CHUNKED_PREFILL_SIZE), rounds, partial(pauses, model, length))
+            (whole, at_once), (parts, in_parts) = (zip(*runs, strict=True) for runs in found)
             first = statistics.median(a / b for a, b in zip(in_parts, at_once, strict=True))
             steps = (f"{statistics.median(each):.0f} steps" for each in (whole, parts))
             table.row(label(hidden), f"{length:,}", *steps, f"{first:.2f} x")

@@ -93,7 +93,8 @@ def manager_of(batch_size: int, max_staleness: int) -> ManagerService:
 # A manager's own time.
 
 
-async def _admission() -> float:
+async def admission() -> float:
+    """Milliseconds to admit one rollout while `WORKERS` calls wait at the gate."""
     service = manager_of(WORKERS, max_staleness=0)
 
     async def ask(worker: int, turn: int) -> AllocateReply:
@@ -126,11 +127,6 @@ async def _admission() -> float:
         call.cancel()
     await asyncio.gather(*held, return_exceptions=True)
     return 1e3 * took / ADMISSIONS
-
-
-def admission() -> float:
-    """Milliseconds to admit one rollout while `WORKERS` calls wait at the gate."""
-    return asyncio.run(_admission())
 
 
 # Through HTTP.
@@ -249,7 +245,7 @@ def planned_by_the_master() -> float:
 
 
 ROWS = {
-    "admission": Row(f"an admission, {WORKERS} workers waiting", "ms", 0.2, admission),
+    "admission": Row(f"an admission, {WORKERS} workers waiting", "ms", 0.2, lambda: asyncio.run(admission())),
     "cycles": Row(
         f"cycles through HTTP with TLS, {SERVERS} servers",
         "per core-second",
@@ -273,11 +269,8 @@ def main() -> None:
     table = Table("what", "unit", "wanted", "measured", "")
     for row in map(ROWS.__getitem__, args.rows):
         found = statistics.median(row.measure() for _ in range(args.rounds))
-        if row.wanted is None:
-            table.row(row.what, row.unit, "", f"{found:.4g}", "")
-        else:
-            met = verdict(found, row.wanted, at_least=row.at_least)
-            table.row(row.what, row.unit, f"{row.wanted:g}", f"{found:.4g}", met)
+        met = "" if row.wanted is None else verdict(found, row.wanted, at_least=row.at_least)
+        table.row(row.what, row.unit, "" if row.wanted is None else f"{row.wanted:g}", f"{found:.4g}", met)
 
 
 if __name__ == "__main__":

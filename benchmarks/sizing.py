@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -141,11 +141,6 @@ class Case:
     checkpointing: bool = False
     on_host: bool = False
 
-    @classmethod
-    def of(cls, row: Mapping[str, Any]) -> Case:
-        """The case of a row of docs/sizing.json."""
-        return cls(**{field.name: row[field.name] for field in fields(cls)})
-
     def computed(self, described: Mapping[str, Any]) -> MemoryNeed:
         """The need of the rank with the highest peak."""
         attention = AttentionImplementation.sdpa
@@ -231,7 +226,7 @@ def measured(be_rank: Callable[..., Mapping[str, int]], cases: Sequence[Case]) -
         for case in cases:
             scratch = tempfile.mkdtemp(dir=folder)
             found = on_ranks(be_rank, Layout.parse(case.layout).ranks, case, folder, scratch)
-            rows.append({**asdict(case), **max(found, key=lambda of: tuple(of.values()))})
+            rows.append({"case": asdict(case), **max(found, key=lambda of: tuple(of.values()))})
             print(rows[-1], flush=True)
     return rows
 
@@ -402,7 +397,7 @@ def _small_table(rows: Sequence[Mapping[str, Any]]) -> str:
         "|---|---|---|--:|---|--:|--:|--:|",
     ]
     for row in rows:
-        case = Case.of(row)
+        case = Case(**row["case"])
         computed, peak = case.peak(case.computed(SMALL)), row["peak"]
         cells = (case.engine, f"`{case.layout}`", case.dtype, str(case.tokens), "yes" if case.checkpointing else "no")
         figures = (f"{peak / MIB:.0f} MiB", f"{computed / MIB:.0f} MiB", f"{computed / peak:.2f}")
@@ -413,7 +408,7 @@ def _small_table(rows: Sequence[Mapping[str, Any]]) -> str:
 def _ways_table(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = ["| | measured | computed | on the host |", "|---|--:|--:|--:|"]
     for row in rows:
-        if (case := Case.of(row)).tokens == LONGEST:
+        if (case := Case(**row["case"])).tokens == LONGEST:
             words = ["gradient checkpointing"] * case.checkpointing + ["activations on the host"] * case.on_host
             sizes = row["peak"], case.passing(case.computed(NARROW)), row["host_bytes"]
             cells = [f"{round(size / MIB)} MiB" if size else "" for size in sizes]

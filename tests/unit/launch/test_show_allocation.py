@@ -277,10 +277,10 @@ def test_the_sizing_page_is_what_its_script_writes(sizing: ModuleType) -> None:
 def test_measured_memory_is_what_is_computed(sizing: ModuleType) -> None:
     found = json.loads(sizing.MEASURED.read_text(encoding="utf-8"))
     for row in found["small"]:
-        case = sizing.Case.of(row)
+        case = sizing.Case(**row["case"])
         assert case.peak(case.computed(sizing.SMALL)) == pytest.approx(row["peak"], rel=0.15)
     for row in found["lengths"]:
-        case = sizing.Case.of(row)
+        case = sizing.Case(**row["case"])
         computed = case.computed(sizing.NARROW)
         assert case.passing(computed) == pytest.approx(row["peak"], rel=0.1)
         assert computed.host_inputs == row["host_bytes"]
