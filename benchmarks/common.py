@@ -13,7 +13,8 @@ from typing import TypeVar
 from asyncrl.config.load import load_supervised
 from asyncrl.trainer.supervised.base_model import ensure_base_model
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:

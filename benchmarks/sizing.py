@@ -101,7 +101,7 @@ GPUS = (("24 GiB", 24), ("48 GiB", 48), ("80 GiB", 80), ("141 GiB", 141))
 CUDA_GIB = 1.5
 """Left to CUDA's context, NCCL's buffers and fragments when asking what fits."""
 
-SMALL: Mapping[str, Any] = {
+SMALL: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 16000,
     "hidden_size": 512,
@@ -111,13 +111,13 @@ SMALL: Mapping[str, Any] = {
     "intermediate_size": 1536,
     "tie_word_embeddings": False,
 }
-TINY: Mapping[str, Any] = SMALL | {
+TINY = SMALL | {
     "num_hidden_layers": 1,
     "vocab_size": 16,
     "hidden_size": 16,
     "intermediate_size": 16,
 }
-NARROW: Mapping[str, Any] = SMALL | {
+NARROW = SMALL | {
     "vocab_size": 64,
     "hidden_size": 32,
     "num_hidden_layers": 12,
@@ -214,7 +214,7 @@ def memory_of_process(name: str) -> int:
     return int(line.split()[1]) << 10
 
 
-def measured(be_rank: Callable[..., Mapping[str, int]], cases: Sequence[Case]) -> list[dict[str, Any]]:
+def measured(be_rank: Callable[..., dict[str, int]], cases: Sequence[Case]) -> list[dict[str, Any]]:
     """Rows of docs/sizing.json: each case with what the rank of the largest peak returns."""
     os.environ |= {"MALLOC_MMAP_THRESHOLD_": str(1 << 16), "OMP_NUM_THREADS": "1"}
     from tiny_models import save_described
@@ -222,11 +222,11 @@ def measured(be_rank: Callable[..., Mapping[str, int]], cases: Sequence[Case]) -
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for name, described in (("small", SMALL), ("tiny", TINY), ("narrow", NARROW)):
-            save_described(dict(described), Path(folder, name))
+            save_described(described, Path(folder, name))
         for case in cases:
             scratch = tempfile.mkdtemp(dir=folder)
-            found = on_ranks(be_rank, Layout.parse(case.layout).ranks, case, folder, scratch)
-            rows.append({"case": asdict(case), **max(found, key=lambda of: tuple(of.values()))})
+            found: list[dict[str, int]] = on_ranks(be_rank, Layout.parse(case.layout).ranks, case, folder, scratch)
+            rows.append({"case": asdict(case), **max(found, key=lambda of: of["peak"])})
             print(rows[-1], flush=True)
     return rows
 
@@ -321,7 +321,7 @@ def _batch(sequences: int, length: int, described: Mapping[str, Any]) -> Any:
     return batch_of([[sample_of(rng.integers(0, described["vocab_size"], length), 1) for _ in range(sequences)]])
 
 
-KINDS: Mapping[str, tuple[Callable[..., Mapping[str, int]], Sequence[Case]]] = {
+KINDS: Mapping[str, tuple[Callable[..., dict[str, int]], Sequence[Case]]] = {
     "small": (_small, SMALL_CASES),
     "lengths": (_length, LENGTH_CASES),
 }
