@@ -225,7 +225,7 @@ def measured(be_rank: Callable[..., dict[str, int]], cases: Sequence[Case]) -> l
             save_described(described, Path(folder, name))
         for case in cases:
             scratch = tempfile.mkdtemp(dir=folder)
-            found: list[dict[str, int]] = on_ranks(be_rank, Layout.parse(case.layout).ranks, case, folder, scratch)
+            found = on_ranks(be_rank, Layout.parse(case.layout).ranks, case, folder, scratch)
             rows.append({"case": asdict(case), **max(found, key=lambda of: of["peak"])})
             print(rows[-1], flush=True)
     return rows
