@@ -36,7 +36,7 @@ os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as in a run: GPUs ar
 
 import torch
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401 - like the engines below
-from common import parser
+from common import parser, verdict
 from gpu_rows import generation, machine, sglang_server, training, weights
 from gpu_rows.bench import MODEL, Bench, Figure, LeftOut, one_line
 from transformers.utils.logging import disable_progress_bar
@@ -196,9 +196,8 @@ def summary(figures: dict[str, dict[str, float | str]]) -> Iterator[str]:
             yield f"  {target.name:<48} {'not measured':>12}  {wanted}"
             continue
         value, way = best
-        met = value >= target.value if target.at_least else value <= target.value
-        by = f"  ({way})" if way else ""
-        yield f"  {target.name:<48} {value:>12.4g}  {wanted}  {'met' if met else 'MISSED'}{by}"
+        met, by = verdict(value, target.value, at_least=target.at_least), f"  ({way})" if way else ""
+        yield f"  {target.name:<48} {value:>12.4g}  {wanted}  {met}{by}"
 
 
 def _values(figures: list[Figure]) -> dict[str, float | str]:

@@ -21,7 +21,6 @@ with limits of time and memory. The whole takes some ten minutes of two cores.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
@@ -41,20 +40,21 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import numpy as np
 import torch
 import transformers
-from common import with_block
+from common import parser, with_block
+from tiny_models import answered, batch_of, sample_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from asyncrl.api.trajectory import Sample, Trajectory
+from asyncrl.api.trajectory import Sample
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.engine_io import GenerationInput, Job, SamplingSpec
+from asyncrl.inference.embedded.engine_io import GenerationInput, SamplingSpec
 from asyncrl.models.parity import UnsupportedModelError
 from asyncrl.models.transformers_internals import set_attention
-from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
+from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.flat import FlatLoader
 from asyncrl.trainer.parallel.world import RankPosition
 from asyncrl.trainer.settings import OptimizerConfig, VisionMode
@@ -243,29 +243,15 @@ def branching_batch() -> StepBatch:
     """Samples of up to `LONGEST` tokens that branch in the middle of prompts, of answers and of each other."""
     draw = np.random.default_rng(0)
     made: list[Sample] = []
-
-    def add(tokens: list[int], prompt: int) -> None:
-        mask = (np.arange(len(tokens)) >= prompt).astype(np.uint8)
-        made.append(
-            Sample(
-                tokens=np.array(tokens, np.int32),
-                loss_mask=mask,
-                behave_logprobs=np.zeros(len(tokens), np.float32),
-                versions=np.where(mask, 0, -1).astype(np.int32),
-                reward=0.0,
-                truncated=False,
-            )
-        )
-
     for _ in range(3):
         prompt = draw.integers(3, VOCABULARY, int(draw.integers(4, 30))).tolist()
         answer = draw.integers(3, VOCABULARY, LONGEST - len(prompt)).tolist()
         for cut in (0, 1, len(answer) // 3, len(answer) // 2, len(answer) - 3):
             other = draw.integers(3, VOCABULARY, int(draw.integers(1, max(2, len(answer) - cut)))).tolist()
-            add(prompt + answer[:cut] + other, len(prompt))
+            made.append(sample_of(prompt + answer[:cut] + other, len(prompt)))
         for end in (len(answer) // 2, len(answer), len(answer)):
-            add(prompt + answer[:end], len(prompt))
-    return build_step_batch([Trajectory("r", "p", 0, tuple(made))], [0], version=0, num_minibatches=1)
+            made.append(sample_of(prompt + answer[:end], len(prompt)))
+    return batch_of([made])
 
 
 def trained(folder: str, plain: PreTrainedModel, *, share_prefixes: bool = True) -> Found:
@@ -292,15 +278,11 @@ def trained(folder: str, plain: PreTrainedModel, *, share_prefixes: bool = True)
         expected = plain_logprobs(plain, batch["tokens"][piece].tolist())[prompt - 1 :]
         worst = max(worst, float((got[piece][prompt:] - expected.detach()).abs().max()))
         torch.autograd.backward((expected * weights_T[piece][prompt:]).sum())
-    gradients = {name: parameter.grad for name, parameter in engine.network.named_parameters()}
+    mine = {name: each.grad for name, each in engine.network.named_parameters() if each.grad is not None}
     its = {name: each.grad for name, each in plain.named_parameters() if each.grad is not None}
     largest = max(float(gradient.abs().max()) for gradient in its.values())
-    off = max(float((_or_zero(gradients[name], gradient) - gradient).abs().max()) for name, gradient in its.items())
+    off = max(float((mine.get(name, 0.0) - gradient).abs().max()) for name, gradient in its.items())
     return {"layout": str(engine.attention), "logprobs": worst, "gradients": off / largest}
-
-
-def _or_zero(mine: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like) if mine is None else mine
 
 
 def served(folder: str, plain: PreTrainedModel) -> Found:
@@ -316,20 +298,15 @@ def served(folder: str, plain: PreTrainedModel) -> Found:
         sampling = SamplingSpec(max_new_tokens=draw.randint(1, 28), seed=number, temperature=float(number != 3))
         prompt = common if number == 5 else common[: draw.choice((0, 20, 40))] + own
         requests.append(GenerationInput(f"r{number}", prompt, sampling, prompt_logprobs_from=0))
-    future = engine.submit(Job(tuple(requests)))
-    while engine.step():
-        pass
+    answers = list(zip(requests, answered(engine, requests), strict=True))
     worst = decoded = 0.0
     with torch.no_grad():
-        answered = list(zip(requests, future.result(timeout=0), strict=True))
-        for request, output in answered:
+        for request, output in answers:
             expected = plain_logprobs(plain, [*request.input_ids, *output.output_ids])
             got = torch.tensor([*(output.prompt_logprobs or [None])[1:], *output.logprobs])
             worst = max(worst, float((got - expected).abs().max()))
         if worst > LOGPROB_TOLERANCE:
-            decoded = max(
-                decode_difference(plain, request.input_ids, output.output_ids) for request, output in answered
-            )
+            decoded = max(decode_difference(plain, request.input_ids, output.output_ids) for request, output in answers)
     return {"logprobs": worst, "decode": decoded}
 
 
@@ -456,15 +433,15 @@ def write_page(rows: Iterable[Found]) -> None:
 
 def main() -> None:
     """Try models, or write the page."""
-    parser = argparse.ArgumentParser(description="Try every causal language model of transformers.")
-    parser.add_argument("--out", type=Path, help="file that a line of JSON is appended to for each model")
-    parser.add_argument("--only", nargs="+", default=NAMES, metavar="MODEL_TYPE", help="these alone")
-    parser.add_argument("--part", default="1/1", help="of M parts the K-th, as K/M")
-    parser.add_argument("--length", type=int, default=24, help="tokens of every window, chunk and index")
-    parser.add_argument(
+    command = parser(__doc__)
+    command.add_argument("--out", type=Path, help="file that a line of JSON is appended to for each model")
+    command.add_argument("--only", nargs="+", default=NAMES, metavar="MODEL_TYPE", help="these alone")
+    command.add_argument("--part", default="1/1", help="of M parts the K-th, as K/M")
+    command.add_argument("--length", type=int, default=24, help="tokens of every window, chunk and index")
+    command.add_argument(
         "--write", nargs="+", type=Path, metavar="FILE", help="write docs/tables/models.md from these files"
     )
-    options = parser.parse_args()
+    options = command.parse_args()
     if options.write:
         lines = [line for path in options.write for line in path.read_text(encoding="utf-8").splitlines()]
         write_page({found["name"]: found for found in map(json.loads, lines)}.values())

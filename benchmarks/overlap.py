@@ -14,21 +14,29 @@ every process's CPU-seconds for a step: where the time goes that two cores have,
 
 from __future__ import annotations
 
+import re
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import MEASURED_RUN, Table, cpu_seconds, demo_model, parser, start_run, verdict, wait_for_step
+import psutil
+from common import Table, demo_model, parser, verdict
 
 from asyncrl.observe.tail import read_rows
 
 WARM_UP_STEPS = 8
 ETA = 4
 CONTROL = ("gserver_manager", "master_worker")
+TITLE = re.compile(r"^asyncrl (\w+)/")
+MEASURED_RUN = ("eval.interval=0", "checkpoint.interval=0", "logging.tensorboard=false", "resume=restart")
+"""Settings of runs whose steps are timed: nothing but training."""
 TARGETS = {"speed-up": 1.5, "efficiency": 0.9, "control": 0.10}
 
 
@@ -45,6 +53,22 @@ class Measured:
     cpu: dict[str, float]
 
 
+def wait_for_step(process: subprocess.Popen[bytes], metrics: Path, step: int) -> None:
+    """Return once the run's file of metrics has a row for each of `step` steps and the initial model, or it ended."""
+    while process.poll() is None and (not metrics.exists() or metrics.read_bytes().count(b"\n") <= step):
+        time.sleep(0.05)  # a benchmark looks; it synchronises nothing
+
+
+def cpu_seconds(process: subprocess.Popen[bytes]) -> Counter[str]:
+    """Return the CPU seconds of a run's processes so far, by kind of process."""
+    seconds: Counter[str] = Counter()
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # one that has ended meanwhile is none of the run's
+            if named := TITLE.search(" ".join(child.cmdline())):
+                seconds[named[1]] += sum(child.cpu_times()[:2])  # type: ignore[assignment]
+    return seconds
+
+
 def run(root: Path, steps: int, eta: int, mode: str, number: int, overrides: Sequence[str]) -> Measured:
     """One run of the demo.
 
@@ -55,7 +79,8 @@ def run(root: Path, steps: int, eta: int, mode: str, number: int, overrides: Seq
     run_dir = root / "overlap" / trial
     settings = [f"max_head_offpolicyness={eta}", f"manager.update_mode={mode}", f"total_train_steps={steps}"]
     settings += ["experiment_name=overlap", f"trial_name={trial}", f"fileroot={root}", *MEASURED_RUN]
-    process = start_run("async_ppo", [*settings, *overrides])
+    command = [sys.executable, "-m", "asyncrl.launch", "async_ppo", *settings, *overrides]
+    process = subprocess.Popen(command, stdout=sys.stderr)
     marks: list[tuple[float, Counter[str]]] = []
     for step in (WARM_UP_STEPS, steps - 2):
         wait_for_step(process, run_dir / "metrics.jsonl", step)

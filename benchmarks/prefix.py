@@ -23,13 +23,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import Table, demo_model, in_turns, parser
-from tiny_models import batch_of, qwen2, sample_of
+from common import Table, by_turns, demo_model, parser
+from tiny_models import agreement, answered, batch_of, qwen2, sample_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -38,7 +39,7 @@ from asyncrl.config.setting import Dtype
 from asyncrl.data.prompt_format import PromptFormat
 from asyncrl.data.tokenizers import load_tokenizer
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, Job, SamplingSpec
+from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, SamplingSpec
 from asyncrl.inference.embedded.engine_io import Sequence as Running
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
 from asyncrl.plugins.rewards.arithmetic import arithmetic_reward
@@ -121,13 +122,14 @@ def compare_training(folder: str, groups: Groups, rounds: int) -> tuple[str, ...
     kinds = (AttentionKind.packed, AttentionKind.tree)
     engines = {kind: engine_of(folder, kind) for kind in kinds}
     packed, tree = (step(engine, batch_of(groups, MINIBATCHES)) for engine in engines.values())
-    times: dict[AttentionKind, list[float]] = {kind: [] for kind in kinds}
-    for _, kind in in_turns(kinds, rounds):
+
+    def seconds(kind: AttentionKind) -> float:
         batch = batch_of(groups, MINIBATCHES)  # a new one: what is found out about a batch is kept with it
         begun = time.process_time()
         step(engines[kind], batch)
-        times[kind].append(time.process_time() - begun)
-    speed_up = statistics.median(a / b for a, b in zip(*times.values(), strict=True))
+        return time.process_time() - begun
+
+    speed_up = statistics.median(a / b for a, b in zip(*by_turns(kinds, rounds, seconds), strict=True))
     gradients = (packed[1] - tree[1]).abs().max() / packed[1].abs().max()
     differences = (float((packed[0] - tree[0]).abs().max()), float(gradients))
     return f"{tree[3]:,}", f"{tree[2] / tree[3]:.2f}", f"{speed_up:.2f} x", *(f"{each:.1e}" for each in differences)
@@ -164,26 +166,19 @@ def generate(model: Any, inputs: list[GenerationInput], shares: bool) -> Generat
         batch.prefills.kept = None
     with contextlib.nullcontext() if shares else rows_of_their_own():
         begun = time.process_time()
-        answers = engine.submit(Job(tuple(inputs)))
-        while engine.step():
-            pass
+        outputs = answered(engine, inputs)
         seconds = time.process_time() - begun
     rows = batch.counts.decoded_rows / max(1, batch.counts.generated)
-    return Generated(answers.result(timeout=0), seconds, rows)
+    return Generated(outputs, seconds, rows)
 
 
 def compare_generation(model: Any, inputs: list[GenerationInput], rounds: int) -> tuple[str, ...]:
     """A row of the table, without its name."""
-    found: dict[bool, list[Generated]] = {False: [], True: []}
-    for _, shares in in_turns(found, rounds):
-        found[shares].append(generate(model, inputs, shares))
-    ratio = statistics.median(a.seconds / b.seconds for a, b in zip(*found.values(), strict=True))
-    expected, shared = (runs[-1] for runs in found.values())
-    pairs = zip(shared.outputs, expected.outputs, strict=True)
-    same = [(a, b) for a, b in pairs if a.output_ids == b.output_ids]
-    worst = max(abs(x - y) for a, b in same for x, y in zip(a.logprobs, b.logprobs, strict=True))
+    found = by_turns((False, True), rounds, partial(generate, model, inputs))
+    ratio = statistics.median(a.seconds / b.seconds for a, b in zip(*found, strict=True))
+    expected, shared = (runs[-1] for runs in found)
     tokens = sum(len(output.output_ids) for output in shared.outputs)
-    return f"{tokens:,}", f"{shared.rows:.2f}", f"{ratio:.2f} x", f"{len(same) / len(inputs):.3f}", f"{worst:.1e}"
+    return f"{tokens:,}", f"{shared.rows:.2f}", f"{ratio:.2f} x", *agreement(shared.outputs, expected.outputs)
 
 
 def asked_of(groups: Groups, sampling: SamplingSpec) -> list[GenerationInput]:

@@ -1,34 +1,46 @@
-"""Memory needs of layouts: the tables of docs/sizing.md, and the model of memory against real runs on this CPU.
+"""Memory needs of layouts: the tables of docs/sizing.md, and the model of memory against real steps on this CPU.
 
-    python benchmarks/sizing.py              rewrite docs/sizing.md
-    python benchmarks/sizing.py --measure    run the small models first and note their peaks in docs/sizing.json
+    python benchmarks/sizing.py                           rewrite docs/sizing.md
+    python benchmarks/sizing.py --measure small lengths   first run these cases and note their peaks in docs/sizing.json
 
-A measured case trains a small random model for two steps in a process per rank, by the engine as a run has it. Measured
-is the highest resident memory of a rank less what its libraries take; beside it stands what `asyncrl.trainer.sizing`
-says of the same case. glibc is told to give freed memory back (MALLOC_MMAP_THRESHOLD_), else it keeps what a later
-allocation would have used.
+Each case trains a random model with the engine as a ModelWorker builds it, in a fresh process per rank. What
+`asyncrl.trainer.sizing` says of the same case stands beside it. Minutes on a CPU.
+
+small    two steps of a small model: the highest resident memory of a rank less what its libraries take. glibc is told
+         to give freed memory back (MALLOC_MMAP_THRESHOLD_), else it keeps what a later allocation would have used.
+lengths  a step on one long sequence, after one on a short sequence: what that step allocates at its peak, by torch's
+         count of its allocator: activations, logits, gradients on their way; no weights, gradients and moments, which
+         do not depend on the length. Host memory for activations comes from numpy, which torch does not count. Torch
+         counts what the thread that trains gives back, so an exchange between ranks waits until gloo's thread has let
+         go of its tensors.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import multiprocessing
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from common import memory_of_process, on_ranks, parser, with_block
+from common import parser, with_block
 
+from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.trainer.parallel.placement import Layout, WorkerGrid
-from asyncrl.trainer.settings import AttentionImplementation
+from asyncrl.trainer.settings import AttentionImplementation, KeptOn
 from asyncrl.trainer.sizing import MemoryNeed, SizedModel, Workload, count, need
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "sizing.md"
 MEASURED = PAGE.with_suffix(".json")
+LIMIT_S = 1800.0
+"""Longest that the processes of a case may take, and an exchange may keep its tensors."""
 GIB, MIB = 1 << 30, 1 << 20
 
 QWEN2 = {"model_type": "qwen2", "vocab_size": 152064, "tie_word_embeddings": False}
@@ -89,7 +101,7 @@ GPUS = (("24 GiB", 24), ("48 GiB", 48), ("80 GiB", 80), ("141 GiB", 141))
 CUDA_GIB = 1.5
 """Left to CUDA's context, NCCL's buffers and fragments when asking what fits."""
 
-SMALL: Mapping[str, Any] = {
+SMALL: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 16000,
     "hidden_size": 512,
@@ -99,26 +111,54 @@ SMALL: Mapping[str, Any] = {
     "intermediate_size": 1536,
     "tie_word_embeddings": False,
 }
-TINY: Mapping[str, Any] = {"num_hidden_layers": 1, "vocab_size": 16, "hidden_size": 16, "intermediate_size": 16}
+TINY = SMALL | {
+    "num_hidden_layers": 1,
+    "vocab_size": 16,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+}
+NARROW = SMALL | {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 1 << 16,
+}
+"""Of long sequences, whose activations are most of its memory."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One measured run of the small model."""
+    """A measured train step."""
 
     engine: str
     layout: str
     dtype: str
     tokens: int
     checkpointing: bool = False
+    on_host: bool = False
 
-    @property
-    def workload(self) -> Workload:
-        """As the model of memory takes it."""
-        return Workload(self.engine, Dtype(self.dtype), AttentionImplementation.sdpa, self.tokens, self.tokens)
+    def computed(self, described: Mapping[str, Any]) -> MemoryNeed:
+        """The need of the rank with the highest peak."""
+        attention = AttentionImplementation.sdpa
+        work = Workload(
+            self.engine, Dtype(self.dtype), attention, self.tokens, self.tokens, activations_on_host=self.on_host
+        )
+        return max(needs(count(described), Layout.parse(self.layout), work), key=self.peak)
+
+    def peak(self, of: MemoryNeed) -> int:
+        """Bytes of a need at the peak."""
+        return of.total_checkpointed if self.checkpointing else of.total
+
+    def passing(self, of: MemoryNeed) -> int:
+        """Bytes at the peak beside those kept from step to step."""
+        return self.peak(of) - of.kept
 
 
-CASES = (
+SMALL_CASES = (
     Case("flat", "d1", "float32", 256),
     Case("flat", "d1", "float32", 1024),
     Case("flat", "d1", "bfloat16", 256),
@@ -127,6 +167,13 @@ CASES = (
     Case("sharded", "d2", "float32", 1024, checkpointing=True),
     Case("sharded", "d2", "bfloat16", 256),
     Case("sharded", "d4", "float32", 256),
+)
+LONGEST = 32768
+LENGTH_CASES = tuple(
+    Case(engine, layout, "float32", tokens, checkpointing, on_host)
+    for tokens in (4096, 8192, 16384, LONGEST)
+    for checkpointing, on_host in ((False, False), (True, False), (True, True))
+    for engine, layout in (("flat", "d1"), ("sharded", "c2"))
 )
 
 
@@ -139,78 +186,158 @@ def needs(model: SizedModel, layout: Layout, work: Workload) -> list[MemoryNeed]
 # Measuring.
 
 
-def measure(case: Case) -> float:
-    """The largest peak of any rank, in MiB above its libraries."""
+def on_ranks(be_rank: Callable[..., Any], ranks: int, *arguments: Any) -> list[Any]:
+    """Call `be_rank(rank, *arguments)` in a fresh process for each rank; return what they return, in any order."""
+    context = multiprocessing.get_context("spawn")
+    results: Any = context.Queue()
+    processes = [
+        context.Process(target=_be_rank, args=(be_rank, rank, arguments, results), daemon=True) for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    found = [results.get(timeout=LIMIT_S) for _ in processes]
+    for process in processes:
+        process.join(LIMIT_S)
+    return found
+
+
+def _be_rank(be_rank: Callable[..., Any], rank: int, arguments: tuple[Any, ...], results: Any) -> None:
+    results.put(be_rank(rank, *arguments))
+
+
+def memory_of_process(name: str) -> int:
+    """Bytes of this process by /proc: VmRSS, resident now, or VmHWM, the most since the program began.
+
+    rusage would count the parent's too.
+    """
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1]) << 10
+
+
+def measured(be_rank: Callable[..., dict[str, int]], cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """Rows of docs/sizing.json: each case with what the rank of the largest peak returns."""
     os.environ |= {"MALLOC_MMAP_THRESHOLD_": str(1 << 16), "OMP_NUM_THREADS": "1"}
     from tiny_models import save_described
 
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
-        save_described(dict(SMALL), Path(folder, "small"))
-        save_described({**SMALL, **TINY}, Path(folder, "tiny"))
-        found: list[float] = on_ranks(_be_rank, Layout.parse(case.layout).ranks, case, folder)
-        return max(found)
+        for name, described in (("small", SMALL), ("tiny", TINY), ("narrow", NARROW)):
+            save_described(described, Path(folder, name))
+        for case in cases:
+            scratch = tempfile.mkdtemp(dir=folder)
+            found = on_ranks(be_rank, Layout.parse(case.layout).ranks, case, folder, scratch)
+            rows.append({"case": asdict(case), **max(found, key=lambda of: of["peak"])})
+            print(rows[-1], flush=True)
+    return rows
 
 
-def _be_rank(rank: int, case: Case, folder: str) -> float:
-    """Trains a step of a tiny model, by which every library is loaded, then two of the case's."""
+@contextmanager
+def _rank(rank: int, case: Case, folder: str, scratch: str) -> Iterator[Callable[[str], Any]]:
+    """A function that builds the engine of this rank for the model of that name."""
     import torch
     from tiny_models import rank_world
-
-    from asyncrl.config.experiment import ExperimentConfig
 
     torch.set_num_threads(1)
     config = ExperimentConfig()
     config.model.dtype, config.trainer.engine = Dtype(case.dtype), case.engine
     config.trainer.parallel, config.trainer.gradient_checkpointing = case.layout, case.checkpointing
     config.trainer.tokens_per_micro_batch = case.tokens
-    with rank_world(config, rank, Path(folder)) as (_, build):
+    config.trainer.activations_on = KeptOn.host if case.on_host else KeptOn.device
+    with rank_world(config, rank, Path(scratch)) as (_, build):
 
-        def train(name: str, tokens: int, steps: int) -> None:
+        def engine(name: str) -> Any:
             config.model.path = f"{folder}/{name}"
-            engine = build().policy("actor")
-            batch = _batch(tokens, engine.model_config.vocab_size)
-            wanted = torch.ones(batch.num_tokens, dtype=torch.bool)
-            wanted[torch.from_numpy(batch.starts_S)] = False
-            for _ in range(steps):
-                engine.compute_gradients(
-                    batch, wanted, range(batch.num_seqs), lambda _, out: (-out.logprobs_N.sum() / tokens, {})
-                )
-                engine.step(1e-4)
+            return build().policy("actor")
 
-        train("tiny", 64, 1)
+        yield engine
+
+
+def _small(rank: int, case: Case, folder: str, scratch: str) -> dict[str, int]:
+    """Trains a step of a tiny model, by which every library is loaded, then two of the case's."""
+    from tiny_models import train_step
+
+    with _rank(rank, case, folder, scratch) as build:
+        engine = build("tiny")
+        train_step(engine, _batch(2, 129, TINY))
+        del engine
         gc.collect()
         before = memory_of_process("VmRSS")
-        train("small", case.tokens, 2)
-        return (memory_of_process("VmHWM") - before) / MIB
+        engine = build("small")
+        batch = _batch(2 * max(1, case.tokens // 128), 129, SMALL)  # two micro-batches
+        for _ in range(2):
+            train_step(engine, batch)
+        return {"peak": memory_of_process("VmHWM") - before}
 
 
-def _batch(tokens: int, vocabulary: int) -> Any:
-    """Two micro-batches of `tokens` input tokens, in sequences of 129 tokens, of which 128 go into the model."""
+def _length(rank: int, case: Case, folder: str, scratch: str) -> dict[str, int]:
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+    from tiny_models import backward, train_step
+
+    from asyncrl.trainer.model import layers as gradient_checkpointing
+
+    on_host: list[int] = []
+
+    def host_like(tensor: torch.Tensor) -> torch.Tensor:
+        on_host.append(tensor.nbytes)
+        return torch.from_numpy(np.empty(tuple(tensor.shape), np.float32))
+
+    def users(tensor: torch.Tensor) -> int:
+        return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+    all_to_all: Callable[..., object] = dist.all_to_all_single
+
+    def exchange(*tensors: torch.Tensor, group: dist.ProcessGroup) -> None:
+        before = [users(tensor) for tensor in tensors]
+        all_to_all(*(tensor.detach() for tensor in tensors), group=group)  # tensors of its own to let go of
+        until = time.monotonic() + LIMIT_S
+        while any(users(tensor) > n for tensor, n in zip(tensors, before, strict=True)):
+            assert time.monotonic() < until, "gloo keeps a tensor that it has sent"
+            os.sched_yield()
+
+    vars(gradient_checkpointing)["host_like"] = host_like
+    vars(dist)["all_to_all_single"] = exchange
+    with _rank(rank, case, folder, scratch) as build:
+        engine = build("narrow")
+        train_step(engine, _batch(1, 65, NARROW))
+        on_host.clear()
+        with torch.profiler.profile(profile_memory=True) as profiled:
+            backward(engine, _batch(1, case.tokens + 1, NARROW))
+        held = peak = 0
+        for event in profiled.profiler.kineto_results.events():
+            if event.name() == "[memory]":
+                held += event.nbytes()
+                peak = max(peak, held)
+        return {"peak": peak, "host_bytes": sum(on_host)}
+
+
+def _batch(sequences: int, length: int, described: Mapping[str, Any]) -> Any:
+    """Random sequences of `length` tokens, of which all but one go into the model."""
     import numpy as np
     from tiny_models import batch_of, sample_of
 
     rng = np.random.default_rng(0)
-    count = 2 * max(1, tokens // 128)
-    return batch_of([[sample_of(rng.integers(0, vocabulary, 129), 1) for _ in range(count)]])
+    return batch_of([[sample_of(rng.integers(0, described["vocab_size"], length), 1) for _ in range(sequences)]])
+
+
+KINDS: Mapping[str, tuple[Callable[..., dict[str, int]], Sequence[Case]]] = {
+    "small": (_small, SMALL_CASES),
+    "lengths": (_length, LENGTH_CASES),
+}
 
 
 # The page.
 
 
-def page(text: str, measured: Sequence[Mapping[str, Any]]) -> str:
-    """`text`, that of docs/sizing.md, with its tables computed anew; `measured` are the cases of docs/sizing.json."""
+def page(text: str, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """`text`, that of docs/sizing.md, with its tables computed anew; `found` is what docs/sizing.json has."""
     tables = {name: _layout_table(count(described), LAYOUTS[name]) for name, described in MODELS.items()}
-    tables |= {"long contexts": _length_table(count(MODELS[LONG])), "measured": _measured_table(measured)}
+    tables |= {"long contexts": _length_table(count(MODELS[LONG]))}
+    tables |= {"measured": _small_table(found["small"]), "measured lengths": _ways_table(found["lengths"])}
     for name, table in tables.items():
         text = with_block(text, f"<!-- {name}: by benchmarks/sizing.py -->\n", "<!-- end -->", table)
     return text
-
-
-def computed_mib(case: Case) -> float:
-    """The largest need of any rank of `case`."""
-    layout = Layout.parse(case.layout)
-    each = needs(count(SMALL), layout, case.workload)
-    return max(of.total_checkpointed if case.checkpointing else of.total for of in each) / MIB
 
 
 def _layout_table(model: SizedModel, layouts: Sequence[str]) -> str:
@@ -264,32 +391,40 @@ def _fits(total: int, checkpointed: int) -> str:
     return best if plain == best else f"{plain or 'none of these'} ({best})"
 
 
-def _measured_table(measured: Sequence[Mapping[str, Any]]) -> str:
+def _small_table(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [
         "| engine | layout | type | tokens | checkpointing | measured | computed | computed / measured |",
         "|---|---|---|--:|---|--:|--:|--:|",
     ]
-    for row in measured:
-        case = Case(**{key: value for key, value in row.items() if key != "measured_mib"})
-        computed, peak = computed_mib(case), row["measured_mib"]
+    for row in rows:
+        case = Case(**row["case"])
+        computed, peak = case.peak(case.computed(SMALL)), row["peak"]
         cells = (case.engine, f"`{case.layout}`", case.dtype, str(case.tokens), "yes" if case.checkpointing else "no")
-        figures = (f"{peak} MiB", f"{computed:.0f} MiB", f"{computed / peak:.2f}")
+        figures = (f"{peak / MIB:.0f} MiB", f"{computed / MIB:.0f} MiB", f"{computed / peak:.2f}")
         lines.append(f"| {' | '.join((*cells, *figures))} |")
+    return "\n".join(lines) + "\n"
+
+
+def _ways_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    lines = ["| | measured | computed | on the host |", "|---|--:|--:|--:|"]
+    for row in rows:
+        if (case := Case(**row["case"])).tokens == LONGEST:
+            words = ["gradient checkpointing"] * case.checkpointing + ["activations on the host"] * case.on_host
+            sizes = row["peak"], case.passing(case.computed(NARROW)), row["host_bytes"]
+            cells = [f"{round(size / MIB)} MiB" if size else "" for size in sizes]
+            lines.append(f"| {', '.join([f'`{case.layout}`', *words])} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     """Rewrite the page."""
     command = parser(__doc__)
-    command.add_argument("--measure", action="store_true", help="measure anew")
-    if command.parse_args().measure:
-        rows = []
-        for case in CASES:
-            rows.append({**asdict(case), "measured_mib": round(measure(case))})
-            print(case, f"{rows[-1]['measured_mib']} MiB measured, {computed_mib(case):.0f} computed", flush=True)
-        MEASURED.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    measured = json.loads(MEASURED.read_text(encoding="utf-8"))
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), measured), encoding="utf-8")
+    command.add_argument("--measure", nargs="+", choices=KINDS, default=(), help="measure these anew")
+    found = json.loads(MEASURED.read_text(encoding="utf-8"))
+    for kind in command.parse_args().measure:
+        found[kind] = measured(*KINDS[kind])
+        MEASURED.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
 
 
 if __name__ == "__main__":

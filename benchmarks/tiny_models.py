@@ -1,4 +1,4 @@
-"""Models with random weights, samples with random tokens, and training ranks outside a run, for benchmarks."""
+"""Models with random weights, samples with random tokens, training ranks and answers outside a run, for benchmarks."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.comm.name_resolve import NameBackend, make_resolver
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.inference.embedded.engine import GenerationEngine
+from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, Job
 from asyncrl.master.graph import load_graph
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
@@ -56,15 +58,35 @@ def batch_of(groups: Sequence[Sequence[Sample]], minibatches: int = 1) -> StepBa
     return build_step_batch(trajectories, dealt, version=0, num_minibatches=minibatches)
 
 
-def train_step(engine: PolicyEngine, batch: StepBatch) -> None:
-    """One optimizer step that raises log-probabilities."""
+def backward(engine: PolicyEngine, batch: StepBatch) -> None:
+    """Gradients that raise log-probabilities."""
     count = int(batch["loss_mask"].sum())
 
     def loss(_: MicroBatch, outputs: PolicyOutputs) -> tuple[Tensor, dict[str, Any]]:
         return -outputs.logprobs_N.sum() / count, {}
 
     engine.compute_gradients(batch, batch["loss_mask"], range(batch.num_seqs), loss)
+
+
+def train_step(engine: PolicyEngine, batch: StepBatch) -> None:
+    """One optimizer step that raises log-probabilities."""
+    backward(engine, batch)
     engine.step(1e-4)
+
+
+def answered(engine: GenerationEngine, inputs: Sequence[GenerationInput]) -> list[GenerationOutput]:
+    """Have everything generated, on this thread."""
+    future = engine.submit(Job(tuple(inputs)))
+    while engine.step():
+        pass
+    return future.result(timeout=0)
+
+
+def agreement(ours: Sequence[GenerationOutput], others: Sequence[GenerationOutput]) -> tuple[str, str]:
+    """The part of the answers whose tokens are the same, and the largest difference of log-probabilities in these."""
+    same = [(a, b) for a, b in zip(ours, others, strict=True) if a.output_ids == b.output_ids]
+    worst = max(abs(x - y) for a, b in same for x, y in zip(a.logprobs, b.logprobs, strict=True))
+    return f"{len(same) / len(ours):.3f}", f"{worst:.1e}"
 
 
 @contextmanager

@@ -174,7 +174,7 @@ def watched(command: Sequence[str], output: Path) -> tuple[int, int]:
     raise SystemExit(f"{command} had not ended after {LIMIT_S:.0f} s; see {output}")
 
 
-def run_trl(python: Path, job: Job, seed: int, steps: int, slow: bool, out: Path) -> Outcome:
+def run_trl(job: Job, seed: int, steps: int, slow: bool, out: Path) -> Outcome:
     """One run of TRL."""
     scratch, config = out / f"trl-{job.name}-seed{seed}{'-slow' if slow else ''}", job.config
     shutil.rmtree(scratch, ignore_errors=True)
@@ -200,7 +200,7 @@ def run_trl(python: Path, job: Job, seed: int, steps: int, slow: bool, out: Path
         "slow_reward": SLOW if slow else None,
     }
     (scratch / "job.json").write_text(json.dumps(job_file, indent=1))
-    command = [str(python), str(HERE / "peers" / "trl_job.py"), str(scratch / "job.json")]
+    command = [str(trl_python(out)), str(HERE / "peers" / "trl_job.py"), str(scratch / "job.json")]
     code, memory_bytes = watched(command, scratch / "output.txt")
     events = [json.loads(line) for line in (scratch / "log.jsonl").read_text().splitlines()]
     if code != 0 or len(events) < steps:
@@ -277,12 +277,10 @@ def main() -> None:
     job, slow, out = JOBS[options.job](), options.slow_reward, options.out
     steps = options.steps or job.steps
     runs: dict[str, list[Outcome]] = {name: [] for name in ("asyncrl", "TRL") if options.only in (None, name)}
-    python = trl_python(out) if "TRL" in runs else None
     for seed in options.seeds:
         for name, made in runs.items():
             if name == "TRL":
-                assert python is not None
-                made.append(run_trl(python, job, seed, steps, slow, out))
+                made.append(run_trl(job, seed, steps, slow, out))
             else:
                 made.append(run_asyncrl(job, seed, options.own_steps or steps, slow, out, options.overrides))
             print(f"seed {seed}: {name} {made[-1]}", file=sys.stderr, flush=True)

@@ -10,17 +10,17 @@ import time
 import traceback
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Thread
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from tiny_models import sample_of
 from transformers import Qwen2Config
 
-from asyncrl.api.trajectory import Sample, Trajectory
+from asyncrl.api.trajectory import Trajectory
 from asyncrl.config.setting import Device, Dtype
 
 QWEN2_1_5B: dict[str, Any] = {
@@ -246,16 +246,6 @@ class Calls:
         self._loop.close()
 
 
-@contextmanager
-def calls() -> Iterator[Calls]:
-    """An event loop in a thread, which ends with the block."""
-    made = Calls()
-    try:
-        yield made
-    finally:
-        made.close()
-
-
 def grouped(lengths: list[int], prompt: int, group: int, vocabulary: int) -> list[Trajectory]:
     """Groups of `group` samples of these lengths, which share prompts of `prompt` tokens; the rest is random.
 
@@ -268,10 +258,8 @@ def grouped(lengths: list[int], prompt: int, group: int, vocabulary: int) -> lis
         shared = rng.integers(2, vocabulary, prompt)
         samples = []
         for place, length in enumerate(lengths[first : first + size]):
-            tokens = np.concatenate([shared, rng.integers(2, vocabulary, length - prompt)]).astype(np.int32)
-            mask = (np.arange(length) >= (prompt or max(1, length // 4))).astype(np.uint8)
-            versions = np.where(mask, 0, -1).astype(np.int32)
-            zeros = np.zeros(length, np.float32)
-            samples.append(Sample(tokens, mask, zeros, versions, reward=float(place % 2), episode=place))
+            tokens = np.concatenate([shared, rng.integers(2, vocabulary, length - prompt)])
+            sample = sample_of(tokens, prompt or max(1, length // 4))
+            samples.append(replace(sample, reward=float(place % 2), episode=place))
         made.append(Trajectory(f"r{number}", f"p{number}", number, tuple(samples)))
     return made

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 import numpy as np
+from tiny_models import answered
 from transformers import Qwen2Config
 
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, Job, SamplingSpec
+from asyncrl.inference.embedded.engine_io import GenerationInput, Job, SamplingSpec
 from asyncrl.trainer.engines.base import PolicyEngine
 from asyncrl.trainer.model.load_models import load_causal_lm
 from asyncrl.trainer.settings import AttentionImplementation
@@ -92,10 +93,7 @@ def _agreement(bench: Bench, dtype: Dtype) -> Iterator[Figure]:
     inputs = [
         GenerationInput(f"r{row}", each, spec) for row, (each, spec) in enumerate(zip(prompts, specs, strict=True))
     ]
-    future = engine.submit(Job(tuple(inputs)))
-    while engine.step():
-        pass
-    outputs: Sequence[GenerationOutput] = future.result(timeout=0)
+    outputs = answered(engine, inputs)
     engine.close()
     del engine
     bench.forget()

@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +37,7 @@ from asyncrl.trainer.messages import CollectWeights, Publish, SendWeights
 from asyncrl.trainer.rank.training_rank import TrainingRank, Versions
 from asyncrl.weights.transports import TRANSPORTS
 from asyncrl.weights.transports.base import TrainerEnd, weight_transport
-from gpu_rows.bench import Bench, Calls, Figure, LeftOut, calls, tried
+from gpu_rows.bench import Bench, Calls, Figure, LeftOut, tried
 from gpu_rows.generation import Answer, bandwidth_share, distances
 from gpu_rows.training import VARIANTS, rank_of
 from gpu_rows.weights import step_of
@@ -63,7 +63,7 @@ def sglang(bench: Bench) -> Iterator[Figure]:
     if bench.log is not None:
         logging.getLogger("sglang").addHandler(logging.FileHandler(bench.log))
         logging.getLogger("sglang").setLevel(logging.INFO)
-    with calls() as made, served(bench, made, bench.dtype) as server:
+    with closing(Calls()) as made, served(bench, made, bench.dtype) as server:
         yield Figure("start", "cold", server.started_s, "s")
         yield from tried(bench, "decoding", partial(_decoding, server))
         yield from tried(bench, "trainer", partial(_beside_trainer, server))

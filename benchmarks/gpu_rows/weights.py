@@ -11,12 +11,14 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 
+from safetensors.torch import load_file, save_file
 from tiny_models import train_step
 
 from asyncrl.models.ranks import Ranks
 from asyncrl.trainer.batches.step_batch import build_step_batch
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.rank.training_rank import TrainingRank
+from asyncrl.weights.atomic_dir import sync_directory, sync_file
 from asyncrl.weights.manifest import verify
 from asyncrl.weights.publishing import SharedFiles, publish, tokenizer_assets
 from gpu_rows.bench import Bench, Figure, grouped, tried
@@ -62,7 +64,7 @@ def step_of(bench: Bench, rank: TrainingRank, variant: Variant) -> Callable[[], 
 
 def _version(bench: Bench, rank: TrainingRank, name: str, root: Path, bytes_: int) -> Iterator[Figure]:
     """A version in a folder of `root`, and what readers do with it: check it, and load it into their models."""
-    bench.need_room(root, (ROUNDS + 1) * bytes_)
+    bench.need_room(root, (ROUNDS + 2) * bytes_)
     policy = rank.policy("actor")
     shared = SharedFiles(policy.model_config, tokenizer_assets(Path(bench.model)))
     folder = Path(tempfile.mkdtemp(prefix="asyncrl-benchmark-", dir=root))
@@ -78,6 +80,7 @@ def _version(bench: Bench, rank: TrainingRank, name: str, root: Path, bytes_: in
         begun = time.perf_counter()
         verify(last)
         yield Figure("version", "checked", time.perf_counter() - begun, "s")
+        yield from _plain(last, folder / "plain.safetensors")
         begun = time.perf_counter()
         engine = load_engine(bench, bench.dtype, rows=1, length=64, folder=str(last))
         bench.synchronise()
@@ -91,6 +94,20 @@ def _version(bench: Bench, rank: TrainingRank, name: str, root: Path, bytes_: in
         engine.close()
     finally:
         shutil.rmtree(folder)
+
+
+def _plain(version: Path, file: Path) -> Iterator[Figure]:
+    """The yardstick: the same tensors in one file, as durable as the version, and read again from the page cache."""
+    tensors = {name: each for shard in version.glob("*.safetensors") for name, each in load_file(shard).items()}
+    begun = time.perf_counter()
+    save_file(tensors, file)
+    sync_file(file)
+    sync_directory(file.parent)
+    written = time.perf_counter()
+    for tensor in load_file(file).values():  # which only maps it
+        tensor.clone()
+    yield Figure("version", "plainly written and synced", written - begun, "s")
+    yield Figure("version", "plainly read", time.perf_counter() - written, "s")
 
 
 def _checkpoint(

@@ -17,7 +17,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -140,8 +140,8 @@ def _standard(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-WIDTH, LEFT, RIGHT, TOP = 1280, 190, 20, 62
-PHASE_COLOURS = {
+WIDTH, LEFT, RIGHT, TOP = 800, 160, 20, 62
+_COLOURS = {
     "wait_for_batch": "#d9534f",
     "switch": "#7fb8c9",
     "train": "#3b6fb6",
@@ -149,17 +149,48 @@ PHASE_COLOURS = {
     "memory_checkpoint": "#6b7078",
     "wait_eval": "#c77dba",
     OTHER: "#d5d8dd",
+    "update": "#2a9d8f",
+    "evaluation": "#8e5ea2",
+    "checkpoint": "#6b7078",
+    "restart": "#b3202c",
+    "v0": "#8fb4e3",
+    "v1": "#b7a3d9",
+    "v2": "#9fd0b5",
+    "v3": "#f0c987",
+    "v4": "#e8a3a3",
+    "v5": "#9ad2e0",
+    "untrained": "#e0e0e0",
+    "step": "#eef1f5",
+    "waiting": "#b9c4d3",
+    "page": "#ffffff",
+    "text": "#1f2328",
+    "dim": "#59636e",
 }
-KIND_COLOURS = {"update": "#2a9d8f", "evaluation": "#8e5ea2", "checkpoint": "#6b7078", "restart": "#b3202c"}
-VERSIONS = ("#8fb4e3", "#b7a3d9", "#9fd0b5", "#f0c987", "#e8a3a3", "#9ad2e0")
-UNTRAINED = "#e0e0e0"
-STEP_FILL, LINE, TEXT, DIM = "#eef1f5", "#c9ccd1", "#30343b", "#6b7078"
+"""Of bars and texts, by class: phases, kinds of spans, versions (modulo their number), and the page."""
+_DARK = {
+    "train": "#5a92de",
+    "memory_checkpoint": "#8b949e",
+    OTHER: "#484f58",
+    "checkpoint": "#8b949e",
+    "restart": "#f05a5a",
+    "untrained": "#484f58",
+    "step": "#262c36",
+    "waiting": "#4d5b6b",
+    "page": "#0d1117",
+    "text": "#f0f6fc",
+    "dim": "#a9b4c0",
+}
+"""Those that are others where the reader prefers dark pages."""
+_KINDS = ("update", "evaluation", "checkpoint", "restart")
+_VERSIONS = 6
 _ROW = {STEPS: 22.0, TRAINER: 20.0}
 _GAP = 14.0
 _AREA = 36.0
 """Height of the area that shows the number of waiting rollouts."""
 _LEGEND_ROW = 20.0
 _TICKS = 10
+_LETTER = 6.8
+"""Width of a letter in a legend, about."""
 _TIP_KEYS = ("prompt", "step", "reward", "version", "set", "reason", "served")
 """Keys that a bar's tooltip shows."""
 
@@ -171,7 +202,7 @@ def svg_picture(line: Timeline, name: str) -> str:
     steps = [span for span in line.spans if span.kind == "step"]
     first, last = steps[0].about["step"], steps[-1].about["step"]
     asked = f"step {first}" if first == last else f"steps {first} to {last}"
-    body = [_text(16, 26, f"{name}: {asked}, {line.end - line.begin:.1f} s", size=15, weight=600)]
+    body = [_text(16, 26, f"{name}: {asked}, {line.end - line.begin:.1f} s", "title")]
     rows = _rows(line)
     y = TOP + sum(height for _, _, height in rows) + _GAP * len(rows)
     body += _grid(line, steps, y - _GAP)
@@ -179,13 +210,27 @@ def svg_picture(line: Timeline, name: str) -> str:
     for track, spans, height in rows:
         body += _track(line, track, spans, at, height)
         at += height + _GAP
-    body += _legend(line, y)
-    height = round(y + 2 * _LEGEND_ROW + 10)
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" '
-        f'font-family="DejaVu Sans, Noto Sans, sans-serif" font-size="11" fill="{TEXT}">'
+    for label, keys in _legends(line):
+        body += [_label(label, y + 10, "dim"), *_keys(keys, y)]
+        y += _LEGEND_ROW * (1 + max(row for _, row, _, _ in _placed(keys)))
+    height = round(y + 10)
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}">'
+    page = f'<rect class="page" width="{WIDTH}" height="{height}" rx="10"/>'
+    return f"{head}\n<style>\n{_style()}</style>\n{page}\n" + "\n".join(body) + "\n</svg>\n"
+
+
+def _style() -> str:
+    """Return the style sheet: as in the pictures of the documentation, for light and dark pages."""
+
+    def fills(colours: Mapping[str, str]) -> str:
+        return "".join(f"{'' if name == 'text' else '.'}{name} {{ fill: {each}; }}\n" for name, each in colours.items())
+
+    return (
+        'text { font: 12px Helvetica, Arial, "Liberation Sans", "DejaVu Sans", sans-serif; }\n'
+        ".title { font-size: 15px; font-weight: bold; }\n.mid { text-anchor: middle; }\n.end { text-anchor: end; }\n"
+        ".tick { stroke: #818b98; }\n.grid { stroke: #818b98; stroke-width: 0.6; stroke-dasharray: 2 4; }\n"
+        f"{fills(_COLOURS)}@media (prefers-color-scheme: dark) {{\n{fills(_DARK)}}}\n"
     )
-    return f'{head}<rect width="{WIDTH}" height="{height}" fill="#fff"/>{"".join(body)}</svg>\n'
 
 
 def _rows(line: Timeline) -> list[tuple[str, list[Span], float]]:
@@ -219,7 +264,7 @@ def _track(line: Timeline, track: str, spans: Sequence[Span], y: float, height: 
     row = _row(track, spans)
     yield _label(track, y + min(15, (row + 8) / 2 if _lanes(spans) == 1 else 11))
     if spans[0].kind == "rollout":
-        yield _label(f"{_lanes(spans)} places", y + 25, DIM)
+        yield _label(f"{_lanes(spans)} places", y + 25, "dim")
     for span in spans:
         yield _bar(line, span, y + span.lane * row, row - 1.5)
 
@@ -229,18 +274,20 @@ def _bar(line: Timeline, span: Span, y: float, height: float) -> str:
     width = max(0.8, end - x - 0.4)
     details = "".join(f", {key} {span.about[key]}" for key in _TIP_KEYS if span.about.get(key) is not None)
     tip = escape(f"{span.name}: {1000 * (span.end - span.begin):.0f} ms{details}")
-    shape = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:g}" fill="{_fill(span)}"'
-    bar = f"<rect {shape}><title>{tip}</title></rect>"
+    shape = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:g}"'
+    bar = f'<rect class="{_colour(span)}" {shape}><title>{tip}</title></rect>'
     number = str(span.about.get("step"))
     if span.kind == "step" and width > 8 + 7 * len(number):
-        bar += _text(x + width / 2, y + 15, number, anchor="middle")
+        bar += _text(x + width / 2, y + 15, number, "mid")
     return bar
 
 
-def _fill(span: Span) -> str:
+def _colour(span: Span) -> str:
+    """Return the class of the span's colour."""
     if span.kind == "rollout":
-        return UNTRAINED if span.about["step"] is None else VERSIONS[span.about["version"] % len(VERSIONS)]
-    return PHASE_COLOURS.get(span.name, KIND_COLOURS.get(span.kind, STEP_FILL))
+        return "untrained" if span.about["step"] is None else f"v{span.about['version'] % _VERSIONS}"
+    known = span.name if span.kind == "phase" else span.kind
+    return known if known in _COLOURS else "step"
 
 
 def _area(line: Timeline, waits: Sequence[Span], y: float, height: float) -> Iterator[str]:
@@ -254,8 +301,8 @@ def _area(line: Timeline, waits: Sequence[Span], y: float, height: float) -> Ite
     bottom = y + height
     path = "".join(f"H{_x(line, at):.1f}V{bottom - height * count / most:.1f}" for at, count in points)
     yield _label(WAITING, y + 11)
-    yield _label(f"up to {most} rollouts", y + 25, DIM)
-    yield f'<path d="M{LEFT} {bottom:.1f}{path}H{_x(line, line.end):.1f}V{bottom:.1f}Z" fill="#b9c4d3"/>'
+    yield _label(f"up to {most} rollouts", y + 25, "dim")
+    yield f'<path d="M{LEFT} {bottom:.1f}{path}H{_x(line, line.end):.1f}V{bottom:.1f}Z" class="waiting"/>'
 
 
 def _grid(line: Timeline, steps: Sequence[Span], bottom: float) -> Iterator[str]:
@@ -264,12 +311,12 @@ def _grid(line: Timeline, steps: Sequence[Span], bottom: float) -> Iterator[str]
     tick = _round_up(length / _TICKS)
     for number in range(math.floor(length / tick) + 1):
         x = _x(line, line.begin + number * tick)
-        yield f'<path d="M{x:.1f} {TOP - 9}v5" stroke="{LINE}"/>'
-        yield _text(x, TOP - 12, f"{number * tick:g} s", anchor="middle", fill=DIM, size=10)
+        yield f'<path class="tick" d="M{x:.1f} {TOP - 9}v5"/>'
+        yield _text(x, TOP - 13, f"{number * tick:g} s", "mid dim")
     apart = (WIDTH - LEFT - RIGHT) / len(steps)
     for step in steps if apart > 6 else ():
         x = _x(line, step.end)
-        yield f'<path d="M{x:.1f} {TOP}V{bottom:.0f}" stroke="{LINE}" stroke-width=".6" stroke-dasharray="2 3"/>'
+        yield f'<path class="grid" d="M{x:.1f} {TOP}V{bottom:.0f}"/>'
 
 
 def _round_up(seconds: float) -> float:
@@ -278,32 +325,41 @@ def _round_up(seconds: float) -> float:
     return next(factor * base for factor in (1, 2, 5, 10) if factor * base >= seconds * (1 - 1e-9))
 
 
-def _legend(line: Timeline, y: float) -> Iterator[str]:
-    """Yield the colours that the picture has."""
+def _legends(line: Timeline) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Yield the names and colours that the picture has, of the trainer and of rollouts."""
     names = {span.name for span in line.spans if span.kind == "phase"}
     kinds = {span.kind for span in line.spans}
-    phases = [(name.replace("_", " "), PHASE_COLOURS[name]) for name in (*PHASES, OTHER) if name in names]
-    yield from _keys("trainer", phases + [(k, colour) for k, colour in KIND_COLOURS.items() if k in kinds], y)
+    phases = [(name.replace("_", " "), name) for name in (*PHASES, OTHER) if name in names]
+    yield "trainer", phases + [(kind, kind) for kind in _KINDS if kind in kinds]
     rollouts = [span for span in line.spans if span.kind == "rollout"]
     versions = sorted({span.about["version"] for span in rollouts if span.about["step"] is not None})
-    firsts = {version % len(VERSIONS): version for version in reversed(versions)}  # of each colour
-    some = [(f"v{version}", VERSIONS[colour]) for colour, version in sorted(firsts.items(), key=lambda item: item[1])]
+    firsts = {version % _VERSIONS: version for version in reversed(versions)}  # of each colour
+    some = [(f"v{version}", f"v{colour}") for colour, version in sorted(firsts.items(), key=lambda item: item[1])]
     if len(versions) > len(some):
-        some.append(("and so on: version at admission", "none"))
+        some.append(("and so on: version at admission", ""))
     if any(span.about["step"] is None for span in rollouts):
-        some.append(("not trained (yet)", UNTRAINED))
-    yield from _keys("rollouts", some, y + _LEGEND_ROW)
+        some.append(("not trained (yet)", "untrained"))
+    if some:
+        yield "rollouts", some
 
 
-def _keys(label: str, keys: Sequence[tuple[str, str]], y: float) -> Iterator[str]:
-    yield _label(label, y + 10, DIM)
-    x = float(LEFT)
+def _placed(keys: Sequence[tuple[str, str]]) -> Iterator[tuple[float, int, str, str]]:
+    """Yield the left side, row, name and colour of each key: a row that is full is followed by another one."""
+    x, row = float(LEFT), 0
     for name, colour in keys:
-        box = 0 if colour == "none" else 14
-        if box:
-            yield f'<rect x="{x:.0f}" y="{y + 1:.0f}" width="10" height="10" fill="{colour}"/>'
-        yield _text(x + box, y + 10, name)
-        x += box + 16 + 6.8 * len(name)
+        width = (14 if colour else 0) + _LETTER * len(name)
+        if x + width > WIDTH - RIGHT and x > LEFT:
+            x, row = float(LEFT), row + 1
+        yield x, row, name, colour
+        x += width + 16
+
+
+def _keys(keys: Sequence[tuple[str, str]], y: float) -> Iterator[str]:
+    for x, row, name, colour in _placed(keys):
+        top = y + _LEGEND_ROW * row
+        if colour:
+            yield f'<rect class="{colour}" x="{x:.0f}" y="{top + 1:.0f}" width="10" height="10"/>'
+        yield _text(x + (14 if colour else 0), top + 10, name)
 
 
 def _x(line: Timeline, at: float) -> float:
@@ -311,18 +367,10 @@ def _x(line: Timeline, at: float) -> float:
     return LEFT + inside / max(line.end - line.begin, 1e-9) * (WIDTH - LEFT - RIGHT)
 
 
-def _label(text: str, y: float, fill: str = TEXT) -> str:
-    return _text(LEFT - 10, y, text, anchor="end", fill=fill)
+def _label(text: str, y: float, look: str = "") -> str:
+    return _text(LEFT - 10, y, text, f"end {look}".strip())
 
 
-def _text(
-    x: float, y: float, text: str, *, size: int = 11, anchor: str = "start", weight: int = 400, fill: str = TEXT
-) -> str:
-    chosen = (
-        ("text-anchor", anchor, "start"),
-        ("font-size", size, 11),
-        ("font-weight", weight, 400),
-        ("fill", fill, TEXT),
-    )
-    more = "".join(f' {key}="{value}"' for key, value, usual in chosen if value != usual)
-    return f'<text x="{x:.1f}" y="{y:.1f}"{more}>{escape(text)}</text>'
+def _text(x: float, y: float, text: str, look: str = "") -> str:
+    chosen = f' class="{look}"' if look else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}"{chosen}>{escape(text)}</text>'

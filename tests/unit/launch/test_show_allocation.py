@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -261,36 +260,30 @@ def test_a_supervised_experiment_has_no_layout(capsys: pytest.CaptureFixture[str
     assert "no layout" in capsys.readouterr().err
 
 
-def page_by(name: str) -> tuple[ModuleType, str, list[Any]]:
-    """The script benchmarks/<name>.py, docs/sizing.md with its tables, and what it has measured."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))  # what it shares with others
-    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", ROOT / "benchmarks" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = script  # where its dataclasses look for their module
-    spec.loader.exec_module(script)
+@pytest.fixture(scope="module")
+def sizing() -> ModuleType:
+    """The script that writes docs/sizing.md."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    return importlib.import_module("sizing")
+
+
+def test_the_sizing_page_is_what_its_script_writes(sizing: ModuleType) -> None:
     text = (ROOT / "docs" / "sizing.md").read_text(encoding="utf-8")
-    measured = json.loads((ROOT / "docs" / f"{name}.json").read_text(encoding="utf-8"))
-    assert text == script.page(text, measured), f"run python benchmarks/{name}.py"
-    return script, text, measured
+    found = json.loads(sizing.MEASURED.read_text(encoding="utf-8"))
+    assert text == sizing.page(text, found), "run python benchmarks/sizing.py"
+    assert all(f"## {name}\n" in text for name in sizing.MODELS)
 
 
-def test_memory_over_length_is_what_its_script_writes_and_what_is_computed() -> None:
-    script, _, measured = page_by("long_context")
-    for row in measured:
-        way = script.Way(**row["way"])
-        computed = way.computed(row["tokens"])
-        assert way.passing(computed) == pytest.approx(row["peak"], rel=0.1)
-        assert computed.host_inputs == row["on_host"]
-
-
-def test_the_sizing_page_is_what_its_script_writes() -> None:
-    script, text, measured = page_by("sizing")
-    assert all(f"## {name}\n" in text for name in script.MODELS)
-    for case in measured:
-        settings = {key: value for key, value in case.items() if key != "measured_mib"}
-        assert script.computed_mib(script.Case(**settings)) == pytest.approx(case["measured_mib"], rel=0.15)
+def test_measured_memory_is_what_is_computed(sizing: ModuleType) -> None:
+    found = json.loads(sizing.MEASURED.read_text(encoding="utf-8"))
+    for row in found["small"]:
+        case = sizing.Case(**row["case"])
+        assert case.peak(case.computed(sizing.SMALL)) == pytest.approx(row["peak"], rel=0.15)
+    for row in found["lengths"]:
+        case = sizing.Case(**row["case"])
+        computed = case.computed(sizing.NARROW)
+        assert case.passing(computed) == pytest.approx(row["peak"], rel=0.1)
+        assert computed.host_inputs == row["host_bytes"]
 
 
 @pytest.mark.parametrize(("name", "gpus"), [("async_grpo_1gpu", 1), ("async_grpo_8gpu", 8)])

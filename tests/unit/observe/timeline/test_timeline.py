@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from asyncrl.launch.__main__ import main
-from asyncrl.launch.commands.trace import chrome_trace, svg_picture
+from asyncrl.launch.commands.trace import _placed, chrome_trace, svg_picture
 from asyncrl.observe.history import History
 from asyncrl.observe.timeline import OTHER, PHASES, TRAINER, Span, Timeline, in_lanes, timeline
 from tests.unit.observe.doctor.virtual_run import Knobs, VirtualRun
@@ -298,6 +298,26 @@ def test_the_picture_is_well_formed_and_its_texts_are_escaped(line: Timeline) ->
     root = ElementTree.fromstring(picture)
     assert root.tag.endswith("svg")
     assert "<script>" not in picture
+
+
+def test_the_picture_fits_a_page_and_has_a_colour_for_every_bar_in_light_and_dark(line: Timeline) -> None:
+    root = ElementTree.fromstring(svg_picture(line, "mine/trial0"))
+    assert float(root.attrib["width"]) <= 800
+    shapes = [each for each in root.iter() if each.tag.endswith(("}rect", "}text"))]
+    assert all(0 <= float(each.attrib.get("x", 0)) < 800 for each in shapes)
+    light, dark = next(each.text or "" for each in root.iter() if each.tag.endswith("}style")).split("@media")
+    assert "(prefers-color-scheme: dark)" in dark
+    bars = {each.attrib["class"] for each in shapes if each.tag.endswith("}rect")}
+    assert {"page", "train", "step", "update"} <= bars
+    assert all(f".{bar} {{ fill: " in light for bar in bars)
+    assert ".page { fill: " in dark
+
+
+def test_a_legend_that_does_not_fit_goes_on_in_another_row() -> None:
+    keys = [(f"phase number {number}", "train") for number in range(12)]
+    placed = list(_placed(keys))
+    assert {row for _, row, _, _ in placed} == {0, 1, 2}
+    assert all(x + 14 + 6 * len(name) < 800 for x, _, name, _ in placed)
 
 
 def test_the_command_writes_both(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
