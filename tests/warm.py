@@ -80,7 +80,6 @@ PRELOADED = (
     "asyncrl.algorithms.objective",
     "asyncrl.algorithms.corrections",
     "asyncrl.algorithms.critic",
-    "asyncrl.algorithms.gae",
     "asyncrl.algorithms.policy_losses",
     "asyncrl.launch.train",
     "asyncrl.launch.before_start.setting_checks",

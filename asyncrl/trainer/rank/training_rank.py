@@ -202,7 +202,7 @@ def build_rank(config: ExperimentConfig, graph: Graph, world: World, device: tor
     for role in filter(world.hosts, roles):
         actor = engines.get(ACTOR)
         if role == REFERENCE and isinstance(actor, PolicyEngine) and _is_base_of_actor(config, world.placement):
-            from asyncrl.trainer.engines.lora_reference import LoraReference  # only with model.lora
+            from asyncrl.trainer.model.lora import LoraReference  # only with model.lora
 
             engines[role] = LoraReference(actor)
         else:

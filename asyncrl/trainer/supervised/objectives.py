@@ -31,7 +31,7 @@ from asyncrl.models.model_config import placeholder_in
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.base import PolicyEngine, PolicyOutputs, TrainingEngine, ValueEngine, engine_loader
-from asyncrl.trainer.engines.lora_reference import LoraReference
+from asyncrl.trainer.model.lora import LoraReference
 from asyncrl.trainer.parallel.placement import engine_of
 from asyncrl.trainer.parallel.world import RankPosition
 from asyncrl.trainer.settings import LearningRateSchedule, LoraPublish, OptimizerConfig, OptimizerName

@@ -85,7 +85,6 @@ RANK = (
 """What a rank of the default settings imports."""
 OPTIONAL = (
     "asyncrl.algorithms.critic",
-    "asyncrl.algorithms.gae",
     "asyncrl.algorithms.kl",
     "asyncrl.algorithms.selections",
     "asyncrl.models.fused_norms",
@@ -93,7 +92,6 @@ OPTIONAL = (
     "asyncrl.models.pictures",
     "asyncrl.models.routing",
     "asyncrl.trainer.batches.column_moves",
-    "asyncrl.trainer.engines.lora_reference",
     "asyncrl.trainer.engines.offload",
     "asyncrl.trainer.engines.sharded",
     "asyncrl.trainer.functions.critic",
