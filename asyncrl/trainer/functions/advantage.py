@@ -15,7 +15,7 @@ from asyncrl.api.trajectory import GREEDY_REWARD, role_of
 from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.models.ranks import Ranks
 from asyncrl.trainer.batches.step_batch import StepBatch
-from asyncrl.trainer.functions.logprobs import policy_logprobs
+from asyncrl.trainer.functions.actor import policy_logprobs
 from asyncrl.trainer.functions.model_functions import CallContext, StatValues, model_function
 
 

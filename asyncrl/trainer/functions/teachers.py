@@ -9,7 +9,7 @@ from asyncrl.algorithms.arithmetic import Stats, mean_stat
 from asyncrl.algorithms.inputs import KLInputs
 from asyncrl.algorithms.kl import k1, kl_token_rewards
 from asyncrl.trainer.batches.step_batch import StepBatch
-from asyncrl.trainer.functions.logprobs import defer_logprobs, policy_logprobs
+from asyncrl.trainer.functions.actor import defer_logprobs, policy_logprobs
 from asyncrl.trainer.functions.model_functions import CallContext, StatValues, model_function
 from asyncrl.trainer.settings import SOURCE_NUMBER, AlgorithmConfig, TeacherConfig
 

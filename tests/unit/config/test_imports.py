@@ -75,9 +75,8 @@ for module in {contract["source_modules"]!r}:
 RANK = (
     "asyncrl.trainer.process",
     "asyncrl.trainer.engines.flat",
+    "asyncrl.trainer.functions.actor",
     "asyncrl.trainer.functions.advantage",
-    "asyncrl.trainer.functions.logprobs",
-    "asyncrl.trainer.functions.training",
     "asyncrl.algorithms.advantages",
     "asyncrl.algorithms.corrections",
     "asyncrl.algorithms.policy_losses",

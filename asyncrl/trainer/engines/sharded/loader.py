@@ -36,8 +36,7 @@ from asyncrl.trainer.engines.base import EngineLoader
 from asyncrl.trainer.engines.flat import FlatPolicyEngine
 from asyncrl.trainer.engines.sharded.build import BuildPlan, Built, build_critic, build_policy, build_reward_model
 from asyncrl.trainer.engines.sharded.context_parallel import across_ranks, cut_to_part, part_of
-from asyncrl.trainer.engines.sharded.engine import ShardedPolicyEngine, ShardedValueEngine
-from asyncrl.trainer.engines.sharded.pipeline import PipelineGroups
+from asyncrl.trainer.engines.sharded.engine import PipelineGroups, ShardedPolicyEngine, ShardedValueEngine
 from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError
 from asyncrl.trainer.model.layout_parity import (
     SequenceLayout,
