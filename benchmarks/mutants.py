@@ -66,7 +66,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "rebuild": ("manager/rollouts/workers.py",),
     "ledger": ("manager/rollouts/ledger.py",),
     "objective": ("algorithms/objective.py", "algorithms/kl.py", "algorithms/policy_losses.py"),
-    "advantages": ("algorithms/advantages.py", "algorithms/critic.py"),
+    "advantages": ("algorithms/advantages.py", "algorithms/gae.py"),
     "corrections": ("algorithms/corrections.py", "algorithms/selections.py"),
     "packing": ("trainer/batches/*.py",),
     "chat": ("chat/conversation.py", "chat/parsers.py", "chat/call_formats.py"),

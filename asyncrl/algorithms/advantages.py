@@ -149,7 +149,8 @@ def compared(inputs: AdvantageInputs, turn_discount: float | None = None) -> Uni
 
 def _turns(inputs: AdvantageInputs, discount: float) -> Units:
     """Return the K turns of all samples, grouped with the turns of the same number."""
-    check_discount("turn_discount", discount, "turn")
+    if not 0.0 <= discount <= 1.0:
+        raise ValueError(f"turn_discount is {discount}; it is a discount per turn, set it within 0 to 1")
     starts_T = turn_starts(inputs.mask_T, inputs.seq_ids_T)
     turns_T = starts_T.cumsum(0) - 1
     seq_ids_K, action_T = inputs.seq_ids_T[starts_T], inputs.mask_T.nonzero().flatten()
@@ -162,12 +163,6 @@ def _turns(inputs: AdvantageInputs, discount: float) -> Units:
     episodes_K = (all_S if inputs.episodes_S is None else inputs.episodes_S)[seq_ids_K]
     returns_K = discounted_suffix_sum(rewards_K, seq_ids_K, discount)
     return Units(inputs, returns_K, group_K, episodes_K, turns_T.clamp(min=0))
-
-
-def check_discount(name: str, discount: float, unit: str) -> None:
-    """Raise ValueError if a discount, per `unit`, is outside [0, 1]."""
-    if not 0.0 <= discount <= 1.0:
-        raise ValueError(f"{name} is {discount}; it is a discount per {unit}, set it within 0 to 1")
 
 
 def token_rewards(inputs: AdvantageInputs, action_T: Tensor) -> Tensor:
@@ -262,23 +257,6 @@ def reinforce_pp_baseline(inputs: AdvantageInputs, *, turn_discount: float | Non
     """
     centred = dr_grpo(inputs, turn_discount=turn_discount)
     return AdvantageOutput(whiten(centred.advantages_T, inputs.mask_T, inputs.all_reduce))
-
-
-@advantage("reinforce_pp")
-def reinforce_pp(inputs: AdvantageInputs, *, gamma: float = 1.0) -> AdvantageOutput:
-    """Reward to go, A_t = sum_{k >= t} gamma^(k-t) r_k over policy tokens, whitened over the global batch.
-
-    REINFORCE++ without a group baseline: Hu 2025 (arXiv:2501.03262). r_k holds the token rewards (-beta KL) and, at the
-    last token, the sequence's reward. Groups are not used, so groups of one are as good as others.
-
-    Raises:
-        ValueError: gamma outside [0, 1].
-    """
-    check_discount("gamma", gamma, "action")
-    action_T = inputs.mask_T.nonzero().flatten()
-    to_go_N = discounted_suffix_sum(token_rewards(inputs, action_T), inputs.seq_ids_T[action_T], gamma)
-    to_go_T = to_go_N.new_zeros(len(inputs.mask_T)).index_copy(0, action_T, to_go_N)
-    return AdvantageOutput(whiten(to_go_T, inputs.mask_T, inputs.all_reduce))
 
 
 @advantage("max_rl")

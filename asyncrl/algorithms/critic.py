@@ -1,15 +1,5 @@
 """The critic: its losses `(ValueLossInputs, *, params) -> ValueLossOutput`, the objective made of them, the alignment
-of its outputs with tokens, the normalisation of its targets, and the advantages that need its values.
-
-These are generalised advantages over actions; an action is a token (`gae`) or a turn (`gae_turn`). Per sequence with
-actions k = 0..K-1, state values V_k, rewards r_k:
-
-    delta_k = r_k + gamma V_{k+1} - V_k,    A_k = delta_k + gamma lambda A_{k+1},    R_k = A_k + V_k
-
-V_K is 0 if the model ended the answer, and the bootstrap value if a length limit cut it off: the limit says nothing
-about the state's value. (Schulman et al. 2016, arXiv:1506.02438, eq. 11 to 16.)
-
-Shape suffixes: K = actions of all sequences, N = policy tokens of all sequences.
+of its outputs with tokens, and the normalisation of its targets.
 """
 
 from __future__ import annotations
@@ -19,19 +9,9 @@ import math
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.advantages import check_discount, is_last, token_rewards
-from asyncrl.algorithms.arithmetic import (
-    AllReduce,
-    Stats,
-    as_float,
-    discounted_suffix_sum,
-    mean_stat,
-    segment_sum,
-    turn_starts,
-)
-from asyncrl.algorithms.arithmetic import whiten as whiten_tokens
-from asyncrl.algorithms.inputs import AdvantageInputs, AdvantageOutput, ValueLossInputs, ValueLossOutput
-from asyncrl.algorithms.registry import Choice, Resolve, ValueNormalisation, advantage, value_loss
+from asyncrl.algorithms.arithmetic import AllReduce, Stats, as_float, mean_stat
+from asyncrl.algorithms.inputs import ValueLossInputs, ValueLossOutput
+from asyncrl.algorithms.registry import Choice, Resolve, ValueNormalisation, value_loss
 
 
 @value_loss("squared")
@@ -177,58 +157,3 @@ class ValueNorm:
         """Restore the result of `state_dict`."""
         self._weight, self._mean_sum = state["weight"], state["mean_sum"]
         self._square_sum = state["square_sum"]
-
-
-@advantage("gae")
-def gae(inputs: AdvantageInputs, *, gamma: float = 1.0, lam: float = 0.95, whiten: bool = True) -> AdvantageOutput:
-    """Generalised advantages with a critic; each policy token is an action, environment tokens are passed over.
-
-    Truncated sequences bootstrap. `whiten` normalises the advantages over the global batch (not the returns). A
-    sequence without policy tokens has no action to credit.
-
-    Raises:
-        ValueError: no values, truncation without bootstrap values, or a discount outside [0, 1].
-    """
-    return _over_actions(inputs, inputs.mask_T, gamma, lam, whiten)
-
-
-@advantage("gae_turn")
-def gae_turn(inputs: AdvantageInputs, *, gamma: float = 1.0, lam: float = 0.95, whiten: bool = True) -> AdvantageOutput:
-    """Generalised advantages with a critic; each turn (unbroken run of policy tokens) is one action.
-
-    A turn has the value of its first token and the sum of its token rewards; its advantage goes to all its tokens. The
-    critic is trained only on the turns' first tokens. Truncation and `whiten` as in `gae`.
-
-    Raises:
-        ValueError: no values, truncation without bootstrap values, or a discount outside [0, 1].
-    """
-    return _over_actions(inputs, turn_starts(inputs.mask_T, inputs.seq_ids_T), gamma, lam, whiten)
-
-
-def _over_actions(inputs: AdvantageInputs, starts_T: Tensor, gamma: float, lam: float, whiten: bool) -> AdvantageOutput:
-    """Return A_k at all tokens of the action k; actions begin at `starts_T`, on which the critic is trained."""
-    check_discount("gamma", gamma, "action")
-    check_discount("lam", lam, "action")
-    if inputs.values_T is None:
-        raise ValueError("values_T is None but GAE needs a critic; add the critic to the graph or choose grpo or rloo")
-    values_T = as_float(inputs.values_T).detach()
-    action_T = inputs.mask_T.nonzero().flatten()
-    of_action_N = starts_T.cumsum(0)[action_T] - 1
-    values_K, seq_ids_K = values_T[starts_T], inputs.seq_ids_T[starts_T]
-    rewards_K = segment_sum(token_rewards(inputs, action_T).to(values_T.dtype), of_action_N, len(values_K))
-    next_K = torch.where(is_last(seq_ids_K), _terminal_values(inputs)[seq_ids_K], values_K.roll(-1))
-    advantages_K = discounted_suffix_sum(rewards_K + gamma * next_K - values_K, seq_ids_K, gamma * lam)
-    advantages_T = torch.zeros_like(values_T).index_copy(0, action_T, advantages_K[of_action_N])
-    returns_T = torch.zeros_like(values_T).index_copy(0, action_T, (advantages_K + values_K)[of_action_N])
-    if whiten:
-        advantages_T = whiten_tokens(advantages_T, inputs.mask_T, inputs.all_reduce)
-    return AdvantageOutput(advantages_T, returns_T, starts_T)
-
-
-def _terminal_values(inputs: AdvantageInputs) -> Tensor:
-    """Return V_K per sequence, shape [S]."""
-    if inputs.truncated_S is None:
-        return torch.zeros_like(as_float(inputs.rewards_S))
-    if inputs.bootstrap_values_S is None:
-        raise ValueError("truncated_S is given without bootstrap_values_S; pass the critic's value at each last token")
-    return torch.where(inputs.truncated_S.bool(), as_float(inputs.bootstrap_values_S).detach(), 0)

@@ -14,9 +14,8 @@ import yaml  # type: ignore[import-untyped]
 
 from asyncrl.comm.typed import convert
 from asyncrl.trainer.supervised.base_model import run_dir_of
-from asyncrl.trainer.supervised.make_model import make_base_model, other_ranks
 from asyncrl.trainer.supervised.settings import SFTConfig
-from asyncrl.trainer.supervised.supervised_loop import SFTProgress
+from asyncrl.trainer.supervised.supervised_loop import SFTProgress, make_base_model, other_ranks
 
 
 def main(config_file: Path, out_dir: Path, rank: int | None) -> None:

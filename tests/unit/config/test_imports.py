@@ -84,6 +84,7 @@ RANK = (
 """What a rank of the default settings imports."""
 OPTIONAL = (
     "asyncrl.algorithms.critic",
+    "asyncrl.algorithms.gae",
     "asyncrl.algorithms.kl",
     "asyncrl.algorithms.selections",
     "asyncrl.models.fused_norms",
@@ -94,8 +95,7 @@ OPTIONAL = (
     "asyncrl.trainer.engines.offload",
     "asyncrl.trainer.engines.sharded",
     "asyncrl.trainer.functions.critic",
-    "asyncrl.trainer.functions.rewards",
-    "asyncrl.trainer.functions.teachers",
+    "asyncrl.trainer.functions.frozen_models",
     "asyncrl.trainer.model.layers",
     "asyncrl.trainer.model.lora",
     "asyncrl.trainer.model.value_models",
