@@ -36,7 +36,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -276,6 +276,7 @@ class Actor:
         compared = [(number, sample.group) for number, group in enumerate(groups) for sample in group]
         number_of = {name: number for number, name in enumerate(dict.fromkeys(compared))}
         roles = sorted({role_of(sample.group) for sample in samples})
+        episodes = (compared_episodes([each.episode for each in g], [each.group for each in g]) for g in groups)
         mask_T, seq_ids_T = mask_and_ids(samples)
         expected: tuple[Tensor | None, Tensor | None] = (None, None)
         if critic_T is not None:
@@ -291,7 +292,7 @@ class Actor:
                 mask_T=mask_T,
                 seq_ids_T=seq_ids_T,
                 num_seqs=len(samples),
-                episodes_S=torch.tensor([episode for group in groups for episode in episodes_of(group)]),
+                episodes_S=torch.tensor([*chain.from_iterable(episodes)]),
                 roles_S=torch.tensor([roles.index(role_of(sample.group)) for sample in samples]),
                 roles=roles,
                 baselines=self.baselines,
@@ -497,11 +498,6 @@ def completion_of(output: GenerationOutput, version: int) -> Completion:
     """Convert the engine's output to a `Completion`."""
     assert output.finish is not None
     return Completion(output.output_ids, output.logprobs, [version] * len(output.output_ids), output.finish.reason)
-
-
-def episodes_of(group: Sequence[Sample]) -> list[int]:
-    """Return the episode that each sample counts as in comparisons."""
-    return compared_episodes([sample.episode for sample in group], [sample.group for sample in group])
 
 
 def has_signal(group: Sequence[Sample]) -> bool:

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, Protocol, cast
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -103,11 +103,15 @@ class JudgedObjective(ABC):
     """Base of the losses on judged answers, which differ in `_scores` and `_losses`.
 
     Args:
-        width: number of answers per loss: 2 for a pair, 1 for a labelled answer.
+        loss: the losses of pairs or of labelled answers.
     """
 
-    def __init__(self, place: RankPosition, device: torch.device, width: int) -> None:
-        self._place, self._device, self._width = place, device, width
+    _width: ClassVar[int] = 2
+    """Number of answers per loss: 2 for a pair, 1 for a labelled answer."""
+
+    def __init__(self, loss: Callable[[Any], Tensor], place: RankPosition, device: torch.device) -> None:
+        self._loss, self._place, self._device = loss, place, device
+        self._losses([], self._tensor([]))  # refuses wrong parameters before the first step
 
     def compute_gradients(self, batch: Sequence[Demonstration]) -> Measures:
         """See `Objective`."""
@@ -168,9 +172,8 @@ class RewardModelling(JudgedObjective):
     def __init__(
         self, engine: ValueEngine, loss: Callable[[ScoredPairs], Tensor], place: RankPosition, device: torch.device
     ) -> None:
-        super().__init__(place, device, 2)
-        self.engine, self._loss = engine, loss
-        self._losses([], self._tensor([]))  # refuses wrong parameters before the first step
+        super().__init__(loss, place, device)
+        self.engine = engine
 
     def _scores(self, own: Sequence[JudgedAnswer], batch: Sequence[JudgedAnswer]) -> Tensor:
         columns = step_batch(own, self._device)
@@ -199,11 +202,15 @@ class PolicyPreference(JudgedObjective):
     """A loss on the log-ratios of answers: of the policy to `reference`, the frozen start model."""
 
     def __init__(
-        self, engine: PolicyEngine, reference: PolicyEngine, place: RankPosition, device: torch.device, width: int
+        self,
+        engine: PolicyEngine,
+        reference: PolicyEngine,
+        loss: Callable[[Any], Tensor],
+        place: RankPosition,
+        device: torch.device,
     ) -> None:
-        super().__init__(place, device, width)
+        super().__init__(loss, place, device)
         self.engine, self._reference = engine, reference
-        self._losses([], self._tensor([]))  # refuses wrong parameters before the first step
 
     def _scores(self, own: Sequence[JudgedAnswer], batch: Sequence[JudgedAnswer]) -> Tensor:
         columns = step_batch(own, self._device)
@@ -224,17 +231,6 @@ class PolicyPreference(JudgedObjective):
 class PairPreference(PolicyPreference):
     """A loss on the log-ratios of pairs."""
 
-    def __init__(
-        self,
-        engine: PolicyEngine,
-        reference: PolicyEngine,
-        loss: Callable[[AnswerPairs], Tensor],
-        place: RankPosition,
-        device: torch.device,
-    ) -> None:
-        self._loss = loss
-        super().__init__(engine, reference, place, device, 2)
-
     def _losses(self, own: Sequence[JudgedAnswer], scores_S: Tensor) -> Tensor:
         lengths_S = self._tensor([item.answer_length for item in own])
         return self._loss(AnswerPairs(scores_S[0::2], scores_S[1::2], lengths_S[0::2], lengths_S[1::2]))
@@ -247,16 +243,8 @@ class LabelPreference(PolicyPreference):
     other prompts, each prompt of the batch with the answer of the next.
     """
 
-    def __init__(
-        self,
-        engine: PolicyEngine,
-        reference: PolicyEngine,
-        loss: Callable[[LabelledAnswers], Tensor],
-        place: RankPosition,
-        device: torch.device,
-    ) -> None:
-        self._loss, self._kl = loss, torch.zeros((), dtype=torch.float64, device=device)
-        super().__init__(engine, reference, place, device, 1)
+    _width = 1
+    _kl: Tensor | None = None
 
     def _scores(self, own: Sequence[JudgedAnswer], batch: Sequence[JudgedAnswer]) -> Tensor:
         others = [with_answer_of(item, batch[(index + 1) % len(batch)]) for index, item in enumerate(batch)]
@@ -266,7 +254,8 @@ class LabelPreference(PolicyPreference):
 
     def _losses(self, own: Sequence[JudgedAnswer], scores_S: Tensor) -> Tensor:
         desirable_S = self._tensor([item.preferred for item in own], torch.bool)
-        return self._loss(LabelledAnswers(scores_S, desirable_S, self._kl))
+        kl = scores_S.new_zeros(()) if self._kl is None else self._kl
+        return self._loss(LabelledAnswers(scores_S, desirable_S, kl))
 
 
 def with_answer_of(item: JudgedAnswer, other: JudgedAnswer) -> JudgedAnswer:

@@ -135,15 +135,14 @@ class Pipeline:
     def _forward_and_backward(self, micro_batches: Sequence[MicroBatch], finish: Finish) -> None:
         in_flight: dict[int, tuple[Tensor | None, Tensor]] = {}
         groups = self.groups
-        for action in one_forward_one_backward(groups.stage, groups.stages, len(micro_batches)):
-            if isinstance(action, Forward):
-                hidden, output = self._run_forward(micro_batches[action.index], finish)
-                in_flight[action.index] = hidden, output
+        for index in one_forward_one_backward(groups.stage, groups.stages, len(micro_batches)):
+            if index not in in_flight:
+                hidden, output = in_flight[index] = self._run_forward(micro_batches[index], finish)
                 self._pass_on(output)
                 continue
-            hidden, output = in_flight.pop(action.index)
+            hidden, output = in_flight.pop(index)
             grad = None if self._is_last else self._receive(output.shape, groups.stage + 1, groups.backwards)
-            self.backward(output, grad, action.index == len(micro_batches) - 1)
+            self.backward(output, grad, index == len(micro_batches) - 1)
             if hidden is not None:
                 assert hidden.grad is not None
                 self._send(hidden.grad, groups.stage - 1, groups.backwards)
@@ -180,30 +179,16 @@ class Pipeline:
         return tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Forward:
-    """Run micro-batch `index` forward."""
-
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
-class Backward:
-    """Run micro-batch `index` backward."""
-
-    index: int
-
-
-def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> Iterator[Forward | Backward]:
-    """Yield the passes of `stage` in the order of their execution; forward and backward passes each in ascending order
-    of micro-batches.
+def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> Iterator[int]:
+    """Yield the index of the micro-batch of each pass of `stage`, in the order of execution: each index comes twice,
+    first for its forward pass, then for its backward pass.
     """
     ahead = min(stages - 1 - stage, micro_batches)
-    yield from map(Forward, range(ahead))
+    yield from range(ahead)
     for index in range(micro_batches):
         if index + ahead < micro_batches:
-            yield Forward(index + ahead)
-        yield Backward(index)
+            yield index + ahead
+        yield index
 
 
 class ShardedAdamW(EngineOptimizer):
