@@ -240,11 +240,11 @@ class Actor:
         samples = [sample for group in groups for sample in group]
         if not samples:
             return StepReport(version + 1, 0.0, (), (), {})
-        learnt = self.advantages(groups, critic_T)
-        critic_losses = () if critic_T is None else tuple(self.train_critic(groups, version, critic_T, learnt))
+        estimated = self.advantages(groups, critic_T)
+        critic_losses = () if critic_T is None else tuple(self.train_critic(groups, version, critic_T, estimated))
         with torch.no_grad():
             prox_logprobs_T, _ = packed_logprobs(self.model, samples, self.config.sampling.temperature)
-        columns = (split_by_sample(each_T, samples) for each_T in (learnt.advantages_T, prox_logprobs_T))
+        columns = (split_by_sample(each_T, samples) for each_T in (estimated.advantages_T, prox_logprobs_T))
         items = (TrainSample(*part) for part in zip(samples, *columns, strict=True))
         by_group = [[*islice(items, len(group))] for group in groups]
         steps = [self.optimizer_step(minibatch, version) for minibatch in self.minibatches(by_group, version)]
@@ -254,16 +254,16 @@ class Actor:
         return StepReport(version + 1, reward_mean, losses, grad_norms, merged, critic_losses=critic_losses)
 
     def train_critic(
-        self, groups: Sequence[Sequence[Sample]], version: int, critic_T: Tensor, learnt: AdvantageOutput
+        self, groups: Sequence[Sequence[Sample]], version: int, critic_T: Tensor, estimated: AdvantageOutput
     ) -> Iterator[float]:
         """Take one step of the critic on each minibatch that has tokens for it; yield the losses."""
         assert self.critic is not None
-        assert learnt.returns_T is not None
+        assert estimated.returns_T is not None
         samples = [sample for group in groups for sample in group]
         mask_T, seq_ids_T = mask_and_ids(samples)
         old_T, _ = align_values(critic_T, seq_ids_T, len(samples))
-        trained_T = mask_T if learnt.value_mask_T is None else learnt.value_mask_T
-        columns = (split_by_sample(each_T, samples) for each_T in (old_T, learnt.returns_T, trained_T))
+        trained_T = mask_T if estimated.value_mask_T is None else estimated.value_mask_T
+        columns = (split_by_sample(each_T, samples) for each_T in (old_T, estimated.returns_T, trained_T))
         items = (ValuedSample(*part) for part in zip(samples, *columns, strict=True))
         by_group = [[*islice(items, len(group))] for group in groups]
         for minibatch in self.minibatches(by_group, version):
@@ -427,17 +427,17 @@ class ReferenceTrainer:
     def answer(self, prompts: Sequence[Prompt], policies: Policies) -> list[Sequence[Sample]]:
         """Return the scored group of each prompt's answers by `policies`."""
 
-        async def play() -> list[Sequence[Sample]]:
+        async def run_groups() -> list[Sequence[Sample]]:
             make_env = partial(SingleTurnEnv, reward=self.reward)
-            played = await asyncio.gather(
+            groups = await asyncio.gather(
                 *(run_group(self.agent, make_env, prompt, policies, self._client) for prompt in prompts)
             )
             return [
                 with_columns(samples, prompt.data, self.config.columns)
-                for (samples, _), prompt in zip(played, prompts, strict=True)
+                for (samples, _), prompt in zip(groups, prompts, strict=True)
             ]
 
-        return asyncio.run(play())
+        return asyncio.run(run_groups())
 
     def _client(self, policy: GenerationClient, prompt: Prompt) -> EpisodeClient:
         named = tuple(self.others)

@@ -156,8 +156,7 @@ def _long_warmup(config: ExperimentConfig) -> Iterator[str]:
     if warmup > total:
         yield (
             f"optimizer.warmup_steps={warmup}: the run has {total} optimizer steps (total_train_steps x "
-            f"trainer.ppo_minibatches x trainer.ppo_epochs) and never "
-            f"reaches optimizer.lr={config.optimizer.lr:g}"
+            f"trainer.ppo_minibatches x trainer.ppo_epochs) and never reaches optimizer.lr={config.optimizer.lr:g}"
         )
 
 

@@ -339,7 +339,7 @@ class QueuedRequests:
         self._newest = step.version + 1
         self._measures.begin(self._newest)
         self._step.begin(step, self._receiver.inbox.get(step.leaving))
-        self._receiver.left(step.leaving)
+        self._receiver.begin_step(step.leaving)
         return Done()
 
     def move_columns(self, request: MoveColumns) -> Done:
@@ -395,7 +395,7 @@ class QueuedRequests:
 
 
 PIECE_BYTES = 16 << 20
-"""Data that counts as a sign of life once it is read or written: far more than a process does that waits."""
+"""Data that counts as a sign of life once it is read or written: far more than a waiting process reads or writes."""
 
 
 class ImmediateRequests:
