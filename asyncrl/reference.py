@@ -33,7 +33,7 @@ import argparse
 import asyncio
 import copy
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
@@ -244,9 +244,7 @@ class Actor:
         critic_losses = () if critic_T is None else tuple(self.train_critic(groups, version, critic_T, estimated))
         with torch.no_grad():
             prox_logprobs_T, _ = packed_logprobs(self.model, samples, self.config.sampling.temperature)
-        columns = (split_by_sample(each_T, samples) for each_T in (estimated.advantages_T, prox_logprobs_T))
-        items = (TrainSample(*part) for part in zip(samples, *columns, strict=True))
-        by_group = [[*islice(items, len(group))] for group in groups]
+        by_group = grouped(TrainSample, groups, estimated.advantages_T, prox_logprobs_T)
         steps = [self.optimizer_step(minibatch, version) for minibatch in self.minibatches(by_group, version)]
         losses, grad_norms, stats = zip(*steps, strict=True)
         reward_mean = float(np.mean([sample.reward for sample in samples]))
@@ -263,10 +261,9 @@ class Actor:
         mask_T, seq_ids_T = mask_and_ids(samples)
         old_T, _ = align_values(critic_T, seq_ids_T, len(samples))
         trained_T = mask_T if estimated.value_mask_T is None else estimated.value_mask_T
-        columns = (split_by_sample(each_T, samples) for each_T in (old_T, estimated.returns_T, trained_T))
-        items = (ValuedSample(*part) for part in zip(samples, *columns, strict=True))
-        by_group = [[*islice(items, len(group))] for group in groups]
-        for minibatch in self.minibatches(by_group, version):
+        for minibatch in self.minibatches(
+            grouped(ValuedSample, groups, old_T, estimated.returns_T, trained_T), version
+        ):
             if any(bool(item.mask_T.any()) for item in minibatch):
                 yield self.critic.optimizer_step(minibatch, self.value_objective)
 
@@ -540,9 +537,12 @@ def mask_and_ids(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
     return mask_T, torch.repeat_interleave(torch.arange(len(samples)), lengths_S)
 
 
-def split_by_sample(values_T: Tensor, samples: Sequence[Sample]) -> list[Tensor]:
-    """Return the samples' parts of a packed tensor."""
-    return list(torch.split(values_T, [len(sample.tokens) for sample in samples]))
+def grouped(kind: Callable[..., Item], groups: Sequence[Sequence[Sample]], *values_T: Tensor) -> list[list[Item]]:
+    """Return each group's samples as items of `kind`, with the sample's parts of the packed tensors `values_T`."""
+    samples = [sample for group in groups for sample in group]
+    columns = (torch.split(each_T, [len(sample.tokens) for sample in samples]) for each_T in values_T)
+    items = (kind(*part) for part in zip(samples, *columns, strict=True))
+    return [[*islice(items, len(group))] for group in groups]
 
 
 def padded(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:

@@ -138,8 +138,6 @@ class ModelWorker(Worker):
             calls=calls,
             measures=measures,
             memory=memory,
-            columns=config.columns,
-            device=device,
         )
         self._serve(head, queued)
 

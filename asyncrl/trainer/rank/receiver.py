@@ -155,8 +155,8 @@ class TrajectoryReceiver:
         self._forget(rollout_ids)
 
     def begin_step(self, rollout_ids: Sequence[str]) -> None:
-        """Remove the rollouts of the step that begins from the inbox, and the files of the previous step, whose state is
-        now stored.
+        """Remove the rollouts of the step that begins from the inbox, and the files of the step before it, whose state
+        is now stored.
         """
         self.inbox.remove(rollout_ids)
         self._forget(self._in_step)

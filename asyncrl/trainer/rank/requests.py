@@ -155,6 +155,13 @@ class CurrentStep:
             if grid == self._actor_grid(part.policy) and part.policy in self._sample_logs:
                 self._sample_logs[part.policy].begin(part.trajectories, batch)
 
+    def batch_ahead(self, trajectories: Sequence[Trajectory], version: int) -> StepBatch:
+        """Return a batch of rollouts that still wait for their step."""
+        no_steps = [0] * len(trajectories)
+        return build_step_batch(
+            trajectories, no_steps, version=version, num_minibatches=1, own=self._columns, device=self._device
+        )
+
     def batch_of(self, call: RunCall) -> StepBatch:
         """Return the batch of the call's policy on the grid of its role.
 
@@ -260,8 +267,6 @@ class QueuedRequests:
         calls: runs model functions.
         measures: measures the steps.
         memory: explains errors of the device's memory.
-        columns: the user's columns, which every batch has.
-        device: device of the batches.
     """
 
     def __init__(
@@ -275,13 +280,10 @@ class QueuedRequests:
         calls: ModelCalls,
         measures: StepMeasures,
         memory: MemoryShortage,
-        columns: Sequence[str],
-        device: torch.device,
     ) -> None:
         self._rank, self._receiver, self._versions = rank, receiver, versions
         self._memory_checkpoint = memory_checkpoint
         self._step, self._calls, self._measures, self._memory = step, calls, measures, memory
-        self._columns, self._device = columns, device
         self._newest = 0
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
@@ -318,14 +320,7 @@ class QueuedRequests:
         place, inbox = self._rank.world.place(ACTOR), self._receiver.inbox
         held = inbox.get(request.rollout_ids[place.coordinates.data]) if place.copy.leads else {}
         trajectories, _ = detach(hand_down(list(held.values()), place.copy))
-        batch = build_step_batch(
-            trajectories,
-            [0] * len(trajectories),
-            version=request.version,
-            num_minibatches=1,
-            own=self._columns,
-            device=self._device,
-        )
+        batch = self._step.batch_ahead(trajectories, request.version)
         with self._measures.computing():
             for call in request.calls:
                 self._calls.run(call, batch)

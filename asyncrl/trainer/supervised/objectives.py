@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -54,31 +54,14 @@ class Measures(NamedTuple):
     margin: float | None = None
 
 
-class Objective(Protocol):
-    """A loss on batches for an engine. All ranks call its methods together, with the same batch."""
-
-    @property
-    def engine(self) -> TrainingEngine:
-        """The engine of the model that is trained."""
-        ...
-
-    def compute_gradients(self, batch: Sequence[Demonstration]) -> Measures:
-        """Compute the gradients of the loss, which replace earlier ones. Return the figures of `batch`."""
-        ...
-
-    def measure(self, batch: Sequence[Demonstration]) -> Measures:
-        """Return the figures of `batch` without computing gradients."""
-        ...
-
-
 class Imitation:
-    """Cross entropy of the tokens that carry loss."""
+    """Cross entropy of the tokens that carry loss. All ranks call the methods together, with the same batch."""
 
     def __init__(self, engine: PolicyEngine, place: RankPosition, device: torch.device) -> None:
         self.engine, self._place, self._device = engine, place, device
 
     def compute_gradients(self, batch: Sequence[Demonstration]) -> Measures:
-        """See `Objective`."""
+        """Compute the gradients of the loss, which replace earlier ones. Return the figures of `batch`."""
         answer_tokens = sum(item.answer_length for item in batch)
 
         def share(micro_batch: MicroBatch, outputs: PolicyOutputs) -> tuple[Tensor, Stats]:
@@ -89,7 +72,7 @@ class Imitation:
         return Measures(self._place.data.all_reduce_sum(loss.double()).item())
 
     def measure(self, batch: Sequence[Demonstration]) -> Measures:
-        """See `Objective`."""
+        """Return the figures of `batch` without computing gradients."""
         mine = self._mine(batch)
         total = -self.engine.logprobs(mine, mine["loss_mask"]).double().sum()
         return Measures(self._place.data.all_reduce_sum(total).item() / sum(item.answer_length for item in batch))
@@ -106,6 +89,8 @@ class JudgedObjective(ABC):
         loss: the losses of pairs or of labelled answers.
     """
 
+    engine: TrainingEngine
+    """The engine of the model that is trained."""
     _width: ClassVar[int] = 2
     """Number of answers per loss: 2 for a pair, 1 for a labelled answer."""
 
@@ -114,7 +99,7 @@ class JudgedObjective(ABC):
         self._losses([], self._tensor([]))  # refuses wrong parameters before the first step
 
     def compute_gradients(self, batch: Sequence[Demonstration]) -> Measures:
-        """See `Objective`."""
+        """See `Imitation`."""
         judged = cast(Sequence[JudgedAnswer], batch)
         own = self._own(judged)
         scores_S = self._scores(own, judged).requires_grad_()
@@ -124,7 +109,7 @@ class JudgedObjective(ABC):
         return measures
 
     def measure(self, batch: Sequence[Demonstration]) -> Measures:
-        """See `Objective`."""
+        """See `Imitation`."""
         judged = cast(Sequence[JudgedAnswer], batch)
         own = self._own(judged)
         return self._measured(own, self._scores(own, judged), judged)[0]
@@ -173,7 +158,7 @@ class RewardModelling(JudgedObjective):
         self, engine: ValueEngine, loss: Callable[[ScoredPairs], Tensor], place: RankPosition, device: torch.device
     ) -> None:
         super().__init__(loss, place, device)
-        self.engine = engine
+        self.engine: ValueEngine = engine
 
     def _scores(self, own: Sequence[JudgedAnswer], batch: Sequence[JudgedAnswer]) -> Tensor:
         columns = step_batch(own, self._device)
@@ -210,7 +195,8 @@ class PolicyPreference(JudgedObjective):
         device: torch.device,
     ) -> None:
         super().__init__(loss, place, device)
-        self.engine, self._reference = engine, reference
+        self.engine: PolicyEngine = engine
+        self._reference = reference
 
     def _scores(self, own: Sequence[JudgedAnswer], batch: Sequence[JudgedAnswer]) -> Tensor:
         columns = step_batch(own, self._device)
@@ -294,7 +280,7 @@ MUON_DECAY = 0.01
 
 def make_objective(
     config: SFTConfig, settings: ExperimentConfig, place: RankPosition, device: torch.device
-) -> Objective:
+) -> Imitation | JudgedObjective:
     """Return the objective of `loss`, with the engine of the model in `model.path` of `settings`.
 
     Raises:
