@@ -286,16 +286,10 @@ def _agree_on_latest(root: Path, ranks: Ranks) -> Path | None:
 
     The leading rank checks the files and the others follow, so that all choose the same.
     """
-    number = -1
-
-    def look() -> None:
-        nonlocal number
-        if ranks.leads and (found := latest(root)) is not None:
-            number = int(found.name[1:])
-
-    ranks.together(look, f"looking for a checkpoint in {root}")
-    chosen = int(ranks.all_reduce_max(torch.tensor([number], dtype=torch.int64)).item())
-    return None if chosen < 0 else root / f"v{chosen}"
+    found = ranks.together(lambda: latest(root) if ranks.leads else None, f"looking for a checkpoint in {root}")
+    number = -1 if found is None else int(found.name[1:])
+    newest = int(ranks.all_reduce_max(torch.tensor([number], dtype=torch.int64)).item())
+    return None if newest < 0 else root / f"v{newest}"
 
 
 def latest(root: Path) -> Path | None:

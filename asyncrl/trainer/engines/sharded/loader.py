@@ -69,19 +69,20 @@ def select_layout(
         UnsupportedModelError: no layout is correct, or the ranks with parts of the tokens compute another result.
         PeerFailed: another rank raised this.
     """
-    choices, chosen = layouts(config.model.attn_implementation), torch.zeros(1, dtype=torch.int64)
+    choices = layouts(config.model.attn_implementation)
 
-    def select() -> None:
-        if place.everyone.leads:
-            chosen.fill_(choices.index(_select_alone(path, config, dtype, device, in_parts=place.grid.context > 1)))
+    def select() -> int:
+        if not place.everyone.leads:
+            return 0
+        return choices.index(_select_alone(path, config, dtype, device, in_parts=place.grid.context > 1))
 
     def check_parts() -> None:
         here = place.coordinates
         if here.pipeline == here.data == here.tensor == 0:
             _check_parts(_surrogate(path, dtype, device, config.seed), layout, place.context)
 
-    place.everyone.together(select, f"checking the layouts for {path}")
-    layout = choices[int(place.everyone.broadcast(chosen))]
+    chosen = place.everyone.together(select, f"checking the layouts for {path}")
+    layout = choices[int(place.everyone.broadcast(torch.tensor(chosen)))]
     if place.grid.context > 1:
         place.everyone.together(check_parts, f"checking c{place.grid.context} for {path}")
     return layout
