@@ -82,7 +82,7 @@ def select_layout(
             _check_parts(_surrogate(path, dtype, device, config.seed), layout, place.context)
 
     chosen = place.everyone.together(select, f"checking the layouts for {path}")
-    layout = choices[int(place.everyone.broadcast(torch.tensor(chosen)))]
+    layout = choices[int(place.everyone.broadcast(torch.tensor([chosen])))]
     if place.grid.context > 1:
         place.everyone.together(check_parts, f"checking c{place.grid.context} for {path}")
     return layout
