@@ -542,7 +542,7 @@ def grouped(kind: Callable[..., Item], groups: Sequence[Sequence[Sample]], *valu
     samples = [sample for group in groups for sample in group]
     columns = (torch.split(each_T, [len(sample.tokens) for sample in samples]) for each_T in values_T)
     items = (kind(*part) for part in zip(samples, *columns, strict=True))
-    return [[*islice(items, len(group))] for group in groups]
+    return [list(islice(items, len(group))) for group in groups]
 
 
 def padded(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
