@@ -342,7 +342,8 @@ def prune(root: Path, keep: int, protected: Collection[int] = ()) -> list[int]:
         return []
     oldest = whole[-keep]
     for directory in root.glob(f"v*{DAMAGED_SUFFIX}"):
-        if int(directory.name.removeprefix("v").removesuffix(DAMAGED_SUFFIX)) < oldest:
+        number = directory.name.removeprefix("v").removesuffix(DAMAGED_SUFFIX)
+        if number.isdecimal() and int(number) < oldest:
             atomic_dir.remove(directory)
     old = [version for version in versions if version < oldest and version not in protected]
     for version in old:
