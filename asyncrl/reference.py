@@ -33,10 +33,10 @@ import argparse
 import asyncio
 import copy
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -240,13 +240,11 @@ class Actor:
         samples = [sample for group in groups for sample in group]
         if not samples:
             return StepReport(version + 1, 0.0, (), (), {})
-        learnt = self.advantages(groups, critic_T)
-        critic_losses = () if critic_T is None else tuple(self.train_critic(groups, version, critic_T, learnt))
+        estimated = self.advantages(groups, critic_T)
+        critic_losses = () if critic_T is None else tuple(self.train_critic(groups, version, critic_T, estimated))
         with torch.no_grad():
             prox_logprobs_T, _ = packed_logprobs(self.model, samples, self.config.sampling.temperature)
-        columns = (split_by_sample(each_T, samples) for each_T in (learnt.advantages_T, prox_logprobs_T))
-        items = (TrainSample(*part) for part in zip(samples, *columns, strict=True))
-        by_group = [[*islice(items, len(group))] for group in groups]
+        by_group = grouped(TrainSample, groups, estimated.advantages_T, prox_logprobs_T)
         steps = [self.optimizer_step(minibatch, version) for minibatch in self.minibatches(by_group, version)]
         losses, grad_norms, stats = zip(*steps, strict=True)
         reward_mean = float(np.mean([sample.reward for sample in samples]))
@@ -254,19 +252,18 @@ class Actor:
         return StepReport(version + 1, reward_mean, losses, grad_norms, merged, critic_losses=critic_losses)
 
     def train_critic(
-        self, groups: Sequence[Sequence[Sample]], version: int, critic_T: Tensor, learnt: AdvantageOutput
+        self, groups: Sequence[Sequence[Sample]], version: int, critic_T: Tensor, estimated: AdvantageOutput
     ) -> Iterator[float]:
         """Take one step of the critic on each minibatch that has tokens for it; yield the losses."""
         assert self.critic is not None
-        assert learnt.returns_T is not None
+        assert estimated.returns_T is not None
         samples = [sample for group in groups for sample in group]
         mask_T, seq_ids_T = mask_and_ids(samples)
         old_T, _ = align_values(critic_T, seq_ids_T, len(samples))
-        trained_T = mask_T if learnt.value_mask_T is None else learnt.value_mask_T
-        columns = (split_by_sample(each_T, samples) for each_T in (old_T, learnt.returns_T, trained_T))
-        items = (ValuedSample(*part) for part in zip(samples, *columns, strict=True))
-        by_group = [[*islice(items, len(group))] for group in groups]
-        for minibatch in self.minibatches(by_group, version):
+        trained_T = mask_T if estimated.value_mask_T is None else estimated.value_mask_T
+        for minibatch in self.minibatches(
+            grouped(ValuedSample, groups, old_T, estimated.returns_T, trained_T), version
+        ):
             if any(bool(item.mask_T.any()) for item in minibatch):
                 yield self.critic.optimizer_step(minibatch, self.value_objective)
 
@@ -276,6 +273,7 @@ class Actor:
         compared = [(number, sample.group) for number, group in enumerate(groups) for sample in group]
         number_of = {name: number for number, name in enumerate(dict.fromkeys(compared))}
         roles = sorted({role_of(sample.group) for sample in samples})
+        episodes = (compared_episodes([each.episode for each in g], [each.group for each in g]) for g in groups)
         mask_T, seq_ids_T = mask_and_ids(samples)
         expected: tuple[Tensor | None, Tensor | None] = (None, None)
         if critic_T is not None:
@@ -291,7 +289,7 @@ class Actor:
                 mask_T=mask_T,
                 seq_ids_T=seq_ids_T,
                 num_seqs=len(samples),
-                episodes_S=torch.tensor([episode for group in groups for episode in episodes_of(group)]),
+                episodes_S=torch.tensor([*chain.from_iterable(episodes)]),
                 roles_S=torch.tensor([roles.index(role_of(sample.group)) for sample in samples]),
                 roles=roles,
                 baselines=self.baselines,
@@ -426,17 +424,17 @@ class ReferenceTrainer:
     def answer(self, prompts: Sequence[Prompt], policies: Policies) -> list[Sequence[Sample]]:
         """Return the scored group of each prompt's answers by `policies`."""
 
-        async def play() -> list[Sequence[Sample]]:
+        async def run_groups() -> list[Sequence[Sample]]:
             make_env = partial(SingleTurnEnv, reward=self.reward)
-            played = await asyncio.gather(
+            groups = await asyncio.gather(
                 *(run_group(self.agent, make_env, prompt, policies, self._client) for prompt in prompts)
             )
             return [
                 with_columns(samples, prompt.data, self.config.columns)
-                for (samples, _), prompt in zip(played, prompts, strict=True)
+                for (samples, _), prompt in zip(groups, prompts, strict=True)
             ]
 
-        return asyncio.run(play())
+        return asyncio.run(run_groups())
 
     def _client(self, policy: GenerationClient, prompt: Prompt) -> EpisodeClient:
         named = tuple(self.others)
@@ -499,11 +497,6 @@ def completion_of(output: GenerationOutput, version: int) -> Completion:
     return Completion(output.output_ids, output.logprobs, [version] * len(output.output_ids), output.finish.reason)
 
 
-def episodes_of(group: Sequence[Sample]) -> list[int]:
-    """Return the episode that each sample counts as in comparisons."""
-    return compared_episodes([sample.episode for sample in group], [sample.group for sample in group])
-
-
 def has_signal(group: Sequence[Sample]) -> bool:
     """True if samples that are compared have different rewards."""
     return len({(sample.group, sample.total_reward) for sample in group}) > len({sample.group for sample in group})
@@ -544,9 +537,12 @@ def mask_and_ids(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
     return mask_T, torch.repeat_interleave(torch.arange(len(samples)), lengths_S)
 
 
-def split_by_sample(values_T: Tensor, samples: Sequence[Sample]) -> list[Tensor]:
-    """Return the samples' parts of a packed tensor."""
-    return list(torch.split(values_T, [len(sample.tokens) for sample in samples]))
+def grouped(kind: Callable[..., Item], groups: Sequence[Sequence[Sample]], *values_T: Tensor) -> list[list[Item]]:
+    """Return each group's samples as items of `kind`, with the sample's parts of the packed tensors `values_T`."""
+    samples = [sample for group in groups for sample in group]
+    columns = (torch.split(each_T, [len(sample.tokens) for sample in samples]) for each_T in values_T)
+    items = (kind(*part) for part in zip(samples, *columns, strict=True))
+    return [list(islice(items, len(group))) for group in groups]
 
 
 def padded(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:

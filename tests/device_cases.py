@@ -32,8 +32,7 @@ from asyncrl.models.pictures import Pictures
 from asyncrl.trainer.batches.step_batch import attach, build_step_batch, detach, scores_of
 from asyncrl.trainer.functions.model_functions import StatValues
 from asyncrl.trainer.messages import RunCall
-from asyncrl.trainer.rank.current_step import parts_of_policies
-from asyncrl.trainer.rank.requests import ModelCalls
+from asyncrl.trainer.rank.requests import ModelCalls, parts_of_policies
 from asyncrl.trainer.rank.training_rank import TrainingRank
 from asyncrl.trainer.settings import AttentionImplementation, KeptOn, ReferenceMode, TeacherConfig, VisionMode
 from tests.tiny_vlm import KINDS, make_folder, picture, render

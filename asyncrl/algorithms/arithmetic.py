@@ -1,4 +1,4 @@
-"""What the tensor algorithms compute with: packed ragged sequences, and statistics that reduce exactly.
+"""Arithmetic of the tensor algorithms: packed ragged sequences, and statistics that reduce exactly.
 
 On packed sequences: log-ratios, sums per sequence, discounted sums, whitening. Statistics are sums and counts, which
 are added over micro-batches and ranks and divided only at the end.

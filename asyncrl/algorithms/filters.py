@@ -1,4 +1,4 @@
-"""What RolloutWorkers run on a finished group, with numpy alone.
+"""Filters and reward shaping, which RolloutWorkers run on a finished group. Numpy only.
 
 Filters are `(GroupView, *, params) -> FilterDecision`, reward shaping is `(GroupView, *, params) -> rewards_S`.
 """

@@ -21,7 +21,7 @@ meanwhile: in memory while weights are published, to disk while the next steps r
 checkpoint becomes visible at once. Only when that in the hosts' memory is complete may other processes see the step.
 
 `asyncrl.runtime.trials.memory_checkpoint` describes the folder in the host's memory, which the launcher makes and
-removes. `asyncrl.trainer.rank.host_folders` decides which state ranks on several hosts load, and
+removes. `asyncrl.weights.checkpoints` decides which state ranks on several hosts load, and
 `asyncrl.trainer.rank.inbox` keeps trajectories.
 """
 

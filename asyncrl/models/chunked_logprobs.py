@@ -90,7 +90,7 @@ def token_logprobs(
         hidden_NH: the trunk's output at the position before each target.
         score: needed if `logits_of` gives only a slice of the vocabulary; None if it gives all of it.
     """
-    score_logits = score or _score
+    score_logits: Score = score or _Score.apply
     if len(targets_N) == 0:
         empty = hidden_NH.sum() * 0.0 + hidden_NH.new_zeros(0, dtype=torch.float32)
         return empty, None if entropy == EntropyMode.none else empty.detach()
@@ -112,11 +112,6 @@ def token_logprobs(
         ]
         logprobs_N, entropy_N = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
     return logprobs_N, None if entropy == EntropyMode.none else entropy_N
-
-
-def _score(logits_NV: Tensor, targets_N: Tensor, entropy: EntropyMode) -> tuple[Tensor, Tensor]:
-    scored: tuple[Tensor, Tensor] = _Score.apply(logits_NV, targets_N, entropy)  # type: ignore[no-untyped-call]
-    return scored
 
 
 class _Score(Function):

@@ -1,8 +1,8 @@
 """Check a model's folder before anything loads it. Torch-free: only `config.json` and headers of files are read.
 
-What is no model that can be trained is named, with the way to make one of it: an adapter, a checkpoint of another
-trainer, a folder one level above, quantised weights, a download that was cut off. Whether the files hold every tensor
-of the model is known to transformers alone; `asyncrl.weights.whole_folder` asks it.
+A folder that holds no trainable model is refused, with the way to make one of it: an adapter, a checkpoint of another
+trainer, a folder one level above, quantised weights, a download that was cut off. Only transformers knows if the files
+hold every tensor of the model; `asyncrl.weights.whole_folder` asks it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _DEQUANTISE = {
 
 
 class ModelPart(StrEnum):
-    """What a role needs of a model folder."""
+    """Part of the model in a folder that a role needs."""
 
     language = auto()
     """A language model."""

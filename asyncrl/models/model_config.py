@@ -1,5 +1,5 @@
-"""What the `config.json` of a model folder says: the file itself, the sizes that it names, and whether the routers of a
-mixture of experts can report and replay their choices. Torch-free, so that launcher and workers read it.
+"""The `config.json` of a model folder: the file itself, the sizes that it names, and whether the routers of a mixture
+of experts can report and replay their choices. Torch-free, so that launcher and workers read it.
 
 Architectures have different names for the same size; each name that is read is in this file: one table for layouts,
 memory, FLOPs and routing.

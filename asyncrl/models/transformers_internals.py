@@ -267,7 +267,7 @@ def as_saved(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str,
 
 
 class TrialLoad(NamedTuple):
-    """What transformers would say of loading a folder's tensors into a model.
+    """Result of a trial load of a folder's tensors into a model, by transformers' own loader.
 
     Attributes:
         missing, unexpected: names of tensors that only the model has, and that only the folder has, except those that

@@ -1,4 +1,6 @@
-"""Checks of ModelWorkers' settings: the policy's model and its computation, layouts, optimizers, trained policies."""
+"""Checks of ModelWorkers' settings: the policy's model and its computation, layouts, optimizers, trained policies; the
+functions that `algorithm`, filters and shaping name, and how these choices go together.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +9,23 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 
-from asyncrl.algorithms.registry import WHOLE_DISTRIBUTIONS, ProximalMode, ValueNormalisation
+from asyncrl.algorithms.registry import KINDS, WHOLE_DISTRIBUTIONS, KLPlace, ProximalMode, ValueNormalisation
 from asyncrl.comm.names import ACTOR, MODEL_WORKER
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.setting import ConfigError, Device, Dtype
+from asyncrl.config.plugin_code import catalog
+from asyncrl.config.setting import ChoiceConfig, ConfigError, Device, Dtype
+from asyncrl.data.tokenizers import vocabulary_difference
 from asyncrl.inference.settings import backends_that
 from asyncrl.master.graph import GraphError, load_graph
 from asyncrl.models.folder_checks import hugging_face_folder
 from asyncrl.models.model_config import placeholder_in, read_model_config, routing_shape
 from asyncrl.runtime.plan import plan_workers, with_types
 from asyncrl.runtime.process.hardware import count_gpus, uncounted_gpus
-from asyncrl.trainer import algorithm_checks
 from asyncrl.trainer.engines import ENGINES
 from asyncrl.trainer.model import lora_checks
 from asyncrl.trainer.parallel.placement import Placement, engine_of, placement, role_placement
 from asyncrl.trainer.settings import (
+    AlgorithmConfig,
     AttentionImplementation,
     KeptOn,
     OptimizerConfig,
@@ -33,6 +37,8 @@ from asyncrl.trainer.settings import (
 
 CUTS = "asyncrl.trainer.parallel.checks"
 """Checks of layouts in which some rank has a part of a model, or of the tokens of a sequence."""
+NEEDS_VALUES = frozenset({"gae", "gae_turn"})
+"""Advantages that are estimated from a critic's values; a test compares this list with the estimators' errors."""
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:
@@ -52,7 +58,7 @@ def of_policy(config: ExperimentConfig) -> Iterator[str]:
         if path is not None:
             yield from hugging_face_folder(name, path)
     yield from _layouts(config)
-    yield from algorithm_checks.check(config)
+    yield from _algorithm(config)
     for name, optimizer in (
         ("optimizer", config.optimizer),
         ("algorithm.critic.optimizer", config.algorithm.critic.optimizer),
@@ -150,8 +156,7 @@ def _long_warmup(config: ExperimentConfig) -> Iterator[str]:
     if warmup > total:
         yield (
             f"optimizer.warmup_steps={warmup}: the run has {total} optimizer steps (total_train_steps x "
-            f"trainer.ppo_minibatches x trainer.ppo_epochs) and never "
-            f"reaches optimizer.lr={config.optimizer.lr:g}"
+            f"trainer.ppo_minibatches x trainer.ppo_epochs) and never reaches optimizer.lr={config.optimizer.lr:g}"
         )
 
 
@@ -351,3 +356,160 @@ def _turns(config: ExperimentConfig) -> Iterator[str]:
             f"trainer.train_every={trainer.train_every}: other steps would train nothing; use 1, or train another "
             "one of `policies` too"
         )
+
+
+def _algorithm(config: ExperimentConfig) -> Iterator[str]:
+    """Yield an error message for each invalid choice of `algorithm`, filters and shaping."""
+    yield from _proximal(config)
+    yield from _kl_target(config.algorithm)
+    yield from other_tokenizers(config)
+    unknown = list(_unknown(config))
+    yield from unknown
+    if not unknown:
+        yield from _critic(config)
+        yield from _combinations(config.algorithm)
+        yield from _gdpo(config)
+
+
+def _unknown(config: ExperimentConfig) -> Iterator[str]:
+    """Yield an error message for each name or parameter that no registered function has."""
+    algorithm = config.algorithm
+    choices: list[tuple[str, str, ChoiceConfig]] = [
+        ("algorithm.policy_loss", "policy_loss", algorithm.policy_loss),
+        ("algorithm.correction", "correction", algorithm.correction),
+        ("algorithm.selection", "selection", algorithm.selection),
+        ("algorithm.advantage", "advantage", algorithm.advantage),
+        ("algorithm.aggregation", "aggregation", algorithm.aggregation),
+        ("algorithm.kl", "kl", algorithm.kl_estimator),
+        ("algorithm.critic.value_loss", "value_loss", algorithm.critic.value_loss),
+        *((f"rollout.filters[{i}]", "filter", choice) for i, choice in enumerate(config.rollout.filters)),
+        *((f"rollout.shaping[{i}]", "shaping", choice) for i, choice in enumerate(config.rollout.shaping)),
+    ]
+    try:
+        for kind in KINDS:
+            catalog.known(kind, algorithm.plugins)
+    except ValueError as error:
+        yield f"algorithm.plugins={algorithm.plugins}: {error}"
+        return
+    for name, kind, choice in choices:
+        try:
+            catalog.check(kind, choice.name, choice.params, algorithm.plugins)
+        except ValueError as error:
+            yield f"{name}={choice.name!r}: {error}"
+
+
+def _proximal(config: ExperimentConfig) -> Iterator[str]:
+    """Refuse the behaviour policy in place of the proximal one if the two may differ."""
+    algorithm, eta = config.algorithm, config.max_head_offpolicyness
+    refers = algorithm.policy_loss.name == "decoupled_ppo" or algorithm.correction.name not in ("none", "opsm")
+    if algorithm.prox != ProximalMode.behave or not refers:
+        return
+    instead = (
+        "use algorithm.prox=recompute, or a loss around the behaviour policy: algorithm.policy_loss.name=ppo_clip with "
+        "algorithm.correction.name=none (or opsm)"
+    )
+    if eta > 0:
+        yield (
+            f"algorithm.prox='behave': with max_head_offpolicyness={eta} samples may be older than the policy at the "
+            f"step's start, for which theirs would stand then; set max_head_offpolicyness=0, or {instead}"
+        )
+    if config.samples.replay:
+        yield (
+            f"algorithm.prox='behave': the samples of {config.samples.replay!r} need not be of the policy that is "
+            f"trained here; {instead}"
+        )
+
+
+def _kl_target(algorithm: AlgorithmConfig) -> Iterator[str]:
+    if algorithm.kl_target and not algorithm.kl_coef:
+        yield (
+            f"algorithm.kl_target={algorithm.kl_target:g}: algorithm.kl_coef=0 is multiplied to reach it, and stays 0; "
+            "give the coefficient to begin with, for example algorithm.kl_coef=0.01, or leave the target out"
+        )
+
+
+def _critic(config: ExperimentConfig) -> Iterator[str]:
+    """Refuse an advantage that needs a critic's values in a graph without a critic."""
+    choice = config.algorithm.advantage
+    if choice.name not in NEEDS_VALUES:
+        return
+    try:
+        calls = [call for call in load_graph(config).calls if call.function == "advantage" and not call.policy]
+    except GraphError:
+        return  # the launcher reports the error
+    if calls and not any("values" in call.reads for call in calls):
+        yield (
+            f"algorithm.advantage={choice.name!r}: it needs a critic's values, and graph "
+            f"{config.algorithm.graph!r} has no critic; use algorithm.graph=ppo, or an advantage without a critic, "
+            "for example grpo or rloo"
+        )
+
+
+def _combinations(algorithm: AlgorithmConfig) -> Iterator[str]:
+    """Refuse a KL estimator in the wrong place, and choices that have no effect because of another choice."""
+    if algorithm.kl_coef and algorithm.kl.name == "k3_unbiased" and algorithm.kl_in != KLPlace.loss:
+        yield (
+            f"algorithm.kl.name='k3_unbiased': it weighs a term of the loss, and algorithm.kl_in={algorithm.kl_in} is "
+            "elsewhere; use kl_in=loss, or kl.name=k1"
+        )
+    if algorithm.kl_coef and algorithm.kl.name in WHOLE_DISTRIBUTIONS and algorithm.kl_in == KLPlace.reward:
+        yield (
+            f"algorithm.kl.name={algorithm.kl.name!r}: whole distributions are compared in the loss only, and "
+            "algorithm.kl_in=reward is elsewhere; use kl_in=loss, or kl.name=k1"
+        )
+    if algorithm.selection.name == "m2po" and algorithm.prox != ProximalMode.recompute:
+        yield (
+            f"algorithm.selection='m2po': its ratios are those of the policy at the step's start, which algorithm.prox="
+            f"{str(algorithm.prox)!r} does not compute; use algorithm.prox=recompute"
+        )
+    has_other_signal = algorithm.kl_coef or any(teacher.coef for teacher in algorithm.teachers)
+    if algorithm.advantage.name == "zero" and not has_other_signal and not algorithm.entropy_coef:
+        yield (
+            "algorithm.advantage='zero': nothing would be learnt from; name a teacher, for example "
+            "algorithm.teachers=[{name: big, path: FOLDER}]"
+        )
+    if algorithm.kl_coef and algorithm.kl_in == KLPlace.advantage:
+        if algorithm.kl_estimator.name != "k1":
+            yield (
+                f"algorithm.kl.name={algorithm.kl.name!r}: algorithm.kl_in=advantage needs the log-ratio itself, whose "
+                "mean gradient is that of the reverse KL; use k1 or auto"
+            )
+        if algorithm.kl_target:
+            yield (
+                f"algorithm.kl_target={algorithm.kl_target:g}: the coefficient of algorithm.kl_in=advantage is fixed; "
+                "set kl_target=0"
+            )
+
+
+def _gdpo(config: ExperimentConfig) -> Iterator[str]:
+    """Refuse GDPO without the parts of the reward that it compares."""
+    algorithm, columns = config.algorithm, config.rollout.columns
+    if algorithm.advantage.name != "gdpo":
+        return
+    named = algorithm.advantage.params.get("parts") or []
+    missing = [name for name in named if f"reward/{name}" not in columns]
+    if missing or not any(name.startswith("reward/") for name in columns):
+        wanted = [f"reward/{name}" for name in missing] or ["reward/correct", "reward/format"]
+        yield (
+            f"algorithm.advantage='gdpo': it normalises the parts of the reward, which rollout.columns={list(columns)} "
+            f"lacks; declare them, for example rollout.columns={wanted}"
+        )
+    if algorithm.kl_coef and algorithm.kl_in == KLPlace.reward:
+        yield (
+            "algorithm.advantage='gdpo': a KL term in the reward is none of the parts that it compares; use "
+            "algorithm.kl_in=loss"
+        )
+
+
+def other_tokenizers(config: ExperimentConfig) -> Iterator[str]:
+    """Yield an error message for each model that scores the policy's answers with a different vocabulary.
+
+    A base model that does not exist yet is not checked.
+    """
+    algorithm, policy = config.algorithm, config.model.path
+    scoring = {f"algorithm.teachers[{number}].path": each.path for number, each in enumerate(algorithm.teachers)}
+    if algorithm.kl_coef:
+        scoring["algorithm.reference.path"] = algorithm.reference.path
+    for setting, path in scoring.items():
+        if policy is not None and path is not None and (difference := vocabulary_difference(policy, path)):
+            yield f"{setting}={path!r}: {difference}"

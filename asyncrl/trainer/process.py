@@ -41,10 +41,9 @@ from asyncrl.trainer.engines.role import RoleEngine
 from asyncrl.trainer.model.layout_parity import layout_in_use
 from asyncrl.trainer.parallel.placement import Placement, placement
 from asyncrl.trainer.parallel.world import World, is_alone
-from asyncrl.trainer.rank.current_step import CurrentStep
 from asyncrl.trainer.rank.measures import MemoryShortage, StepMeasures, gpu_memory, peak_flops
 from asyncrl.trainer.rank.receiver import TrajectoryCheck, TrajectoryReceiver
-from asyncrl.trainer.rank.requests import WAITING, ImmediateRequests, ModelCalls, QueuedRequests
+from asyncrl.trainer.rank.requests import WAITING, CurrentStep, ImmediateRequests, ModelCalls, QueuedRequests
 from asyncrl.trainer.rank.training_rank import TrainingRank, Versions, build_rank
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ class ModelWorker(Worker):
             self._collectives.abort()
 
     def configure(self) -> None:
-        """Load the models, join the other ranks, take connections."""
+        """Load the models, join the other ranks, serve."""
         config = self.config
         torch.set_num_threads(config.trainer.threads)
         torch.manual_seed(config.seed)
@@ -139,10 +138,8 @@ class ModelWorker(Worker):
             calls=calls,
             measures=measures,
             memory=memory,
-            columns=config.columns,
-            device=device,
         )
-        self._take_connections(head, queued)
+        self._serve(head, queued)
 
     def _join(self, placed: Placement, device: torch.device) -> World:
         """Make the process groups of several ranks."""
@@ -154,8 +151,10 @@ class ModelWorker(Worker):
         if self.stop_requested.is_set():  # perhaps before there was anything to abort
             collectives.abort()
         start_s = LONGEST_STARTS * self.config.system.start_timeout_s  # the master detects ranks that no longer start
-        joining = (self.config, self.index, placed, device, self.run_dir, self.resolver, collectives)
-        return self._open.enter_context(training_world(*joining, start_s=start_s))
+        world = training_world(
+            self.config, self.index, placed, device, self.run_dir, self.resolver, collectives, start_s=start_s
+        )
+        return self._open.enter_context(world)
 
     def _meet(self, ranks: int) -> None:
         """Wait until all ranks are about to join: the first rank waits for all, the others for the first.
@@ -172,13 +171,11 @@ class ModelWorker(Worker):
             return
         everyone = f"all {ranks} ranks to begin"
         waiting = self.start_wait(names.MODEL_WORKER, everyone, whom=everyone)
-        given_up = f"{names.INCARNATIONS}/{names.MODEL_WORKER}"
+        keys = [names.incarnation_key(names.MODEL_WORKER, rank) for rank in range(ranks)]
         while True:
-            there, least = waiting.living(), self.resolver.get_subtree(given_up)
-            if all(
-                there.get(rank, -1) >= int(least.get(names.incarnation_key(names.MODEL_WORKER, rank), 0))
-                for rank in range(ranks)
-            ):
+            living = waiting.living()  # incarnation by rank; an entry below names the oldest that still counts
+            oldest = self.resolver.get_subtree(f"{names.INCARNATIONS}/{names.MODEL_WORKER}")
+            if all(living.get(rank, -1) >= int(oldest.get(key, 0)) for rank, key in enumerate(keys)):
                 return
             waiting.look()
             self.stop_requested.wait(_MEET_LOOK_S)
@@ -203,8 +200,8 @@ class ModelWorker(Worker):
             return implementation
         return str(layout_in_use(engine.model_config, engine.attention, implementation, device, dtype))
 
-    def _take_connections(self, head: int, queued: QueuedRequests) -> None:
-        """Serve the master, and take trajectories as data index `head`."""
+    def _serve(self, head: int, queued: QueuedRequests) -> None:
+        """Begin to answer the master's requests, and to receive trajectories as data index `head`."""
         system = self.config.system
         immediate = ImmediateRequests(self._rank, self._receiver, self._versions, self._memory_checkpoint)
         self._server = RequestServer(

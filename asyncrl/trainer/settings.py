@@ -281,8 +281,7 @@ class TrainerConfig:
     ppo_epochs: int = setting(
         1,
         "passes over a step's batch; minibatches are shuffled again in each, ratios refer to the policy before the "
-        "first "
-        "(end them early by algorithm.stop_kl)",
+        "first (end them early by algorithm.stop_kl)",
         minimum=1,
     )
     train_every: int = setting(

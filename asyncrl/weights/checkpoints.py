@@ -14,6 +14,19 @@ safetensors, the rest is JSON: nothing is unpickled. `restore` reads it all, in 
 A checkpoint appears at once, by a rename (`atomic_dir`), and its manifest lists every file with its checksum. So each
 is complete unless the disk lost data later. A damaged one is renamed to `v<N>.damaged`, and the run continues from the
 previous one: an unusable checkpoint must not count among those that are kept.
+
+In-memory checkpoints of several hosts
+--------------------------------------
+Each host has its own folder, and its ranks write all their parts into it. So a start reads nothing from another host.
+A version is committed on every host once all ranks have written. The step becomes visible to other processes once all
+hosts have committed it. A host keeps the previous version until the next one begins.
+
+A start takes the newest version that every host has complete, with the same manifest. It may skip a newer version only
+if some host with committed versions never committed it: then no process can have seen that step. Otherwise the step is
+lost, and the run resumes from its newest checkpoint. So does a run that loses a host.
+
+A file is complete if its bytes have the checksum in the manifest. A manifest has the checksums of all ranks' files. So
+a step is never mixed with an earlier one of the same number from before the run went back to a checkpoint.
 """
 
 from __future__ import annotations
@@ -25,18 +38,29 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from asyncrl.comm.files import no_retry
+from asyncrl.comm.typed import decode_json
 from asyncrl.config.run_dir import CHECKPOINT_STATE_FILE, versions_in
 from asyncrl.models.host_copies import HostCopies
 from asyncrl.models.ranks import Ranks
 from asyncrl.weights import atomic_dir
-from asyncrl.weights.checkpoint_shards import Parts, ShardCopies, StoredTensors, all_tensors
-from asyncrl.weights.manifest import FileEntry, Manifest, ManifestError, verify, write_manifest
+from asyncrl.weights.checkpoint_shards import Parts, ShardCopies, StoredTensors, all_tensors, shard_name
+from asyncrl.weights.manifest import (
+    MANIFEST_FILE,
+    FileEntry,
+    Manifest,
+    ManifestError,
+    checksum,
+    verify,
+    whole_files,
+    write_manifest,
+)
 
 _log = logging.getLogger(__name__)
 DAMAGED_SUFFIX = ".damaged"
@@ -53,21 +77,6 @@ class _Writing:
     document: bytes
     """The content of `state.json`."""
     share: Future[dict[str, FileEntry]]
-
-
-class Hosts(Protocol):
-    """The ranks' hosts, each with a separate folder of all that its ranks hold."""
-
-    @property
-    def hosts(self) -> Sequence[str]:
-        """Host names of all ranks, by rank."""
-
-    @property
-    def leads(self) -> bool:
-        """True if this rank creates and commits the folder on its host."""
-
-    def forget(self, root: Path, *, but: Collection[str]) -> None:
-        """Remove the versions in `root` but those named."""
 
 
 class CheckpointWriter:
@@ -89,7 +98,7 @@ class CheckpointWriter:
         ranks: Ranks,
         *,
         in_memory: bool = False,
-        hosts: Hosts | None = None,
+        hosts: HostFolders | None = None,
         copies: HostCopies | None = None,
     ) -> None:
         self._in_memory, self._hosts = in_memory, hosts
@@ -277,16 +286,10 @@ def _agree_on_latest(root: Path, ranks: Ranks) -> Path | None:
 
     The leading rank checks the files and the others follow, so that all choose the same.
     """
-    number = -1
-
-    def look() -> None:
-        nonlocal number
-        if ranks.leads and (found := latest(root)) is not None:
-            number = int(found.name[1:])
-
-    ranks.together(look, f"looking for a checkpoint in {root}")
-    chosen = int(ranks.all_reduce_max(torch.tensor([number], dtype=torch.int64)).item())
-    return None if chosen < 0 else root / f"v{chosen}"
+    found = ranks.together(lambda: latest(root) if ranks.leads else None, f"looking for a checkpoint in {root}")
+    number = -1 if found is None else int(found.name[1:])
+    newest = int(ranks.all_reduce_max(torch.tensor([number], dtype=torch.int64)).item())
+    return None if newest < 0 else root / f"v{newest}"
 
 
 def latest(root: Path) -> Path | None:
@@ -339,7 +342,8 @@ def prune(root: Path, keep: int, protected: Collection[int] = ()) -> list[int]:
         return []
     oldest = whole[-keep]
     for directory in root.glob(f"v*{DAMAGED_SUFFIX}"):
-        if int(directory.name.removeprefix("v").removesuffix(DAMAGED_SUFFIX)) < oldest:
+        number = directory.name.removeprefix("v").removesuffix(DAMAGED_SUFFIX)
+        if number.isdecimal() and int(number) < oldest:
             atomic_dir.remove(directory)
     old = [version for version in versions if version < oldest and version not in protected]
     for version in old:
@@ -358,3 +362,124 @@ def _has_all_files(directory: Path) -> bool:
 
 def _set_aside(directory: Path) -> Path:
     return directory.with_name(directory.name + DAMAGED_SUFFIX)
+
+
+class MemoryCheckpointLost(RuntimeError):
+    """Other processes may have seen a step that is no longer complete; the message names what is missing."""
+
+
+class StoredVersion(msgspec.Struct, frozen=True):
+    """One version in the memory of a host.
+
+    Attributes:
+        manifest: checksum of the version's manifest.
+        lacking: files of this host's ranks that are missing or damaged.
+    """
+
+    version: int
+    manifest: str
+    lacking: tuple[str, ...] = ()
+
+
+class _Report(msgspec.Struct, frozen=True):
+    invalid: bool
+    holdings: tuple[StoredVersion, ...] = ()
+
+
+@dataclass(frozen=True)
+class HostFolders:
+    """The folders, as one rank sees them.
+
+    Args:
+        hosts: host of each rank.
+        rank: this rank.
+        publisher: the rank that acts for its host; on the other hosts the first rank does.
+    """
+
+    hosts: tuple[str, ...] = ("",)
+    rank: int = 0
+    publisher: int = 0
+
+    @property
+    def spread(self) -> bool:
+        """True if there are several hosts."""
+        return len(set(self.hosts)) > 1
+
+    @property
+    def leads(self) -> bool:
+        """True if this rank makes and commits the folder on its host."""
+        return self._leaders[self.hosts[self.rank]] == self.rank
+
+    @property
+    def _leaders(self) -> dict[str, int]:
+        return {host: self.hosts.index(host) for host in self.hosts} | {self.hosts[self.publisher]: self.publisher}
+
+    def agree(self, root: Path, everyone: Ranks, *, invalid: bool) -> Path | None:
+        """Find the step that all ranks continue from, and remove all other steps from `root`. Called by all ranks.
+
+        Args:
+            root: the folder of this host.
+            invalid: True if a part of the step could not be stored on this host.
+
+        Returns:
+            The folder of the step; None if no step was stored.
+
+        Raises:
+            MemoryCheckpointLost: on all ranks, if other processes may have seen a step that is no longer complete.
+        """
+        holdings = everyone.together(lambda: self._holdings(root) if self.leads else (), f"looking into {root}")
+        mine = msgspec.json.encode(_Report(invalid, holdings))
+        reports = [decode_json(report, _Report) for report in everyone.all_gather_bytes(mine)]
+        if invalid_on := sorted({host for host, report in zip(self.hosts, reports, strict=True) if report.invalid}):
+            raise MemoryCheckpointLost(f"not all that belongs to it could be kept on {', '.join(invalid_on)}")
+        version = chosen({host: reports[rank].holdings for host, rank in self._leaders.items()})
+        if self.leads and root.is_dir():
+            atomic_dir.clear_leftovers(root)
+            self.forget(root, but=set() if version is None else {f"v{version}"})
+        return None if version is None else root / f"v{version}"
+
+    def forget(self, root: Path, *, but: Collection[str]) -> None:
+        """Remove the versions in `root` but those named."""
+        for version in versions_in(root):
+            if f"v{version}" not in but:
+                atomic_dir.remove(root / f"v{version}")
+
+    def _holdings(self, root: Path) -> tuple[StoredVersion, ...]:
+        """Return the versions that are committed in `root`."""
+        here = self.hosts[self.rank]
+        elsewhere = {shard_name(rank, len(self.hosts)) for rank, host in enumerate(self.hosts) if host != here}
+        found = []
+        for version in versions_in(root):
+            folder = root / f"v{version}"
+            try:
+                manifest, whole = whole_files(folder)
+            except ManifestError as error:
+                _log.warning("%s", error)
+                continue
+            lacking = manifest.files.keys() - elsewhere - set(whole)
+            found.append(StoredVersion(version, checksum(folder / MANIFEST_FILE), tuple(sorted(lacking))))
+        return tuple(found)
+
+
+def chosen(held: Mapping[str, Sequence[StoredVersion]]) -> int | None:
+    """Return the version that all ranks continue from; None if none was stored.
+
+    Args:
+        held: by host, the versions that it has committed.
+
+    Raises:
+        MemoryCheckpointLost: other processes may have seen a step that is no longer complete (see above).
+    """
+    committed = min((max(each.version for each in holdings) for holdings in held.values() if holdings), default=0)
+    for version in sorted({holding.version for holdings in held.values() for holding in holdings}, reverse=True):
+        of_host = {host: each for host, holdings in held.items() for each in holdings if each.version == version}
+        lacking = [f"{', '.join(each.lacking)} on {host}" for host, each in of_host.items() if each.lacking]
+        same = len({each.manifest for each in of_host.values()}) == 1
+        if of_host.keys() == held.keys() and same and not lacking:
+            return version
+        if version > committed:
+            continue  # some host with committed versions never committed this one
+        lost = [f"all of it on {host}" for host in sorted(held.keys() - of_host.keys())]
+        twice = [] if same else ["its hosts have it of different histories"]
+        raise MemoryCheckpointLost(f"version {version} is not whole any more: {'; '.join([*lacking, *lost, *twice])}")
+    return None

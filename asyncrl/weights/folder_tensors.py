@@ -87,7 +87,7 @@ class WholeModel:
     of experts those of each expert.
 
     Raises:
-        FolderFormatError: see `asyncrl.weights.folder_tensors.folder_tensors`.
+        FolderFormatError: see `folder_tensors`.
     """
 
     def __init__(self, model: PreTrainedModel, worker: int = 0) -> None:
@@ -96,7 +96,7 @@ class WholeModel:
         """Positions of a folder's tensors in the parameters."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors, in the model's order."""
+        """Return all tensors by their names in a folder, in the model's order: views of parameters and buffers."""
         held = held_tensors(self._model)
         return {tensor.name: tensor.of(held[tensor.parameter]) for tensor in self.folder}
 
@@ -189,16 +189,6 @@ def folder_tensors(model: PreTrainedModel) -> list[FolderTensor]:
             raise FolderFormatError(f"{type(model).__name__} is saved in an unknown way: not all of {name!r} is saved")
     order = {name: number for number, name in enumerate(shapes)}
     return sorted(found, key=lambda tensor: (order[tensor.parameter], tensor.start))
-
-
-def folder_views(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return views of the parameters and persistent buffers of `model` by their names in its folder; tied ones once.
-
-    Raises:
-        FolderFormatError: see `folder_tensors`.
-    """
-    held = held_tensors(model)
-    return {tensor.name: tensor.of(held[tensor.parameter]) for tensor in folder_tensors(model)}
 
 
 class _Probes:

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from asyncrl.models.folder_checks import weight_files
-from asyncrl.weights.folder_tensors import folder_views, held_tensors
+from asyncrl.weights.folder_tensors import WholeModel, held_tensors
 from asyncrl.weights.manifest import MANIFEST_FILE, ManifestError, verify, verify_file
 
 
@@ -102,7 +102,7 @@ def load_targets(model: PreTrainedModel) -> dict[str, Tensor]:
     Raises:
         FolderFormatError: see `asyncrl.weights.folder_tensors.folder_tensors`.
     """
-    views, parameters = folder_views(model), held_tensors(model)
+    views, parameters = WholeModel(model).tensors(), held_tensors(model)
     aliases = {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
     return views | aliases
 

@@ -114,8 +114,7 @@ def read_manifest(directory: Path) -> Manifest:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ManifestError(
             f"{path} is not a manifest of format {FORMAT} ({error}): use the version of asyncrl that wrote it, or "
-            f"remove "
-            f"{directory}"
+            f"remove {directory}"
         ) from error
     for name in manifest.files:
         if name == MANIFEST_FILE or not {"", ".", ".."}.isdisjoint(name.split("/")):

@@ -16,8 +16,7 @@ from ship_base_models import copy_shipped, greedy_accuracy
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment, load_supervised
-from asyncrl.trainer.supervised.make_model import make_base_model
-from asyncrl.trainer.supervised.supervised_loop import phases_of
+from asyncrl.trainer.supervised.supervised_loop import make_base_model, phases_of
 
 STEPS, PROBLEMS = 1500, 1024
 

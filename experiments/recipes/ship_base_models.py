@@ -29,7 +29,7 @@ from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
 from asyncrl.plugins.rewards.arithmetic import arithmetic_reward
 from asyncrl.reference import ReferenceConfig, ReferenceTrainer
 from asyncrl.trainer.supervised.base_model import SHIPPED_FILE, shipped_dir
-from asyncrl.trainer.supervised.make_model import make_base_model
+from asyncrl.trainer.supervised.supervised_loop import make_base_model
 
 SHIPPED = ("arithmetic_base", "tool_calculator_base")
 FIRST_STEPS = 10

@@ -274,8 +274,8 @@ class Sums:
 def test_supervised_training_on_two_ranks_goes_on_after_one_was_killed_with_the_losses_of_one_rank(
     command: Any, tmp_path: Path
 ) -> None:
-    from asyncrl.trainer.supervised.make_model import make_base_model  # which loads torch
     from asyncrl.trainer.supervised.settings import SFTConfig
+    from asyncrl.trainer.supervised.supervised_loop import make_base_model  # which loads torch
 
     (tmp_path / "sums.py").write_text(SUMS)
     settings = [f"dataset.path={tmp_path / 'sums.py'}:Sums", "optimizer=adamw", "adamw_lr=3e-3", "warmup_steps=2"]

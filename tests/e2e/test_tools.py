@@ -31,8 +31,8 @@ def calculator(expression: str) -> str:
 def calling_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that writes calls with wrong digits in them."""
     from asyncrl.config.load import load_supervised
-    from asyncrl.trainer.supervised.make_model import make_base_model
     from asyncrl.trainer.supervised.settings import SFTPhaseConfig
+    from asyncrl.trainer.supervised.supervised_loop import make_base_model
 
     config = load_supervised("tool_calculator_base")
     config.model.architecture |= {"hidden_size": 48, "intermediate_size": 96}

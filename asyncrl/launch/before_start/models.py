@@ -26,7 +26,7 @@ from asyncrl.launch.before_start.setting_checks import resolve_hub_names, superv
 from asyncrl.master.graph import load_graph
 from asyncrl.models.folder_checks import ModelPart, WantedFolder, hugging_face_folder
 from asyncrl.runtime.plan import with_types
-from asyncrl.trainer.algorithm_checks import other_tokenizers
+from asyncrl.trainer.checks import other_tokenizers
 from asyncrl.trainer.supervised.base_model import ensure_base_model, existing_base_model
 from asyncrl.trainer.supervised.settings import SFTConfig
 

@@ -15,7 +15,7 @@ forgotten version are never mistaken for those of a new version with the same nu
 version (memory was full, or the setting is off), the whole run must begin again: `can_go_on`.
 
 If ranks run on other hosts than the launcher, each of their hosts has its own folder, with all that its ranks hold
-(`trainer/rank/host_folders.py`). Their inboxes lie in the run's folder, which all hosts see. The MasterWorker then asks
+(`weights/checkpoints.py`). Their inboxes lie in the run's folder, which all hosts see. The MasterWorker then asks
 the ranks if the brain can resume. It cannot if such a host is lost.
 
     <run folder>/memory_checkpoint   the launch that the folders in memory belong to; without it nothing resumes

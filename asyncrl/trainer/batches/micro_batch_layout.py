@@ -40,9 +40,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum, auto
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -141,25 +141,12 @@ class Block(Generic[Indices]):
 
     def indices(self) -> dict[str, Indices]:
         """Return the block's arrays by field name."""
-        arrays = {
-            "gather": self.gather,
-            "scatter": self.scatter,
-            "query_gather": self.query_gather,
-            "first": self.first,
-        }
+        arrays = {name: getattr(self, name) for name in ("gather", "scatter", "query_gather", "first")}
         return {name: array for name, array in arrays.items() if array is not None}
 
     def with_indices(self, arrays: Mapping[str, Other]) -> Block[Other]:
         """Return the same block with other `arrays`, by the names of `indices`."""
-        return Block(
-            self.rows,
-            self.width,
-            arrays["gather"],
-            arrays["scatter"],
-            self.queries,
-            arrays.get("query_gather"),
-            arrays.get("first"),
-        )
+        return cast(Block[Other], replace(cast(Any, self), **arrays))
 
 
 def block_rows(lengths: Sequence[int]) -> list[int]:

@@ -60,6 +60,7 @@ class StepBatch:
         version: policy version at the step's start; the step makes version + 1.
         rollout_ids: this rank's rollouts in canonical order, one for each group.
         num_minibatches: optimizer steps of the whole train step, of all passes; every rank takes part in each.
+        metrics: numbers by name of each rollout.
         own: names of the user's columns: float32 [T] if they are per token, else float64 [S].
         group_names: name of each comparison group, by its id (`Sample.group`); "" if it has no name.
         routing: [T, layers, per_token] int16, the experts that each token went through as it was generated
@@ -67,7 +68,7 @@ class StepBatch:
         pictures: [S], each sample's pictures with their positions in it; empty if no sample has any. Equal pictures are
             one `Picture` object.
         ahead: by the key that a call writes, scores of generated tokens [T] from frozen models before the step; NaN
-            marks a token without one (`asyncrl.trainer.batches.step_batch`).
+            marks a token without one.
     """
 
     def __init__(
@@ -243,12 +244,15 @@ def build_step_batch(
         "behave_logprobs": _join([group.behave_logprobs for group in groups], np.float32),
         "versions": versions,
         "rewards": _join([group.rewards for group in groups], np.float64),
-        "token_rewards": _join([_token_rewards(group) for group in groups], np.float32),
+        "token_rewards": _join(
+            [np.zeros(len(group.tokens)) if group.token_rewards is None else group.token_rewards for group in groups],
+            np.float32,
+        ),
         "truncated": _join([group.truncated for group in groups], np.bool_),
         "lengths": _join([group.lengths for group in groups], np.int64),
         "rollouts": np.repeat(np.arange(len(sizes)), sizes),
         "group_ids": group_ids,
-        "episodes": _join([_episodes(group) for group in groups], np.int64),
+        "episodes": _join([compared_episodes(group.episodes.tolist(), group.groups) for group in groups], np.int64),
         "minibatches": np.repeat(by_pass if by_pass.ndim == 2 else by_pass[:, None], sizes, axis=0),
         **{name: _join([column(group, name) for group in groups], _dtype_of(name)) for name in own},
     }
@@ -274,10 +278,6 @@ def _comparison_groups(groups: Sequence[SampleColumns]) -> tuple[NDArray[np.int6
         for name in group.groups or ("",) * len(group)
     ]
     return np.array(ids, np.int64), [name for _, name in numbers]
-
-
-def _episodes(group: SampleColumns) -> NDArray[np.int64]:
-    return np.array(compared_episodes(group.episodes.tolist(), group.groups), np.int64)
 
 
 def _dtype_of(name: str) -> type[np.floating[Any]]:
@@ -306,15 +306,11 @@ def _pictures(groups: Sequence[SampleColumns]) -> list[tuple[PlacedPicture, ...]
     ]
 
 
-def _token_rewards(group: SampleColumns) -> NDArray[np.float32]:
-    return np.zeros(len(group.tokens), np.float32) if group.token_rewards is None else group.token_rewards
-
-
-def _join(parts: Sequence[NDArray[Any]], dtype: type[_Scalar]) -> NDArray[_Scalar]:
+def _join(parts: Sequence[NDArray[Any] | Sequence[int]], dtype: type[_Scalar]) -> NDArray[_Scalar]:
     return np.concatenate(parts).astype(dtype) if parts else np.empty(0, dtype=dtype)
 
 
-PREFIX = "ahead/"
+AHEAD = "ahead/"
 
 Scores = Mapping[str, NDArray[np.float32]]
 """By key that a call writes: a number for each token [T] of a rollout's samples; 0 at tokens not generated."""
@@ -339,7 +335,7 @@ def scores_of(batch: StepBatch, keys: Sequence[str]) -> dict[str, Scores]:
 
 def attach(trajectory: Trajectory, scores: Scores) -> Trajectory:
     """Return `trajectory` with `scores` in its token columns."""
-    samples, named = trajectory.samples, {f"{PREFIX}{key}": column for key, column in scores.items()}
+    samples, named = trajectory.samples, {f"{AHEAD}{key}": column for key, column in scores.items()}
     if not isinstance(samples, SharedPrompt):
         columns = SampleColumns.join(samples)
         return replace(trajectory, samples=replace(columns, token_columns={**columns.token_columns, **named}))
@@ -353,12 +349,12 @@ def attach(trajectory: Trajectory, scores: Scores) -> Trajectory:
 
 def detach(trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory], dict[str, NDArray[np.float32]]]:
     """Return `trajectories` without their scores, and the scores end to end; NaN marks a token without one."""
-    keys = {name: None for trajectory in trajectories for name in _columns_of(trajectory) if name.startswith(PREFIX)}
+    keys = {name: None for trajectory in trajectories for name in _columns_of(trajectory) if name.startswith(AHEAD)}
     if not keys:
         return list(trajectories), {}
     whole = [trajectory.columns for trajectory in trajectories]
     scores = {
-        name.removeprefix(PREFIX): np.concatenate(
+        name.removeprefix(AHEAD): np.concatenate(
             [columns.token_columns.get(name, np.full(len(columns.tokens), np.nan, np.float32)) for columns in whole]
         )
         for name in keys

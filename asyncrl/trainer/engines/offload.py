@@ -1,4 +1,4 @@
-"""A role's time off the device: on it while the role works, in host memory while it is idle (`trainer.offload`).
+"""Keep a role on the device while it works, and in host memory while it is idle (`trainer.offload`).
 
     on the device   ──▶  storages filled: copied from the host
     idle            ──▶  copied to the host (pinned if the device is a GPU), storages emptied

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 Optimizer = TypeVar("Optimizer", bound=EngineOptimizer)
 Outputs = tuple[Any, ...]
-"""What a micro-batch gives: of a policy the fields of `PolicyOutputs`, in their order; of a value model its values."""
+"""Outputs of a micro-batch: of a policy the fields of `PolicyOutputs`, in their order; of a value model its values."""
 Finish = Callable[[MicroBatch, Outputs], Tensor]
 _log = logging.getLogger(__name__)
 
@@ -131,8 +131,8 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
         column_T = torch.zeros(tokens, device=self.device)
 
         def finish(micro_batch: MicroBatch, out: Outputs) -> Tensor:
-            column_T[where(micro_batch)] = out[0]
             found: Tensor = out[0]
+            column_T[where(micro_batch)] = found
             return found
 
         self._run(own, finish, **outputs)

@@ -15,7 +15,7 @@ from asyncrl.api.trajectory import GREEDY_REWARD, role_of
 from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.models.ranks import Ranks
 from asyncrl.trainer.batches.step_batch import StepBatch
-from asyncrl.trainer.functions.logprobs import policy_logprobs
+from asyncrl.trainer.functions.actor import policy_logprobs
 from asyncrl.trainer.functions.model_functions import CallContext, StatValues, model_function
 
 
@@ -70,7 +70,7 @@ def advantage(ctx: CallContext, batch: StepBatch) -> StatValues:
     if penalty_T is not None and place == KLPlace.advantage:
         advantages_T = advantages_T + penalty_T
     for teacher in algorithm.teachers:
-        from asyncrl.trainer.functions.teachers import of_teacher  # only with teachers
+        from asyncrl.trainer.functions.frozen_models import of_teacher  # only with teachers
 
         penalty_T, own_stats = of_teacher(ctx, batch, teacher, mask_T)
         advantages_T, stats = advantages_T + penalty_T, stats | own_stats

@@ -10,8 +10,8 @@ from asyncrl.algorithms.critic import align_values
 from asyncrl.algorithms.inputs import ValueLossInputs
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.step_batch import StepBatch
+from asyncrl.trainer.functions.actor import global_normalisers
 from asyncrl.trainer.functions.model_functions import CallContext, StatValues, model_function
-from asyncrl.trainer.functions.training import global_normalisers
 
 
 @model_function("critic_inf")

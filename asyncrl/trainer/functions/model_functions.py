@@ -146,7 +146,11 @@ class TrainState:
         self.objective = Objective(objective_spec(algorithm), find)
         self._algorithm, self._advantage = algorithm, algorithm.advantage.name
         self.kl = KLController(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
-        self.value_norm = _value_norm(algorithm.critic.value_norm)
+        self.value_norm: ValueNorm | None = None
+        if algorithm.critic.value_norm != ValueNormalisation.none:
+            from asyncrl.algorithms.critic import ValueNorm  # only with a critic
+
+            self.value_norm = ValueNorm(algorithm.critic.value_norm)
         self.baselines: dict[str, float] = {}
         """Baselines of the advantage estimator by role, if it keeps any; see `AdvantageInputs.baselines`."""
 
@@ -174,14 +178,6 @@ class TrainState:
             self.baselines = dict(state.get("baselines", {}))
         if self.value_norm is not None:
             self.value_norm.load_state_dict(state["value_norm"])
-
-
-def _value_norm(mode: ValueNormalisation) -> ValueNorm | None:
-    if mode == ValueNormalisation.none:
-        return None
-    from asyncrl.algorithms.critic import ValueNorm  # only with a critic
-
-    return ValueNorm(mode)
 
 
 def objective_spec(algorithm: AlgorithmConfig) -> ObjectiveSpec:

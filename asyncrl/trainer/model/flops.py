@@ -165,14 +165,14 @@ def _products(text: nn.Module, config: PretrainedConfig, first: int | None) -> I
 
 
 def _product(parameter: Tensor, share: float, *, inputs: bool) -> Product:
-    """`inputs`: the gradient of its input is computed."""
-    forward = 2.0 * _values(parameter) * share
+    """Return the operations with a parameter, of which this rank has its own tensor slice, and all of FSDP's parts.
+
+    Args:
+        share: share of the tokens that are multiplied with it.
+        inputs: True if the gradient of its input is computed.
+    """
+    forward = 2.0 * parameter.numel() / _slices(parameter) * share
     return Product(forward, forward * (inputs + bool(parameter.requires_grad)))
-
-
-def _values(parameter: Tensor) -> float:
-    """Return the values of a parameter that this rank computes with: its own tensor slice, and all of FSDP's parts."""
-    return parameter.numel() / _slices(parameter)
 
 
 def _slices(parameter: Tensor) -> int:

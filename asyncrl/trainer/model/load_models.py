@@ -79,12 +79,12 @@ def load_pretrained(
 ) -> Any:
     """Return the model in `path` loaded by transformers' auto class `kind`, with the attention of the first layout.
 
-    Raises:
-        IncompleteModelError: the files do not hold all of `part`.
-
     The attention is set after loading, so that a model with its own attention keeps the one that transformers chooses
     (Falcon's eager attention with alibi differs from its other one: transformers 5.24 adds alibi twice). Flash
     attention is named when loading.
+
+    Raises:
+        IncompleteModelError: the files do not hold all of `part`.
     """
     check_whole(path, part)
     flash = attn_implementation == AttentionImplementation.flash_attention_2

@@ -2,7 +2,8 @@
 
 Adapters are the same in every layout. A starts uniform as in peft (He et al.'s bound); the random numbers of a layer
 depend only on the layer's name. B starts at zero, so an untrained adapter changes nothing. Adapters are kept in fp32. A
-frozen reference that equals the base needs no copy of the base: it is the actor with its adapters off.
+frozen reference that equals the base needs no copy of the base: it is the actor with its adapters off
+(`LoraReference`).
 
 peft is an extra, imported only if there are adapters.
 """
@@ -13,8 +14,8 @@ import json
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from asyncrl.algorithms.arithmetic import Stats
+from asyncrl.api.picture import Picture, PlacedPicture
+from asyncrl.models.host_copies import HostCopy
 from asyncrl.models.transformers_internals import language_model_on_meta, text_part, trunk_of
+from asyncrl.trainer.batches.micro_batch import MicroBatch
+from asyncrl.trainer.batches.step_batch import StepBatch
+from asyncrl.trainer.engines.base import PolicyEngine, StepOutcome
 from asyncrl.trainer.model.load_models import plain_name
 from asyncrl.trainer.settings import ALL_LINEAR, LoraConfig
 from asyncrl.weights.adapters import Adapters, model_name, published_name
@@ -257,3 +264,76 @@ def adapter_config(config: LoraConfig, base: str, specs: Sequence[TensorSpec], m
     described: dict[str, Any] = made.to_dict()  # type: ignore[no-untyped-call]
     described |= {"target_modules": kinds, "inference_mode": True}
     return json.dumps(described, indent=2, sort_keys=True).encode()
+
+
+class LoraReference(PolicyEngine):
+    """`actor` with its adapters off. What is not documented here is in `asyncrl.trainer.engines.base`."""
+
+    def __init__(self, actor: PolicyEngine) -> None:
+        self._actor = actor
+
+    @property
+    def trained(self) -> bool:
+        return False
+
+    @property
+    def flops(self) -> float:
+        return 0.0  # included in the actor's count
+
+    @property
+    def model_config(self) -> PretrainedConfig:
+        return self._actor.model_config
+
+    def step(self, lr: float) -> StepOutcome:
+        self._is_frozen()
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return nothing: the role's weights are those of the model folder."""
+        return {}, {}
+
+    def add_pending_copy(self, copy: HostCopy) -> None:
+        """Do nothing: the role has no state."""
+
+    def offload(self) -> None:
+        """Do nothing: the role has no tensors of its own."""
+
+    def on_device(self) -> AbstractContextManager[None]:
+        return self._actor.on_device()
+
+    def load_state(self, meta: Mapping[str, Any]) -> None:
+        """Do nothing: there is nothing to load."""
+
+    def logprobs(self, batch: StepBatch, wanted_T: Tensor) -> Tensor:
+        with self._actor.without_adapters():
+            return self._actor.logprobs(batch, wanted_T)
+
+    def placeholders(self, picture: Picture) -> list[int]:
+        return self._actor.placeholders(picture)
+
+    def score_sequences(
+        self, sequences: Sequence[Sequence[int]], pictures: Sequence[Sequence[PlacedPicture]] = ()
+    ) -> list[list[float]]:
+        with self._actor.without_adapters():
+            return self._actor.score_sequences(sequences, pictures)
+
+    def distributions(self, micro_batch: MicroBatch) -> Tensor:
+        with self._actor.without_adapters():
+            return self._actor.distributions(micro_batch)
+
+    def compute_gradients(self, *_: Any, **__: Any) -> tuple[Tensor, list[Stats]]:
+        self._is_frozen()
+
+    def average_towards(self, source: PolicyEngine, decay: float) -> None:
+        self._is_frozen()
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def published_specs(self) -> list[TensorSpec]:
+        self._is_frozen()
+
+    def gather(self, owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
+        self._is_frozen()
+
+    def _is_frozen(self) -> NoReturn:
+        raise RuntimeError("this role is frozen: it is the base of the actor's adapters")

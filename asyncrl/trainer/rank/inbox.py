@@ -85,7 +85,8 @@ class InboxStore:
         Raises:
             StoredTrajectoryDamaged: a file was changed.
         """
-        for file in sorted(self._folder.iterdir(), key=lambda file: int(file.name)):
+        own = (file for file in self._folder.iterdir() if file.name.isdecimal())  # NFS leaves others
+        for file in sorted(own, key=lambda file: int(file.name)):
             self._arrived = max(self._arrived, int(file.name))
             try:
                 trajectory = _read_file(file)

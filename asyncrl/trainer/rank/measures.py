@@ -184,8 +184,8 @@ class MemoryShortage:
 
         Args:
             what: the work of the block, for the message.
-            forward: it computes with micro-batches.
-            backward: it trains with them.
+            forward: True if the work computes micro-batches.
+            backward: True if it trains on them.
 
         Raises:
             OutOfMemory: the memory of the device is used up, here or on another rank.

@@ -32,7 +32,7 @@ from asyncrl.comm.files import retry_write_blocking
 from asyncrl.comm.push_pull import InvalidTrajectory
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import token_ids
-from asyncrl.models.model_config import RoutingShape, placeholder_id, read_model_config, routing_shape_of
+from asyncrl.models.model_config import ModelFacts, RoutingShape, placeholder_id, read_model_config, routing_shape_of
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import PollBuffer, PolledBuffer
 from asyncrl.trainer.rank.inbox import Inbox, InboxFull, InboxStore, StoredTrajectoryDamaged
@@ -154,9 +154,9 @@ class TrajectoryReceiver:
         self.inbox.remove(rollout_ids)
         self._forget(rollout_ids)
 
-    def left(self, rollout_ids: Sequence[str]) -> None:
-        """Record the rollouts of the step that begins, and forget those of the previous step, whose state is now
-        stored.
+    def begin_step(self, rollout_ids: Sequence[str]) -> None:
+        """Remove the rollouts of the step that begins from the inbox, and the files of the step before it, whose state
+        is now stored.
         """
         self.inbox.remove(rollout_ids)
         self._forget(self._in_step)
@@ -230,7 +230,7 @@ class TrajectoryCheck:
         folder = str(config.model.path)
         model = read_model_config(folder)
         return cls(
-            model.get("vocab_size"),
+            ModelFacts.of(model).vocabulary or None,
             announced_version,
             routing_shape_of(folder) if config.moe.replay_routing else None,
             pictures=config.model.vision != VisionMode.none and placeholder_id(model) is not None,

@@ -4,31 +4,36 @@ The rank's main thread answers the former in order of arrival, so that collectiv
 (`QueuedRequests`). The latter are answered on the request server's loop, even while the rank computes
 (`ImmediateRequests`). Model functions run as calls of a step's graph, and ahead of a step on rollouts that wait for it
 (`ModelCalls`).
+
+Each role processes all samples of a step, distributed over its grid of ranks. So a rank has a batch for every grid that
+it is part of (`CurrentStep`). If several policies are trained, each trains on its own samples, in its own minibatches.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import torch
 
+from asyncrl.api.trajectory import Trajectory, policy_of
 from asyncrl.comm.names import ACTOR
 from asyncrl.comm.request_reply import Done
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.variants import config_of_policy, policy_and_role
+from asyncrl.config.variants import config_of_policy, policy_and_role, role_of_policy
 from asyncrl.master.graph import Graph
 from asyncrl.observe import observer
 from asyncrl.observe.observer import Activity
 from asyncrl.runtime.process.starting import io_bytes
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
-from asyncrl.trainer.batches.exchange import hand_down
+from asyncrl.trainer.batches.exchange import exchange_trajectories, hand_down
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch, detach, scores_of
 from asyncrl.trainer.functions.model_functions import CallContext, StatValues, find_function, run_call
 from asyncrl.trainer.messages import (
@@ -41,6 +46,7 @@ from asyncrl.trainer.messages import (
     EndedStep,
     EndStep,
     FinishShare,
+    GridShare,
     LoadCheckpoint,
     LoadedCheckpoint,
     LoadMemoryCheckpoint,
@@ -55,10 +61,14 @@ from asyncrl.trainer.messages import (
     SendWeights,
     WrittenShare,
 )
-from asyncrl.trainer.rank.current_step import CurrentStep
+from asyncrl.trainer.parallel.placement import WorkerGrid
+from asyncrl.trainer.parallel.world import World
 from asyncrl.trainer.rank.measures import MemoryShortage, StepMeasures
 from asyncrl.trainer.rank.receiver import TrajectoryReceiver
 from asyncrl.trainer.rank.training_rank import TrainingRank, Versions
+
+if TYPE_CHECKING:
+    from asyncrl.trainer.rank.sample_log import SampleLog
 
 
 class ModelCalls:
@@ -76,10 +86,11 @@ class ModelCalls:
     def run(self, call: RunCall, batch: StepBatch) -> StatValues:
         """Run `call` on `batch`; return its statistics."""
         policy = call.policy
-        settings = policy_and_role(self._config, call.role)[0]  # "" for the run's own critic, which policies may share
+        # The settings of a critic that policies share are those of the run's own policy, "".
+        settings, role = policy_and_role(self._config, call.role)
         context = CallContext(
             name=call.name,
-            role=policy_and_role(self._config, call.role)[1],
+            role=role,
             reads=call.reads,
             writes=call.writes,
             args=call.args,
@@ -90,6 +101,139 @@ class ModelCalls:
             roles=self._rank.roles_of(policy),
         )
         return run_call(self._functions[call.function], context, batch)
+
+
+class CurrentStep:
+    """Builds the batches of a step, finds the batch of a call, and records the samples that are kept.
+
+    Args:
+        sample_logs: writers of the rank's samples, by policy.
+        device: device of the batches.
+    """
+
+    def __init__(
+        self, config: ExperimentConfig, world: World, sample_logs: Mapping[str, SampleLog], device: torch.device
+    ) -> None:
+        self._world, self._device, self._sample_logs = world, device, sample_logs
+        self._policies, self._columns = config.trained_policies, config.columns
+        self._batches: dict[tuple[str, WorkerGrid], StepBatch] = {}
+        self._shares: dict[tuple[str, WorkerGrid], GridShare] = {}
+
+    def begin(self, step: BeginStep, held: Mapping[str, Trajectory]) -> None:
+        """Bring the samples to every grid's ranks, and build this rank's batches. Called by all ranks.
+
+        Args:
+            held: the trajectories that this rank received, by rollout id.
+        """
+        self._shares = {}
+        for grid, targets, share in zip(self._world.placement.distinct, step.targets, step.shares, strict=True):
+            place = self._world.places.get(grid)
+            leaving = dict(zip(step.leaving, targets, strict=True))
+            expected = {}
+            if share is not None and place is not None and place.copy.leads:
+                expected = dict(zip(share.rollout_ids, share.sources, strict=True))
+            arrived = exchange_trajectories(leaving, expected, held, self._world.everyone)
+            if share is not None and place is not None:
+                self._build(step, grid, share, hand_down(arrived, place.copy))
+
+    def _build(self, step: BeginStep, grid: WorkerGrid, share: GridShare, handed: Sequence[Trajectory]) -> None:
+        """Build the batch of each policy for `grid`."""
+        trajectories, ahead = detach(handed)
+        for part in parts_of_policies(trajectories, share.minibatches, self._policies):
+            ids = {trajectory.rollout_id for trajectory in part.trajectories}
+            self._shares[part.policy, grid] = share.keeping(ids) if self._policies else share
+            batch = self._batches[part.policy, grid] = build_step_batch(
+                part.trajectories,
+                part.minibatches,
+                version=step.version,
+                num_minibatches=step.num_minibatches,
+                min_version=step.min_version,
+                own=self._columns,
+                device=self._device,
+            )
+            batch.ahead = {key: torch.from_numpy(own).to(self._device) for key, own in ahead.items()}
+            if grid == self._actor_grid(part.policy) and part.policy in self._sample_logs:
+                self._sample_logs[part.policy].begin(part.trajectories, batch)
+
+    def batch_ahead(self, trajectories: Sequence[Trajectory], version: int) -> StepBatch:
+        """Return a batch of rollouts that still wait for their step."""
+        no_steps = [0] * len(trajectories)
+        return build_step_batch(
+            trajectories, no_steps, version=version, num_minibatches=1, own=self._columns, device=self._device
+        )
+
+    def batch_of(self, call: RunCall) -> StepBatch:
+        """Return the batch of the call's policy on the grid of its role.
+
+        Raises:
+            RuntimeError: no step is in training.
+        """
+        if (batch := self._batches.get((call.policy, self._world.placement.grid(call.role)))) is None:
+            raise RuntimeError(f"call {call.name!r} came outside a step; the master sends begin_step first")
+        return batch
+
+    def called(self, call: RunCall, batch: StepBatch) -> None:
+        """Record what `call` wrote in the samples that are kept."""
+        if self._world.placement.grid(call.role) == self._actor_grid(call.policy) and call.policy in self._sample_logs:
+            self._sample_logs[call.policy].called(call.writes, batch)
+
+    def move_columns(self, request: MoveColumns) -> None:
+        """Copy columns of the step's batches from one grid's ranks to another's."""
+        from asyncrl.trainer.batches.column_moves import move_columns  # only if roles have grids of their own
+
+        batches = {grid: batch for (policy, grid), batch in self._batches.items() if policy == request.policy}
+        shares = {grid: share for (policy, grid), share in self._shares.items() if policy == request.policy}
+        move_columns(request, self._world, shares, batches)
+
+    def end(self) -> None:
+        """Complete the samples that are kept, and release the batches."""
+        for policy, log in self._sample_logs.items():
+            if (batch := self._batches.get((policy, self._actor_grid(policy)))) is not None:
+                log.end(batch)
+        self._batches.clear()
+
+    def forget_samples_after(self, version: int) -> None:
+        """Remove kept samples of steps after `version`, from which the run resumes."""
+        for log in self._sample_logs.values():
+            log.forget_after(version)
+
+    def _actor_grid(self, policy: str) -> WorkerGrid:
+        """Return the grid of a trained policy's actor, whose heads record its samples."""
+        return self._world.placement.grid(role_of_policy(policy, ACTOR))
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyPart:
+    """The rollouts with samples of `policy`, reduced to these, in canonical order, and the minibatches of each."""
+
+    policy: str
+    trajectories: Sequence[Trajectory]
+    minibatches: Sequence[Sequence[int]]
+
+
+def parts_of_policies(
+    trajectories: Sequence[Trajectory], minibatches: Sequence[Sequence[int]], policies: Sequence[str]
+) -> Iterator[PolicyPart]:
+    """Yield the part of each policy, that of the run's own first.
+
+    Args:
+        minibatches: for each rollout, the minibatches of the run's own policy in each pass, then of each further
+            policy.
+        policies: names of the policies that are trained beside the run's own.
+    """
+    if not policies:
+        yield PolicyPart("", trajectories, minibatches)
+        return
+    for number, policy in enumerate(("", *policies)):
+        kept: list[Trajectory] = []
+        dealt: list[Sequence[int]] = []
+        for trajectory, steps in zip(trajectories, minibatches, strict=True):
+            own = [sample for sample in trajectory.columns if policy_of(sample.group, policies) == policy]
+            if own:
+                passes = len(steps) // (1 + len(policies))
+                kept.append(replace(trajectory, samples=own))
+                dealt.append(steps[number * passes : (number + 1) * passes])
+        yield PolicyPart(policy, kept, dealt)
 
 
 WAITING = "waits for the master"
@@ -123,8 +267,6 @@ class QueuedRequests:
         calls: runs model functions.
         measures: measures the steps.
         memory: explains errors of the device's memory.
-        columns: the user's columns, which every batch has.
-        device: device of the batches.
     """
 
     def __init__(
@@ -138,13 +280,10 @@ class QueuedRequests:
         calls: ModelCalls,
         measures: StepMeasures,
         memory: MemoryShortage,
-        columns: Sequence[str],
-        device: torch.device,
     ) -> None:
         self._rank, self._receiver, self._versions = rank, receiver, versions
         self._memory_checkpoint = memory_checkpoint
         self._step, self._calls, self._measures, self._memory = step, calls, measures, memory
-        self._columns, self._device = columns, device
         self._newest = 0
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
@@ -181,14 +320,7 @@ class QueuedRequests:
         place, inbox = self._rank.world.place(ACTOR), self._receiver.inbox
         held = inbox.get(request.rollout_ids[place.coordinates.data]) if place.copy.leads else {}
         trajectories, _ = detach(hand_down(list(held.values()), place.copy))
-        batch = build_step_batch(
-            trajectories,
-            [0] * len(trajectories),
-            version=request.version,
-            num_minibatches=1,
-            own=self._columns,
-            device=self._device,
-        )
+        batch = self._step.batch_ahead(trajectories, request.version)
         with self._measures.computing():
             for call in request.calls:
                 self._calls.run(call, batch)
@@ -202,7 +334,7 @@ class QueuedRequests:
         self._newest = step.version + 1
         self._measures.begin(self._newest)
         self._step.begin(step, self._receiver.inbox.get(step.leaving))
-        self._receiver.left(step.leaving)
+        self._receiver.begin_step(step.leaving)
         return Done()
 
     def move_columns(self, request: MoveColumns) -> Done:
@@ -258,7 +390,7 @@ class QueuedRequests:
 
 
 PIECE_BYTES = 16 << 20
-"""Data that counts as a sign of life once it is read or written: far more than a process does that waits."""
+"""Data that counts as a sign of life once it is read or written: far more than a waiting process reads or writes."""
 
 
 class ImmediateRequests:

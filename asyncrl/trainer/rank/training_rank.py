@@ -35,10 +35,9 @@ from asyncrl.trainer.messages import CollectWeights, Publish, SaveCheckpoint
 from asyncrl.trainer.model.lora_checks import publishes_adapters
 from asyncrl.trainer.parallel.placement import Placement, engine_of
 from asyncrl.trainer.parallel.world import World
-from asyncrl.trainer.rank.host_folders import HostFolders
 from asyncrl.trainer.settings import ReferenceMode
 from asyncrl.weights import publishing
-from asyncrl.weights.checkpoints import CheckpointWriter, restore, restore_newest
+from asyncrl.weights.checkpoints import CheckpointWriter, HostFolders, restore, restore_newest
 from asyncrl.weights.folder_tensors import Published, Rounded
 from asyncrl.weights.logprob_probe import LogprobProbe, probe_picture, probe_tokens, with_picture
 from asyncrl.weights.publishing import SharedFiles
@@ -106,7 +105,7 @@ class TrainingRank:
     @cached_property
     def folders(self) -> HostFolders:
         """Folders of the in-memory checkpoint, one on each host."""
-        return HostFolders.of(self.world)
+        return HostFolders(self.world.rank_hosts, self.world.worker, self.world.placement.actor.publisher)
 
     @cached_property
     def memory_writer(self) -> CheckpointWriter:
@@ -202,7 +201,7 @@ def build_rank(config: ExperimentConfig, graph: Graph, world: World, device: tor
     for role in filter(world.hosts, roles):
         actor = engines.get(ACTOR)
         if role == REFERENCE and isinstance(actor, PolicyEngine) and _is_base_of_actor(config, world.placement):
-            from asyncrl.trainer.engines.lora_reference import LoraReference  # only with model.lora
+            from asyncrl.trainer.model.lora import LoraReference  # only with model.lora
 
             engines[role] = LoraReference(actor)
         else:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
 from asyncrl.comm.typed import convert
 from asyncrl.trainer.supervised.base_model import run_dir_of
-from asyncrl.trainer.supervised.make_model import make_base_model, other_ranks
 from asyncrl.trainer.supervised.settings import SFTConfig
-from asyncrl.trainer.supervised.supervised_loop import SFTProgress
+from asyncrl.trainer.supervised.supervised_loop import make_base_model, other_ranks
 
 
 def main(config_file: Path, out_dir: Path, rank: int | None) -> None:
@@ -26,15 +26,13 @@ def main(config_file: Path, out_dir: Path, rank: int | None) -> None:
         make_base_model(config, out_dir, rank=rank)
         return
     with other_ranks(config, sys.argv[1:3], run_dir_of(out_dir)):
-        make_base_model(config, out_dir, progress=_report, note=_note)
+        make_base_model(
+            config, out_dir, progress=lambda step: _print(step.row()), note=lambda text: _print({"note": text})
+        )
 
 
-def _report(progress: SFTProgress) -> None:
-    print(json.dumps(progress.row()), flush=True)
-
-
-def _note(text: str) -> None:
-    print(json.dumps({"note": text}), flush=True)
+def _print(row: dict[str, Any]) -> None:
+    print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

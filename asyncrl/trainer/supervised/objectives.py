@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, Protocol, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from asyncrl.models.model_config import placeholder_in
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.base import PolicyEngine, PolicyOutputs, TrainingEngine, ValueEngine, engine_loader
-from asyncrl.trainer.engines.lora_reference import LoraReference
+from asyncrl.trainer.model.lora import LoraReference
 from asyncrl.trainer.parallel.placement import engine_of
 from asyncrl.trainer.parallel.world import RankPosition
 from asyncrl.trainer.settings import LearningRateSchedule, LoraPublish, OptimizerConfig, OptimizerName
@@ -54,31 +54,14 @@ class Measures(NamedTuple):
     margin: float | None = None
 
 
-class Objective(Protocol):
-    """A loss on batches for an engine. All ranks call its methods together, with the same batch."""
-
-    @property
-    def engine(self) -> TrainingEngine:
-        """The engine of the model that is trained."""
-        ...
-
-    def compute_gradients(self, batch: Sequence[Demonstration]) -> Measures:
-        """Compute the gradients of the loss, which replace earlier ones. Return the figures of `batch`."""
-        ...
-
-    def measure(self, batch: Sequence[Demonstration]) -> Measures:
-        """Return the figures of `batch` without computing gradients."""
-        ...
-
-
 class Imitation:
-    """Cross entropy of the tokens that carry loss."""
+    """Cross entropy of the tokens that carry loss. All ranks call the methods together, with the same batch."""
 
     def __init__(self, engine: PolicyEngine, place: RankPosition, device: torch.device) -> None:
         self.engine, self._place, self._device = engine, place, device
 
     def compute_gradients(self, batch: Sequence[Demonstration]) -> Measures:
-        """See `Objective`."""
+        """Compute the gradients of the loss, which replace earlier ones. Return the figures of `batch`."""
         answer_tokens = sum(item.answer_length for item in batch)
 
         def share(micro_batch: MicroBatch, outputs: PolicyOutputs) -> tuple[Tensor, Stats]:
@@ -89,7 +72,7 @@ class Imitation:
         return Measures(self._place.data.all_reduce_sum(loss.double()).item())
 
     def measure(self, batch: Sequence[Demonstration]) -> Measures:
-        """See `Objective`."""
+        """Return the figures of `batch` without computing gradients."""
         mine = self._mine(batch)
         total = -self.engine.logprobs(mine, mine["loss_mask"]).double().sum()
         return Measures(self._place.data.all_reduce_sum(total).item() / sum(item.answer_length for item in batch))
@@ -103,14 +86,20 @@ class JudgedObjective(ABC):
     """Base of the losses on judged answers, which differ in `_scores` and `_losses`.
 
     Args:
-        width: number of answers per loss: 2 for a pair, 1 for a labelled answer.
+        loss: the losses of pairs or of labelled answers.
     """
 
-    def __init__(self, place: RankPosition, device: torch.device, width: int) -> None:
-        self._place, self._device, self._width = place, device, width
+    engine: TrainingEngine
+    """The engine of the model that is trained."""
+    _width: ClassVar[int] = 2
+    """Number of answers per loss: 2 for a pair, 1 for a labelled answer."""
+
+    def __init__(self, loss: Callable[[Any], Tensor], place: RankPosition, device: torch.device) -> None:
+        self._loss, self._place, self._device = loss, place, device
+        self._losses([], self._tensor([]))  # refuses wrong parameters before the first step
 
     def compute_gradients(self, batch: Sequence[Demonstration]) -> Measures:
-        """See `Objective`."""
+        """See `Imitation`."""
         judged = cast(Sequence[JudgedAnswer], batch)
         own = self._own(judged)
         scores_S = self._scores(own, judged).requires_grad_()
@@ -120,7 +109,7 @@ class JudgedObjective(ABC):
         return measures
 
     def measure(self, batch: Sequence[Demonstration]) -> Measures:
-        """See `Objective`."""
+        """See `Imitation`."""
         judged = cast(Sequence[JudgedAnswer], batch)
         own = self._own(judged)
         return self._measured(own, self._scores(own, judged), judged)[0]
@@ -168,9 +157,8 @@ class RewardModelling(JudgedObjective):
     def __init__(
         self, engine: ValueEngine, loss: Callable[[ScoredPairs], Tensor], place: RankPosition, device: torch.device
     ) -> None:
-        super().__init__(place, device, 2)
-        self.engine, self._loss = engine, loss
-        self._losses([], self._tensor([]))  # refuses wrong parameters before the first step
+        super().__init__(loss, place, device)
+        self.engine: ValueEngine = engine
 
     def _scores(self, own: Sequence[JudgedAnswer], batch: Sequence[JudgedAnswer]) -> Tensor:
         columns = step_batch(own, self._device)
@@ -199,11 +187,16 @@ class PolicyPreference(JudgedObjective):
     """A loss on the log-ratios of answers: of the policy to `reference`, the frozen start model."""
 
     def __init__(
-        self, engine: PolicyEngine, reference: PolicyEngine, place: RankPosition, device: torch.device, width: int
+        self,
+        engine: PolicyEngine,
+        reference: PolicyEngine,
+        loss: Callable[[Any], Tensor],
+        place: RankPosition,
+        device: torch.device,
     ) -> None:
-        super().__init__(place, device, width)
-        self.engine, self._reference = engine, reference
-        self._losses([], self._tensor([]))  # refuses wrong parameters before the first step
+        super().__init__(loss, place, device)
+        self.engine: PolicyEngine = engine
+        self._reference = reference
 
     def _scores(self, own: Sequence[JudgedAnswer], batch: Sequence[JudgedAnswer]) -> Tensor:
         columns = step_batch(own, self._device)
@@ -224,17 +217,6 @@ class PolicyPreference(JudgedObjective):
 class PairPreference(PolicyPreference):
     """A loss on the log-ratios of pairs."""
 
-    def __init__(
-        self,
-        engine: PolicyEngine,
-        reference: PolicyEngine,
-        loss: Callable[[AnswerPairs], Tensor],
-        place: RankPosition,
-        device: torch.device,
-    ) -> None:
-        self._loss = loss
-        super().__init__(engine, reference, place, device, 2)
-
     def _losses(self, own: Sequence[JudgedAnswer], scores_S: Tensor) -> Tensor:
         lengths_S = self._tensor([item.answer_length for item in own])
         return self._loss(AnswerPairs(scores_S[0::2], scores_S[1::2], lengths_S[0::2], lengths_S[1::2]))
@@ -247,16 +229,8 @@ class LabelPreference(PolicyPreference):
     other prompts, each prompt of the batch with the answer of the next.
     """
 
-    def __init__(
-        self,
-        engine: PolicyEngine,
-        reference: PolicyEngine,
-        loss: Callable[[LabelledAnswers], Tensor],
-        place: RankPosition,
-        device: torch.device,
-    ) -> None:
-        self._loss, self._kl = loss, torch.zeros((), dtype=torch.float64, device=device)
-        super().__init__(engine, reference, place, device, 1)
+    _width = 1
+    _kl: Tensor | None = None
 
     def _scores(self, own: Sequence[JudgedAnswer], batch: Sequence[JudgedAnswer]) -> Tensor:
         others = [with_answer_of(item, batch[(index + 1) % len(batch)]) for index, item in enumerate(batch)]
@@ -266,7 +240,8 @@ class LabelPreference(PolicyPreference):
 
     def _losses(self, own: Sequence[JudgedAnswer], scores_S: Tensor) -> Tensor:
         desirable_S = self._tensor([item.preferred for item in own], torch.bool)
-        return self._loss(LabelledAnswers(scores_S, desirable_S, self._kl))
+        kl = scores_S.new_zeros(()) if self._kl is None else self._kl
+        return self._loss(LabelledAnswers(scores_S, desirable_S, kl))
 
 
 def with_answer_of(item: JudgedAnswer, other: JudgedAnswer) -> JudgedAnswer:
@@ -305,7 +280,7 @@ MUON_DECAY = 0.01
 
 def make_objective(
     config: SFTConfig, settings: ExperimentConfig, place: RankPosition, device: torch.device
-) -> Objective:
+) -> Imitation | JudgedObjective:
     """Return the objective of `loss`, with the engine of the model in `model.path` of `settings`.
 
     Raises:

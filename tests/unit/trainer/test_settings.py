@@ -21,8 +21,7 @@ from asyncrl.inference.settings import GenerationBackend
 from asyncrl.models.folder_checks import hugging_face_folder
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.trainer import checks
-from asyncrl.trainer.algorithm_checks import NEEDS_VALUES
-from asyncrl.trainer.checks import check, warnings
+from asyncrl.trainer.checks import NEEDS_VALUES, check, warnings
 from asyncrl.trainer.parallel.placement import engine_of
 from asyncrl.trainer.settings import (
     AttentionImplementation,

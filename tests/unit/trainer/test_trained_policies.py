@@ -30,8 +30,8 @@ from asyncrl.trainer.functions.model_functions import CallContext, find_function
 from asyncrl.trainer.model.load_models import load_causal_lm
 from asyncrl.trainer.parallel.placement import layout_setting, model_of, placement, role_placement
 from asyncrl.trainer.parallel.world import World
-from asyncrl.trainer.rank.current_step import parts_of_policies
 from asyncrl.trainer.rank.inbox import record_of
+from asyncrl.trainer.rank.requests import parts_of_policies
 from asyncrl.trainer.rank.training_rank import TrainingRank, build_rank
 from asyncrl.trainer.settings import LearningRateSchedule, OptimizerConfig, RoleRanks
 from asyncrl.weights.checkpoints import read_state

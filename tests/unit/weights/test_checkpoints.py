@@ -189,6 +189,13 @@ def test_what_was_torn_since_it_was_written_does_not_push_out_a_whole_one(tmp_pa
     assert prune(tmp_path, 2) == [10, 20]
 
 
+def test_a_folder_that_a_person_renamed_stays_and_ends_no_run(tmp_path: Path) -> None:
+    renamed = write_checkpoint(tmp_path, 10).rename(tmp_path / "v10.mine.damaged")
+    write_checkpoint(tmp_path, 20)
+    assert prune(tmp_path, 1) == []
+    assert renamed.is_dir()
+
+
 @pytest.mark.parametrize(
     ("every", "scores", "undecided", "kept"),
     [

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import Transpose, WeightConverter
 
 from asyncrl.weights import folder_tensors as module
-from asyncrl.weights.folder_tensors import FolderFormatError, folder_tensors, folder_views
+from asyncrl.weights.folder_tensors import FolderFormatError, WholeModel, folder_tensors
 from asyncrl.weights.loading import (
     WeightUpdateError,
     apply_weights,
@@ -52,7 +52,7 @@ def tiny(model_type: str, seed: int = 0) -> PreTrainedModel:
 def test_views_are_what_transformers_saves(model_type: str, tmp_path: Path) -> None:
     model = tiny(model_type)
     model.save_pretrained(tmp_path)
-    saved, views = read_checkpoint(tmp_path), folder_views(model)
+    saved, views = read_checkpoint(tmp_path), WholeModel(model).tensors()
     assert views.keys() == saved.keys()
     for name, tensor in saved.items():
         assert torch.equal(views[name], tensor), name

@@ -36,8 +36,7 @@ from asyncrl.trainer.engines.base import EngineLoader
 from asyncrl.trainer.engines.flat import FlatPolicyEngine
 from asyncrl.trainer.engines.sharded.build import BuildPlan, Built, build_critic, build_policy, build_reward_model
 from asyncrl.trainer.engines.sharded.context_parallel import across_ranks, cut_to_part, part_of
-from asyncrl.trainer.engines.sharded.engine import ShardedPolicyEngine, ShardedValueEngine
-from asyncrl.trainer.engines.sharded.pipeline import PipelineGroups
+from asyncrl.trainer.engines.sharded.engine import PipelineGroups, ShardedPolicyEngine, ShardedValueEngine
 from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError
 from asyncrl.trainer.model.layout_parity import (
     SequenceLayout,
@@ -70,19 +69,20 @@ def select_layout(
         UnsupportedModelError: no layout is correct, or the ranks with parts of the tokens compute another result.
         PeerFailed: another rank raised this.
     """
-    choices, chosen = layouts(config.model.attn_implementation), torch.zeros(1, dtype=torch.int64)
+    choices = layouts(config.model.attn_implementation)
 
-    def select() -> None:
-        if place.everyone.leads:
-            chosen.fill_(choices.index(_select_alone(path, config, dtype, device, in_parts=place.grid.context > 1)))
+    def select() -> int:
+        if not place.everyone.leads:
+            return 0
+        return choices.index(_select_alone(path, config, dtype, device, in_parts=place.grid.context > 1))
 
     def check_parts() -> None:
         here = place.coordinates
         if here.pipeline == here.data == here.tensor == 0:
             _check_parts(_surrogate(path, dtype, device, config.seed), layout, place.context)
 
-    place.everyone.together(select, f"checking the layouts for {path}")
-    layout = choices[int(place.everyone.broadcast(chosen))]
+    chosen = place.everyone.together(select, f"checking the layouts for {path}")
+    layout = choices[int(place.everyone.broadcast(torch.tensor([chosen])))]
     if place.grid.context > 1:
         place.everyone.together(check_parts, f"checking c{place.grid.context} for {path}")
     return layout

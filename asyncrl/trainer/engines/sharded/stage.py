@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -197,11 +196,14 @@ class PolicyStage(Stage):
         entropy: EntropyMode,
         allowed_A: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        logits_of = self._logits_of
-        assert logits_of is not None
-        if allowed_A is not None:
-            offset = 0 if self._slices is None else slice_offset(self._vocabulary, self._slices)
-            logits_of = partial(_restricted, logits_of, allowed_A, offset)
+        all_logits_of = self._logits_of
+        assert all_logits_of is not None
+        offset = 0 if self._slices is None else slice_offset(self._vocabulary, self._slices)
+
+        def logits_of(hidden_NH: Tensor) -> Tensor:
+            logits_Nv = all_logits_of(hidden_NH)
+            return logits_Nv if allowed_A is None else restricted(logits_Nv, allowed_A, offset)
+
         score = None if self._slices is None else self._score_slices
         logprobs_N, entropy_N = token_logprobs(
             hidden_NH, tokens_N, logits_of, temperature=temperature, entropy=entropy, score=score
@@ -275,10 +277,6 @@ class _Logprobs(torch.autograd.Function):
 def slice_offset(vocabulary: int, group: Group) -> int:
     """The first token of this rank's slice of `vocabulary`."""
     return -(-vocabulary // dist.get_world_size(group)) * dist.get_rank(group)
-
-
-def _restricted(logits_of: LogitsOf, allowed_A: Tensor, offset: int, hidden_NH: Tensor) -> Tensor:
-    return restricted(logits_of(hidden_NH), allowed_A, offset)
 
 
 def sliced_logprobs(logits_Nv: Tensor, targets_N: Tensor, vocabulary: int, group: Group) -> tuple[Tensor, Tensor]:

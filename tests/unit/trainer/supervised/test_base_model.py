@@ -31,14 +31,13 @@ from asyncrl.trainer.supervised.base_model import (
     existing_base_model,
     shipped_dir,
 )
-from asyncrl.trainer.supervised.make_model import make_base_model
 from asyncrl.trainer.supervised.settings import (
     DEFAULT_FILEROOT,
     SFTConfig,
     SFTDatasetConfig,
     SFTPhaseConfig,
 )
-from asyncrl.trainer.supervised.supervised_loop import SFTProgress
+from asyncrl.trainer.supervised.supervised_loop import SFTProgress, make_base_model
 
 pytestmark = pytest.mark.slow
 

@@ -17,9 +17,8 @@ from asyncrl.data.tokenizers import load_tokenizer
 from asyncrl.models.pictures import Pictures
 from asyncrl.trainer.settings import OptimizerName, VisionMode
 from asyncrl.trainer.supervised.checks import check
-from asyncrl.trainer.supervised.make_model import make_base_model
 from asyncrl.trainer.supervised.settings import SFTConfig, SFTPhaseConfig
-from asyncrl.trainer.supervised.supervised_loop import SFTProgress, phases_of, row_format
+from asyncrl.trainer.supervised.supervised_loop import SFTProgress, make_base_model, phases_of, row_format
 from tests.tiny_vlm import picture, render
 
 BEGIN, END = "<|vision_start|>", "<|vision_end|>"

@@ -19,7 +19,6 @@ from asyncrl.trainer.parallel.world import RankPosition
 from asyncrl.trainer.settings import LoraConfig, OptimizerName
 from asyncrl.trainer.supervised.base_model import run_dir_of
 from asyncrl.trainer.supervised.checks import check
-from asyncrl.trainer.supervised.make_model import make_base_model
 from asyncrl.trainer.supervised.objectives import engine_settings, make_objective
 from asyncrl.trainer.supervised.settings import (
     SFTCheckpointConfig,
@@ -29,7 +28,7 @@ from asyncrl.trainer.supervised.settings import (
     SFTModelConfig,
     SFTPhaseConfig,
 )
-from asyncrl.trainer.supervised.supervised_loop import SFTProgress
+from asyncrl.trainer.supervised.supervised_loop import SFTProgress, make_base_model
 from tests.unit.trainer.supervised.trl_values import BETA, CENTRING, FILE, PAIRS, WEIGHTS, policy, reward_model
 
 TRL = json.loads(FILE.read_text())

@@ -18,10 +18,9 @@ from asyncrl.data.tokenizers import CharTokenizer, load_tokenizer
 from asyncrl.launch.commands.export.policy import export
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
 from asyncrl.trainer.settings import LoraConfig, LoraPublish, OptimizerName
-from asyncrl.trainer.supervised import checks, make_model
+from asyncrl.trainer.supervised import checks, supervised_loop
 from asyncrl.trainer.supervised.base_model import run_dir_of
 from asyncrl.trainer.supervised.checks import check
-from asyncrl.trainer.supervised.make_model import make_base_model
 from asyncrl.trainer.supervised.settings import (
     SFTCheckpointConfig,
     SFTConfig,
@@ -29,7 +28,7 @@ from asyncrl.trainer.supervised.settings import (
     SFTModelConfig,
     SFTTrainerConfig,
 )
-from asyncrl.trainer.supervised.supervised_loop import ProgressCallback, SFTPhase, SFTProgress
+from asyncrl.trainer.supervised.supervised_loop import ProgressCallback, SFTPhase, SFTProgress, make_base_model
 
 TINY: dict[str, Any] = {
     "model_type": "qwen2",
@@ -330,7 +329,7 @@ def test_the_defaults_lower_the_loss_of_a_pretrained_model_a_little_and_do_not_r
 
 
 def test_ranks_on_gpus_see_one_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(make_model, "visible_gpus", lambda: ("4", "GPU-a", "7"))
+    monkeypatch.setattr(supervised_loop, "visible_gpus", lambda: ("4", "GPU-a", "7"))
     started: list[str | None] = []
 
     class Process:
@@ -342,9 +341,9 @@ def test_ranks_on_gpus_see_one_each(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         def kill(self) -> None: ...
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(make_model.subprocess, "Popen", Process)
+    monkeypatch.setattr(supervised_loop.subprocess, "Popen", Process)
     for device in (Device.auto, Device.cpu):
         config = SFTConfig(device=device, trainer=SFTTrainerConfig(parallel="d3"))
-        with make_model.other_ranks(config, ["config", "out"], tmp_path / "run"):
+        with supervised_loop.other_ranks(config, ["config", "out"], tmp_path / "run"):
             pass
     assert started == ["GPU-a", "7", None, None]  # this process sees all, and takes the first

@@ -40,6 +40,14 @@ def test_a_successor_finds_what_was_kept_in_its_order(tmp_path: Path, make_traje
     assert as_bytes(list(third.read())) == as_bytes([*trajectories[1:], removed])
 
 
+def test_a_file_that_is_not_the_stores_is_left_alone(tmp_path: Path, make_trajectories: MakeTrajectories) -> None:
+    """NFS renames what is deleted while a process reads it."""
+    first, trajectories = InboxStore(tmp_path), make_trajectories(groups=1)
+    first.write(trajectories[0])
+    (tmp_path / ".nfs000000000012a4").write_bytes(b"deleted")
+    assert as_bytes(list(InboxStore(tmp_path).read())) == as_bytes(trajectories)
+
+
 @pytest.mark.parametrize("left", [0, 5, -1])
 def test_a_file_that_a_death_cut_off_is_no_trajectory(
     tmp_path: Path, make_trajectories: MakeTrajectories, left: int

@@ -66,10 +66,10 @@ def test_the_next_process_begins_with_what_is_not_discarded_and_not_of_a_step_th
         first.receive(trajectory)
         names.append(trajectory.rollout_id)
     first.discard(names[:1])
-    first.left(names[1:2])
+    first.begin_step(names[1:2])
     assert held(first, names) == names[2:]
     assert held(intake(memory_checkpoint, tmp_path), names) == names[1:], "its step may have to be trained again"
-    first.left(names[2:3])
+    first.begin_step(names[2:3])
     assert held(intake(memory_checkpoint, tmp_path), names) == names[2:]
 
 
@@ -90,7 +90,7 @@ def test_a_store_that_fails_in_the_pullers_thread_just_as_a_step_ends_does_not_e
 
     received = intake(memory_checkpoint, tmp_path, kind=Failing)
     names = [trajectory.rollout_id for trajectory in make_trajectories(groups=1)]
-    received.left(names)
+    received.begin_step(names)
     received.discard(names)
 
 
@@ -102,7 +102,7 @@ def test_a_restored_trajectory_that_comes_again_is_acknowledged_and_dropped_even
     intake(memory_checkpoint, tmp_path).receive(trajectory)
     restarted = intake(memory_checkpoint, tmp_path)
     puller = TrajectoryPuller("127.0.0.1", None, on_message=restarted.receive, accepted=restarted.restored)
-    restarted.left(names)
+    restarted.begin_step(names)
     frames: list[Frame] = [encode([7]), *encode_trajectories([trajectory])]
     replies = puller._deliver([zmq.Frame(bytes(frame)) for frame in frames])  # its acknowledgement was lost
     puller.close()

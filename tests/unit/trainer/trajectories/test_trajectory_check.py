@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 from asyncrl.api.trajectory import Sample, SampleColumns, SharedPrompt, Trajectory
 from asyncrl.comm.push_pull import InvalidTrajectory
 from asyncrl.comm.trajectory_codec import decode_trajectories, encode_trajectories
+from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.models.model_config import RoutingShape
 from asyncrl.trainer.rank.receiver import TrajectoryCheck
 
@@ -57,6 +60,18 @@ def test_what_can_be_trained_is_taken(shared: bool) -> None:
 def test_what_cannot_be_right_is_refused_by_name(changes: dict[str, Any], why: str, shared: bool) -> None:
     with pytest.raises(InvalidTrajectory, match=f"'r' holds .*{why}"):
         check().check(trajectory(shared, **changes))
+
+
+@pytest.mark.parametrize("described", [{"vocab_size": VOCABULARY}, {"text_config": {"vocab_size": VOCABULARY}}])
+def test_the_vocabulary_is_that_of_the_model_also_where_its_text_part_names_it(
+    described: dict[str, Any], config: ExperimentConfig, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "any", **described}))
+    config.model.path = str(tmp_path)
+    arrivals = TrajectoryCheck.of_model(config, lambda: NEWEST)
+    arrivals.check(trajectory())
+    with pytest.raises(InvalidTrajectory, match="token 17, the vocabulary has 17"):
+        arrivals.check(trajectory(tokens=[17, 2, 0, 16]))
 
 
 def test_generated_tokens_outside_of_the_allowed_ones_are_refused_by_name() -> None:

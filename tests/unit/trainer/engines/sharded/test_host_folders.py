@@ -17,8 +17,8 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.graph import load_graph
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.parallel.world import World
-from asyncrl.trainer.rank.host_folders import MemoryCheckpointLost
 from asyncrl.trainer.rank.training_rank import TrainingRank, build_rank
+from asyncrl.weights.checkpoints import MemoryCheckpointLost
 from asyncrl.weights.manifest import FileEntry
 
 pytestmark = pytest.mark.slow

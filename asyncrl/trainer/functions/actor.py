@@ -1,9 +1,10 @@
-"""The actor's train step: one optimizer step per minibatch, in each pass over the batch; its loss and denominators."""
+"""The actor's calls: log-probabilities of a step's tokens before its first optimizer step, also those of the reference,
+and the train step: one optimizer step per minibatch, in each pass over the batch; its loss and denominators.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -21,6 +22,47 @@ from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.base import PolicyOutputs, StepOutcome
 from asyncrl.trainer.functions.model_functions import CallContext, StatValues, model_function
 from asyncrl.trainer.settings import ReferenceMode
+
+
+@model_function("actor_inf")
+def actor_inf(ctx: CallContext, batch: StepBatch) -> StatValues:
+    """Write `prox_logprobs` [T]: log-probabilities under the actor at the step's start.
+
+    They are deferred. `actor_train` computes them before its first optimizer step, and only for samples with loss in
+    later minibatches: in the first minibatch the actor still is the proximal policy. Any other reader gets the
+    log-probabilities of all tokens.
+    """
+    defer_logprobs(ctx, batch)
+    return {}
+
+
+@model_function("ref_inf")
+def ref_inf(ctx: CallContext, batch: StepBatch) -> StatValues:
+    """Write `ref_logprobs` [T]: log-probabilities under the reference model; deferred until they are read, and
+    computed for the tokens that were not scored ahead.
+    """
+    defer_logprobs(ctx, batch)
+    return {}
+
+
+def defer_logprobs(ctx: CallContext, batch: StepBatch, of_T: Tensor | None = None) -> None:
+    """Defer the call's column: log-probabilities under its role, of the tokens `of_T` only if given, 0 elsewhere."""
+    policy, ahead_T = ctx.policy(deferred=True), batch.ahead.get(ctx.writes[0])
+
+    def logprobs(wanted_T: Tensor) -> Tensor:
+        wanted_T = wanted_T if of_T is None else wanted_T & of_T
+        missing_T = wanted_T if ahead_T is None else wanted_T & ahead_T.isnan()
+        with policy.on_device():  # all ranks take part, also a rank without missing tokens
+            logprobs_T = policy.logprobs(batch, missing_T)
+        return logprobs_T if ahead_T is None else torch.where(wanted_T & ~missing_T, ahead_T, logprobs_T)
+
+    batch.defer(ctx.writes[0], logprobs)
+
+
+def policy_logprobs(ctx: CallContext, batch: StepBatch) -> Tensor:
+    """Return log-probabilities [T] of the policy at generation, or of the proximal one if the call reads it."""
+    return batch["prox_logprobs" if "prox_logprobs" in ctx.reads else "behave_logprobs"]
+
 
 Normaliser = Callable[[Tensor, Tensor, int], float]
 """(mask_N, seq_ids_N, num_seqs) to a share of the denominator."""
@@ -253,84 +295,61 @@ def actor_train(ctx: CallContext, batch: StepBatch) -> StatValues:
     all later ones, in later passes too, are not taken. In the critic's warm-up steps losses are computed and no step is
     taken.
     """
-    loss = ActorLoss(ctx, batch)
-    progress = _Progress()
+    loss, engine = ActorLoss(ctx, batch), ctx.policy()
+    losses: list[Tensor] = []
+    stats: list[Stats] = []
+    outcomes: list[StepOutcome] = []
+    lr, stopped = 0.0, False
     warmup_steps = ctx.config.algorithm.critic.warmup_steps if ctx.has_role("critic") else 0
     with torch.set_grad_enabled(batch.version >= warmup_steps):
-        _run_minibatches(ctx, batch, loss, progress, warmup_steps)
+        for number in range(batch.num_minibatches):
+            lr = ctx.config.learning_rate(batch.version, number / batch.num_minibatches, first=warmup_steps)
+            if loss.normalisers[number] == 0.0:  # no sample of any rank has a signal: nothing to step on
+                losses.append(torch.zeros((), device=batch.device))
+                continue
+            loss.select(number)
+            share, parts = engine.compute_gradients(
+                batch,
+                loss.wanted_T,
+                batch.minibatch(number),
+                partial(loss.share, number=number),
+                entropy=loss.entropy,
+                distributions=loss.exact_kl,
+            )
+            losses.append(share)
+            stats += parts
+            if torch.is_grad_enabled():
+                if stopped := _must_stop(ctx, [loss.no_stats(), *parts]):
+                    break
+                outcomes.append(engine.step(lr))
     if ctx.config.algorithm.reference.mode == ReferenceMode.ema and "ref" in ctx.engines:
-        ctx.policy("ref").average_towards(ctx.policy(), ctx.config.algorithm.reference.ema_decay)
-    return _report(ctx, batch, loss, progress)
-
-
-@dataclass
-class _Progress:
-    """Results of the minibatch loop so far."""
-
-    losses: list[Tensor] = field(default_factory=list)
-    stats: list[Stats] = field(default_factory=list)
-    outcomes: list[StepOutcome] = field(default_factory=list)
-    lr: float = 0.0
-    stopped: str | None = None
-
-
-def _run_minibatches(
-    ctx: CallContext, batch: StepBatch, loss: ActorLoss, progress: _Progress, warmup_steps: int
-) -> None:
-    engine = ctx.policy()
-    for number in range(batch.num_minibatches):
-        progress.lr = ctx.config.learning_rate(batch.version, number / batch.num_minibatches, first=warmup_steps)
-        if loss.normalisers[number] == 0.0:  # no sample of any rank has a signal: nothing to step on
-            progress.losses.append(torch.zeros((), device=batch.device))
-            continue
-        loss.select(number)
-        share, stats = engine.compute_gradients(
-            batch,
-            loss.wanted_T,
-            batch.minibatch(number),
-            partial(loss.share, number=number),
-            entropy=loss.entropy,
-            distributions=loss.exact_kl,
-        )
-        progress.losses.append(share)
-        progress.stats += stats
-        if torch.is_grad_enabled():
-            progress.stopped = _reason_to_stop(ctx, [loss.no_stats(), *stats])
-            if progress.stopped:
-                return
-            progress.outcomes.append(engine.step(progress.lr))
-
-
-def _reason_to_stop(ctx: CallContext, stats: Sequence[Stats]) -> str | None:
-    """Return why the loop must stop, or None. Based on statistics of all ranks, so that all ranks decide alike."""
-    algorithm = ctx.config.algorithm
-    if not algorithm.stop_kl and not algorithm.stop_weight_variance:
-        return None
-    reduced = ctx.reduce(merge_stats(stats))
-    return should_stop(reduced, max_kl=algorithm.stop_kl, max_weight_variance=algorithm.stop_weight_variance)
-
-
-def _report(ctx: CallContext, batch: StepBatch, loss: ActorLoss, progress: _Progress) -> StatValues:
-    """Reduce the loop's statistics over ranks and update the KL coefficient, once per step."""
+        ctx.policy("ref").average_towards(engine, ctx.config.algorithm.reference.ema_decay)
     generated = count_stat(batch["loss_mask"].sum())
     own = {"tokens/trained": generated, "samples/total": count_stat(torch.tensor(batch.num_seqs, device=batch.device))}
-    reduced = ctx.reduce(merge_stats([loss.no_stats(), own, *progress.stats]))
-    missing = batch.num_minibatches - len(progress.losses)
-    losses: list[float] = ctx.ranks.all_reduce_sum(torch.stack(progress.losses).double()).tolist()
-    outcomes = progress.outcomes
+    reduced = ctx.reduce(merge_stats([loss.no_stats(), own, *stats]))
+    totals: list[float] = ctx.ranks.all_reduce_sum(torch.stack(losses).double()).tolist()
     if "kl/reference" in reduced:
         ctx.state.kl.update(reduced["kl/reference"], int(reduced["samples/total"]))
     variance = weight_variance(reduced["ppo/behave_ratio_mean"], reduced["ppo/behave_ratio_square_mean"])
     return {
         **reduced,
         "ppo/effective_share": 1.0 / (1.0 + variance),
-        "loss": sum(losses) / len(losses),
-        "ppo/loss_per_minibatch": losses,
-        "ppo/minibatches_skipped": float(missing if progress.stopped is None else missing + 1),
+        "loss": sum(totals) / len(totals),
+        "ppo/loss_per_minibatch": totals,
+        "ppo/minibatches_skipped": float(batch.num_minibatches - len(losses) + stopped),
         "grad_norm": sum(outcome.grad_norm for outcome in outcomes) / max(1, len(outcomes)),
         "grad_norm/max": max((outcome.grad_norm for outcome in outcomes), default=0.0),
         "optimizer/steps": float(sum(outcome.applied for outcome in outcomes)),
         "optimizer/not_finite": float(sum(not outcome.applied for outcome in outcomes)),
-        "lr": progress.lr,
+        "lr": lr,
         "kl/coef": ctx.state.kl.coef,
     }
+
+
+def _must_stop(ctx: CallContext, stats: Sequence[Stats]) -> bool:
+    """True if a bound is exceeded, by the statistics of all ranks, so that all ranks decide alike."""
+    algorithm = ctx.config.algorithm
+    if not algorithm.stop_kl and not algorithm.stop_weight_variance:
+        return False
+    bounds = {"max_kl": algorithm.stop_kl, "max_weight_variance": algorithm.stop_weight_variance}
+    return should_stop(ctx.reduce(merge_stats(stats)), **bounds) is not None

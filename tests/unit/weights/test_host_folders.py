@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.trainer.rank.host_folders import MemoryCheckpointLost, StoredVersion, chosen
+from asyncrl.weights.checkpoints import MemoryCheckpointLost, StoredVersion, chosen
 
 
 def held(version: int, *lacking: str, lineage: int = 0) -> StoredVersion:
