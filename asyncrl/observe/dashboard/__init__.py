@@ -31,11 +31,11 @@ from asyncrl.config.run_dir import LOGS_DIR, SAMPLES_DIR
 from asyncrl.config.secrets import without_secrets
 from asyncrl.observe.doctor import examine
 from asyncrl.observe.doctor.measured import policy_of_server
-from asyncrl.observe.doctor.standing import outlook
 from asyncrl.observe.history import History, State
 from asyncrl.observe.metrics.glossary import find
 from asyncrl.observe.metrics.prometheus import CONTENT_TYPE, prometheus_text
 from asyncrl.observe.samples import Row, pictures_of, read_samples, sample_files
+from asyncrl.observe.status import Launch, StepSizes, outlook
 from asyncrl.observe.timeline import Timeline, timeline
 
 ROWS_EXPLAINED = 100
@@ -61,7 +61,7 @@ def page_data(history: History, decode: Decode | None = None) -> dict[str, Any]:
         "state": str(history.state),
         "step": max(history.steps, default=0),
         "total": history.setting("total_train_steps", 0),
-        "outlook": outlook(history) if history.state is State.running else "",
+        "outlook": _outlook(history),
         "eta": settings.max_head_offpolicyness if settings else 0,
         "config": _flat(without_secrets(history.config)),
         "series": _series(history),
@@ -241,6 +241,13 @@ def _sample(row: Row, decode: Decode | None) -> dict[str, Any]:
         version = row["versions"][place] if row["loss_mask"][place] else -1
         pieces.append([decode([token]), version, *(each[place] if each else None for each in scores)])
     return {**shown, "pieces": pieces, "by_token": True}
+
+
+def _outlook(history: History) -> str:
+    if history.state is not State.running:
+        return ""
+    sizes = StepSizes(*(int(history.setting(name, 0)) for name in StepSizes._fields))
+    return outlook(Launch(history.processes), sizes)
 
 
 def _counts(history: History) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The doctor: explains a run's speed, finds its problems, and suggests settings.
 
-One set of rules serves the command `doctor RUN`, the terminal's line, the stall message and the dashboard's banner. The
-rules read a `History`, so they work on live, finished and dead runs alike, from their files alone.
+One set of rules serves the command `doctor RUN`, the dashboard's banner and the Python API. The rules read a `History`,
+so they work on live, finished and dead runs alike, from their files alone. No process of a run imports them.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from asyncrl.observe.doctor.bottleneck import balanced, bottlenecks
 from asyncrl.observe.doctor.finding import Finding, Level
 from asyncrl.observe.doctor.health import problems
-from asyncrl.observe.doctor.measured import FEWEST_STEPS, Measured, measure
+from asyncrl.observe.doctor.measured import Measured, measure
 from asyncrl.observe.doctor.standing import findings_of_stops, without_processors
 from asyncrl.observe.history import History
+from asyncrl.observe.status import FEWEST_STEPS
 
 if TYPE_CHECKING:
     from asyncrl.observe.doctor.stages import RunStage

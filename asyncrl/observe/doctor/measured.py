@@ -19,12 +19,12 @@ from typing import Any
 from asyncrl.comm.ended_rollouts import DropReason
 from asyncrl.comm.names import GENERATION_SERVER, POLICY_SERVER
 from asyncrl.inference.settings import ALL_GUESTS, NO_GUESTS
-from asyncrl.observe.history import History, Process, Rollout, Row
+from asyncrl.observe.history import History, Rollout, Row
 from asyncrl.observe.observer import Activity
+from asyncrl.observe.status import FEWEST_STEPS, Process
 
 WINDOW_STEPS = 50
 """Number of newest steps that are measured."""
-FEWEST_STEPS = 3
 LITTLE_WAITING = 0.15
 """A trainer that waits less than this share of the time sets the pace itself."""
 SCARCE_CORES = 0.2

@@ -20,11 +20,8 @@ from asyncrl.comm.files import PASSING
 from asyncrl.comm.waits import ASK_S, PATIENCE_S
 from asyncrl.config.run_dir import LOGS_DIR, METRICS_FILE, NOTICES_FILE, OBSERVED_DIR
 from asyncrl.observe.display import Display
-from asyncrl.observe.doctor import examine
-from asyncrl.observe.doctor.measured import WINDOW_STEPS
-from asyncrl.observe.doctor.standing import outlook, status_lines
-from asyncrl.observe.history import History, Process, ProcessHistory
 from asyncrl.observe.observer import Activity
+from asyncrl.observe.status import Launch, Process, ProcessHistory, StepSizes, outlook, status_lines
 from asyncrl.observe.tail import JsonlTail
 
 REFRESH_S = 0.2
@@ -46,6 +43,7 @@ class RunOutput:
         self._run_dir, self._display = run_dir, display
         self._rows = JsonlTail(run_dir / METRICS_FILE)
         self._notices = JsonlTail(run_dir / NOTICES_FILE)
+        self._observed = ProcessHistory(run_dir / OBSERVED_DIR)
         self._stepped = False
 
     def skip(self) -> None:
@@ -53,15 +51,15 @@ class RunOutput:
         self._rows.read()
         self._notices.read()
 
-    async def follow(self, *, stage_lines: bool) -> None:
-        """Show new rows and rotate logs until cancelled; with `stage_lines` also what the processes do."""
+    async def follow(self, sizes: StepSizes | None) -> None:
+        """Show new rows and rotate logs until cancelled; with `sizes`, those of a run's steps, also what the processes
+        do and how far they are.
+        """
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(_reported("rows of metrics", self._show_rows()))
             tasks.create_task(_reported("rotation of logs", self._rotate_logs()))
             tasks.create_task(_reported("check of the disk", self._watch_disk()))
-            tasks.create_task(_reported("waits of the processes", self._watch_waits(stage_lines=stage_lines)))
-            if stage_lines:
-                tasks.create_task(_reported("state of the processes", self._show_status()))
+            tasks.create_task(_reported("state of the processes", self._watch_processes(sizes)))
 
     def show_new_rows(self) -> None:
         """Show rows and remarks that were written since the last call."""
@@ -85,17 +83,6 @@ class RunOutput:
             self.show_new_rows()
             await asyncio.sleep(REFRESH_S)
 
-    async def _show_status(self) -> None:
-        history: History | None = None
-        while True:
-            if history is None:  # the first read is of all that earlier launches left
-                history = await asyncio.to_thread(History, self._run_dir, keep_steps=WINDOW_STEPS)
-            else:
-                await asyncio.to_thread(history.refresh)
-            self._display.stage_lines(await asyncio.to_thread(status_lines, history, examine(history).verdict))
-            self._display.outlook(outlook(history))
-            await asyncio.sleep(ASK_S)
-
     async def _watch_disk(self) -> None:
         """Say once that the run's disk refuses writes, and once that it takes them again. Processes that write there
         wait meanwhile, and cannot say so: what they write is on this disk.
@@ -116,18 +103,23 @@ class RunOutput:
                 refused_at = None
             await asyncio.sleep(ASK_S)
 
-    async def _watch_waits(self, *, stage_lines: bool) -> None:
+    async def _watch_processes(self, sizes: StepSizes | None) -> None:
         """Say once that processes wait for another to start, for a device's memory or for name resolution, and once
-        that they do no longer. With `stage_lines`, the display shows what all processes do before the first step.
+        that they do no longer. With `sizes`, the display shows the state of the run too: before the first step, what
+        all processes do.
         """
-        observed, began = ProcessHistory(self._run_dir / OBSERVED_DIR), time.time()
+        began, processes = time.time(), self._observed.processes
         shown_waits: dict[str, Wait] = {}
         while True:
-            await asyncio.to_thread(observed.refresh)
+            await asyncio.to_thread(self._observed.refresh)
+            if sizes is not None:
+                launch = Launch(processes)
+                self._display.stage_lines(status_lines(launch))
+                self._display.outlook(outlook(launch, sizes))
             now = time.time()
-            found = waits(observed.processes.values(), max(began, now - SILENT_S))
+            found = waits(processes.values(), max(began, now - SILENT_S))
             for what, wait in found.items():
-                shown = stage_lines and not self._stepped and what != NAMES_AWAY
+                shown = sizes is not None and not self._stepped and what != NAMES_AWAY
                 if what not in shown_waits and not shown and (waited_s := now - wait.since) >= SILENT_S:
                     shown_waits[what] = wait
                     self._display.note(f"WAITING: {wait.who} {what}, for {waited_s:.0f} s so far")

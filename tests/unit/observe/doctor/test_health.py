@@ -20,7 +20,6 @@ from asyncrl.comm.files import FileLock
 from asyncrl.launch.commands.doctor import main
 from asyncrl.observe.doctor import Finding, Level, examine
 from asyncrl.observe.doctor.health import RUBRIC_FAILED
-from asyncrl.observe.doctor.standing import StatusLine, about, outlook, status_lines
 from asyncrl.observe.history import History
 from asyncrl.observe.observer import SLEEPS
 from asyncrl.plugins.agents import verifiers_host
@@ -304,9 +303,9 @@ def test_a_run_whose_processes_have_not_told_anything_yet_is_starting(tmp_path: 
     for file in (run / "observed").glob("*"):
         file.unlink()
     lock = hold(run)
-    history = History(run)
+    (found,) = examine(History(run)).findings
     lock.close()
-    assert status_lines(history, examine(history).verdict) == [StatusLine("the processes are starting")]
+    assert found.sentence == "the processes are starting."
 
 
 def test_a_run_that_is_started_again_hours_later_is_starting_and_does_not_stand_still(run: Path) -> None:
@@ -318,77 +317,10 @@ def test_a_run_that_is_started_again_hours_later_is_starting_and_does_not_stand_
         run / "observed" / "model_worker-0.jsonl",
         line | {"stage": "loads the models", "activity": "works", "since": again - 5},
     )
-    history = History(run)
-    diagnosis = examine(history)
-    shown = status_lines(history, diagnosis.verdict)
+    told = {each.kind: each for each in examine(History(run)).findings}
     lock.close()
-    told = {each.kind: each for each in diagnosis.findings}
     assert "stalled" not in told
     assert told["no-step-yet"].sentence.startswith("the run continues after step 30: model_worker/0 loads the models")
-    assert [str(line) for line in shown] == ["model_worker/0 loads the models (5 s)"]
-
-
-def test_how_far_the_first_batch_of_a_launch_is_and_when_it_will_be_ready(run: Path) -> None:
-    (run / "config.yaml").write_text("{total_train_steps: 40, train_batch_size: 8, group_size: 4}")
-    lock = hold(run)
-    history = History(run)
-    begun = max(step.at for step in history.steps.values()) + 7200
-    batch, group, total = (history.setting(name) for name in ("train_batch_size", "group_size", "total_train_steps"))
-    line = {"at": begun, "pid": 9, "stage": "ready", "since": begun}
-    write(run / "observed" / "launcher-0.jsonl", line)
-    assert outlook(History(run)) == "", "no rollout has begun"
-    gate = {"rollouts_running": batch, "submitted_total": batch, "finished_untrained": 0}
-    write(run / "observed" / "gserver_manager-0.jsonl", line | gate)
-    worker = run / "observed" / "rollout_worker-0.jsonl"
-    write(worker, line | {"answers_total": 0})
-    begins = f"step 31 of {total}: 0 of {batch} rollouts are ready, "
-    assert outlook(History(run)) == f"{begins}0 answers of at least {batch * group} are complete"
-    none_runs = line | gate | {"at": begun + 10, "rollouts_running": 0}
-    write(run / "observed" / "gserver_manager-0.jsonl", line | gate, none_runs)
-    assert outlook(History(run)) == f"{begins}0 answers of at least {batch * group} are complete", "nothing runs"
-    write(run / "observed" / "gserver_manager-0.jsonl", line | gate)
-    write(worker, line | {"at": begun + 30, "answers_total": 1})
-    assert outlook(History(run)) == f"{begins}1 answers of at least {batch * group} are complete", "many end together"
-    server = {"at": begun + 40, "running": 2, "tokens_per_s": 1234.4}
-    write(run / "observed" / "generation_server-0.jsonl", line | server)
-    assert outlook(History(run)) == f"{begins}1 answers of at least {batch * group} are complete; 1,234 tokens/s"
-    write(worker, line | {"at": begun + 60, "answers_total": 2})
-    assert "; 1,234 tokens/s; the batch in about 15 min" in outlook(History(run)), "two run at a time, two are complete"
-    write(worker, line | {"at": begun + 300, "answers_total": batch * group / 4})
-    assert outlook(History(run)) == (
-        f"{begins}{batch * group // 4} answers of at least {batch * group} are complete; 1,234 tokens/s; "
-        "the batch in about 15 min, the run in more than about 3 h 20 min"
-    )
-    write(run / "observed" / "master_worker-0.jsonl", line | {"at": begun + 301, "training": 1.0})
-    assert outlook(History(run)) == f"step 31 of {total} trains; the first step shows how long the run takes"
-    lock.close()
-
-
-def test_when_a_run_with_steps_will_end(run: Path) -> None:
-    (run / "config.yaml").write_text("{total_train_steps: 40, train_batch_size: 8, group_size: 4}")
-    lock = hold(run)
-    history = History(run)
-    ended, total = history.steps[max(history.steps)].at, history.setting("total_train_steps")
-    pace_s = (ended - history.steps[20].at) / 10
-    line = {"at": ended, "pid": 9, "stage": "ready", "since": ended, "rollouts_running": 1, "finished_untrained": 3}
-    write(run / "observed" / "gserver_manager-0.jsonl", line)
-    told = outlook(History(run))
-    late = {"at": ended + 4 * pace_s, "pid": 9, "stage": "ready", "since": ended}
-    write(run / "observed" / "master_worker-0.jsonl", late)
-    told_late = outlook(History(run))
-    lock.close()
-    assert told_late.endswith(f"not complete after {about(4 * pace_s)}, where a step takes {about(pace_s)}")
-    batch = history.setting("train_batch_size")
-    assert told.startswith(f"step 31 of {total}: 3 of {batch} rollouts are ready, complete in {about(pace_s)}")
-    assert told.endswith(f"; the run in {about((total - 30) * pace_s)}")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "told"),
-    [(0.2, "about 1 s"), (89, "about 89 s"), (90, "about 2 min"), (3600, "about 60 min"), (7800, "about 2 h 10 min")],
-)
-def test_durations_are_told_for_people(seconds: float, told: str) -> None:
-    assert about(seconds) == told
 
 
 def test_a_run_that_stands_still_names_the_silent_process(run: Path) -> None:
@@ -408,17 +340,14 @@ def test_a_run_that_stands_still_names_the_silent_process(run: Path) -> None:
     write(run / "observed" / "master_worker-0.jsonl",
           {"at": stands, "pid": 2, "stage": "trains step 31", "activity": "works", "since": stands - 450})  # fmt: skip
     told = problems(run)["stalled"]
-    history = History(run)
-    shown = str(*status_lines(history, examine(history).verdict))
     line = {"pid": 3, "stage": "plays", "since": ended}
     answers = [line | {"at": stands - 20, "answers_total": 7}, line | {"at": stands, "answers_total": 9}]
     (run / "observed" / "rollout_worker-0.jsonl").write_text("".join(json.dumps(each) + "\n" for each in answers))
     later = problems(run)
     lock.close()
     assert "stalled" not in later, "answers end: the step is only long"
-    assert "no step since 500 s, after step 30" in shown, "the terminal says it as well"
-    assert shown.endswith("py-spy dump shows where it is.")
     assert "no step since 500 s, after step 30" in told
+    assert told.endswith("py-spy dump shows where it is.")
     assert "model_worker/0" in told.partition("Silent: ")[2]
     assert "master_worker/0 trains step 31 since 450 s" in told
     assert "The rollout of prompt e0-5 on" in told

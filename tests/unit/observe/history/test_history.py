@@ -153,21 +153,6 @@ def test_rows_that_are_trained_anew_replace_the_old_ones(run: Path) -> None:
     assert {step: row["loss"] for step, row in history.rows.items()} == {0: 0, 1: 7}
 
 
-def test_processes_tell_rates_over_restarts_and_full_files(run: Path) -> None:
-    file = run / "observed" / "generation_server-0.jsonl"
-    append(file, *({"at": float(at), "cpu_s": at / 2, "running": at} for at in range(1, 6)))
-    history = History(run)
-    process = history.processes["generation_server/0"]
-    assert process.rate("cpu_s", 0, 10) == 0.5
-    assert process.mean("running", 2, 4) == 3
-    file.rename(file.with_name(file.name + ".1"))
-    append(file, {"at": 6.0, "cpu_s": 0.0}, {"span": "update", "begin": 6.0, "end": 6.5}, {"at": 7.0, "cpu_s": 0.5})
-    history.refresh()
-    assert [line["at"] for line in process.lines] == [1, 2, 3, 4, 5, 6, 7]
-    assert process.rate("cpu_s", 5, 8) == 0.25
-    assert [span["span"] for span in process.spans] == ["update"]
-
-
 @pytest.mark.parametrize(("steps", "state"), [(None, State.died), (2, State.stopped), (3, State.finished)])
 def test_the_end_of_a_run_is_known_from_its_files(run: Path, steps: int | None, state: State) -> None:
     if steps is not None:

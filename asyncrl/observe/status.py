@@ -1,0 +1,311 @@
+"""The status of a run, as its processes tell it: what each does, how far the batch is, whether the run stands still.
+
+`ProcessHistory` reads the lines and spans that processes write about themselves (`asyncrl.observe.observer`), and
+`Launch` is what those of a run's newest launch tell. They are all that the terminal shows beside rows of metrics. The
+doctor (`asyncrl.observe.doctor`) adds what the ledger and the rows tell.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from asyncrl.observe.observer import START, Activity
+from asyncrl.observe.tail import Appended, ReadAgain
+
+ObservedLine = dict[str, Any]
+KEEP_LINES = 3600
+"""Lines of a process that are kept: two hours."""
+KEEP_SPANS = 20_000
+OLDER = ".1"
+
+FEWEST_STEPS = 3
+"""Steps of a run from which on the doctor says what sets its pace."""
+STANDS_STILL = "The run stands still"
+SILENT_S = 10.0
+"""A living process writes every two seconds."""
+LONG_S = 60.0
+TIMES_A_STEP = 8.0
+WINDOW_S = 60.0
+MOST_LINES = 8
+TIMES_LATE = 3.0
+"""A step that takes so many times as long as others says nothing on the end of the run."""
+TELLING = 0.25
+"""Share of the first batch from which on the time so far tells how long the rest takes."""
+PACE_STEPS = 11
+"""Newest steps whose ends tell how long a step takes."""
+
+
+@dataclass(slots=True)
+class Process:
+    """Observations that a process wrote about itself: its newest lines and its spans, each in order."""
+
+    name: str
+    lines: deque[ObservedLine] = field(default_factory=lambda: deque(maxlen=KEEP_LINES))
+    spans: deque[ObservedLine] = field(default_factory=lambda: deque(maxlen=KEEP_SPANS))
+
+    @property
+    def kind(self) -> str:
+        """The kind of process, as in its name `<kind>/<index>`."""
+        return self.name.partition("/")[0]
+
+    @property
+    def last(self) -> ObservedLine:
+        """The newest line; empty if there is none."""
+        return self.lines[-1] if self.lines else {}
+
+    @property
+    def activity(self) -> Activity:
+        """What the process does by its newest line; `serves` if an earlier version of asyncrl wrote it."""
+        return Activity(self.last.get("activity", Activity.serves))
+
+    def between(self, begin: float, end: float) -> list[ObservedLine]:
+        """Return the lines from `begin` to `end`, in seconds since 1970."""
+        return [line for line in self.lines if begin <= line["at"] <= end]
+
+    def rate(self, counter: str, begin: float, end: float) -> float | None:
+        """Return the growth of `counter` per second between two times; None if unknown.
+
+        A restarted process counts from 0 again; only growth counts.
+        """
+        readings = [(line["at"], line[counter]) for line in self.between(begin, end) if counter in line]
+        if len(readings) < 2 or readings[-1][0] <= readings[0][0]:
+            return None
+        grown = sum(max(0.0, b - a) for (_, a), (_, b) in itertools.pairwise(readings))
+        return float(grown / (readings[-1][0] - readings[0][0]))
+
+    def mean(self, gauge: str, begin: float, end: float) -> float | None:
+        """Return the mean of `gauge` over the lines between two times; None if no line has it."""
+        values = [line[gauge] for line in self.between(begin, end) if gauge in line]
+        return sum(values) / len(values) if values else None
+
+    def greatest(self, gauge: str, begin: float, end: float) -> float | None:
+        """Return the greatest value of `gauge` over the lines between two times; None if no line has it."""
+        return max((line[gauge] for line in self.between(begin, end) if gauge in line), default=None)
+
+
+class ProcessHistory:
+    """Reads `observed/` in `folder`, of processes whose file's name matches `only`; `refresh` takes in what is new."""
+
+    def __init__(self, folder: Path, only: str = "*") -> None:
+        self._folder, self._only = folder, only
+        self._files: dict[str, Appended] = {}
+        self.processes: dict[str, Process] = {}
+
+    def refresh(self) -> None:
+        """Take in what is new."""
+        for file in sorted(self._folder.glob(f"{self._only}.jsonl")):
+            kind, _, index = file.stem.rpartition("-")
+            name = f"{kind}/{index}"
+            process = self.processes.setdefault(name, Process(name))
+            if name not in self._files:
+                self._take(process, Appended(file.with_name(file.name + OLDER)).read())
+                self._files[name] = Appended(file)
+            try:
+                self._take(process, self._files[name].read())
+            except ReadAgain:  # it was full, and is the previous file now
+                older = Appended(file.with_name(file.name + OLDER)).read()
+                newest = process.last.get("at", 0.0)
+                self._take(process, older, after=newest)
+                self._take(process, self._files[name].read())
+
+    def has_started(self, launcher: int) -> bool:
+        """True if the launcher with this process id has started all processes."""
+        self.refresh()
+        of_launchers = self.processes.get("launcher/0")
+        spans = () if of_launchers is None else of_launchers.spans
+        return any((span["span"], span.get("pid")) == (START, launcher) for span in spans)
+
+    def _take(self, process: Process, raw_lines: list[bytes], after: float = 0.0) -> None:
+        for raw in raw_lines:
+            try:
+                line = json.loads(raw)
+                if "span" in line:
+                    if line["end"] > after:
+                        process.spans.append(line)
+                elif line["at"] > after and Activity(line.get("activity", Activity.serves)):
+                    process.lines.append(line)
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                continue  # cut by a full disk, or not written by asyncrl
+
+
+class StatusLine(NamedTuple):
+    """A line on the state of a run, and since when it is so, in seconds; None if it has no beginning."""
+
+    text: str
+    seconds: float | None = None
+
+    def __str__(self) -> str:
+        return self.text if self.seconds is None else f"{self.text} ({self.seconds:.0f} s)"
+
+
+class StepSizes(NamedTuple):
+    """The settings on which the outlook depends."""
+
+    total_train_steps: int
+    train_batch_size: int
+    group_size: int
+
+
+class Launch:
+    """The newest launch of a run, at the time of its newest line.
+
+    Args:
+        processes: of all launches, by name.
+
+    Attributes:
+        began_at: time of its first line, in seconds since 1970; 0 if launchers wrote none.
+        now: time of the newest line.
+        processes: those that wrote lines in it, without the launcher.
+        manager: the newest line of the GserverManager; empty if it wrote none.
+        rollouts_since: time of the first line in which rollouts run; None if there is none.
+        step: number of the newest step, also of an earlier launch.
+        step_ends: times at which its newest steps were complete: the MasterWorker then publishes their weights.
+    """
+
+    def __init__(self, processes: Mapping[str, Process]) -> None:
+        launcher = processes.get("launcher/0", Process("launcher/0"))
+        self.began_at = next((float(line["at"]) for line in launcher.lines if line["pid"] == launcher.last["pid"]), 0.0)
+        self.now = max((process.last.get("at", 0.0) for process in processes.values()), default=0.0)
+        self.processes = [
+            process
+            for process in processes.values()
+            if process.kind != "launcher" and process.lines and process.last["at"] >= self.began_at
+        ]
+        manager = next(iter(self.of_kind("gserver_manager")), Process("gserver_manager/0"))
+        self.manager, lines = manager.last, manager.between(self.began_at, self.now)
+        self.rollouts_since = next((line["at"] for line in lines if line.get("rollouts_running")), None)
+        master = processes.get("master_worker/0", Process("master_worker/0"))
+        published = [span for span in master.spans if span["span"] == "publish"]
+        # The manager goes back with a launch that continues from a checkpoint; one that has just started says 0.
+        self.step = int(self.manager.get("trained_version") or (published[-1]["step"] if published else 0))
+        self.step_ends = [span["begin"] for span in published if span["begin"] >= self.began_at][-PACE_STEPS:]
+
+    def of_kind(self, kind: str) -> list[Process]:
+        """Return its processes of a kind."""
+        return [process for process in self.processes if process.kind == kind]
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step, by the newest ones; of a single one, since the first rollout."""
+        first, last = self.step_ends[0], self.step_ends[-1]
+        if first == last:
+            return first - (first if self.rollouts_since is None else self.rollouts_since)
+        return (last - first) / (len(self.step_ends) - 1)
+
+    @property
+    def silent(self) -> list[str]:
+        """The processes that should still write lines, and have not done so for some seconds."""
+        return [p.name for p in self.processes if self.now - p.last["at"] > SILENT_S and not p.last.get("ended")]
+
+    def doing(self) -> list[StatusLine]:
+        """Return what the processes do that do not just serve, and since when."""
+        return [
+            StatusLine(f"{process.name} {process.last['stage']}", max(0.0, self.now - process.last["since"]))
+            for process in self.processes
+            if process.activity is not Activity.serves and not process.last.get("ended")
+        ]
+
+    def describe(self) -> str:
+        """Return what they do as a part of a sentence; empty if all just serve."""
+        return "; ".join(f"{text} since {seconds:.0f} s" for text, seconds in self.doing())
+
+    def all_at_work(self) -> str:
+        """Describe a launch without a step whose processes do nothing that others wait for."""
+        if not self.of_kind("master_worker"):
+            return "the processes are starting"
+        return "all processes are at work: the first batch is being generated"
+
+
+def status_lines(launch: Launch) -> list[StatusLine]:
+    """Describe a run for the terminal: what its processes do until this launch has made a step, then only that it
+    stands still.
+    """
+    if launch.step_ends:
+        found = standstill(launch)
+        return [] if found is None else [StatusLine(f"{STANDS_STILL}: {found.sentence} {found.advice}")]
+    doing = launch.doing()
+    if len(doing) > MOST_LINES:
+        doing = [*doing[: MOST_LINES - 1], StatusLine(f"and {len(doing) - MOST_LINES + 1} other processes")]
+    return doing or [StatusLine(launch.all_at_work())]
+
+
+class Standstill(NamedTuple):
+    """What is known of a run that stands still, and where to look."""
+
+    sentence: str
+    advice: str
+
+
+def standstill(launch: Launch) -> Standstill | None:
+    """Return what is known of a run that makes no more steps; None if it makes some, or its step is only long: answers
+    end, or ranks compute.
+    """
+    now = launch.now
+    since = now - launch.step_ends[-1]
+    if since < max(LONG_S, TIMES_A_STEP * launch.step_s):
+        return None
+    if any(p.rate(work, now - WINDOW_S, now) for p in launch.processes for work in ("answers_total", "flops_total")):
+        return None
+    sentence = f"no step since {since:.0f} s, after step {launch.step}; {launch.describe() or 'all processes wait'}."
+    if silent := launch.silent:
+        sentence += f" Silent: {', '.join(silent)}."
+    if launch.manager:
+        sentence += (
+            f" The manager counts {launch.manager.get('rollouts_running', 0):.0f} rollouts under way and "
+            f"{launch.manager.get('finished_untrained', 0):.0f} that wait to be trained."
+        )
+    whose = silent[0] if silent else "the process named first"
+    return Standstill(sentence, f"Look at the log of {whose}; py-spy dump shows where it is.")
+
+
+def outlook(launch: Launch, sizes: StepSizes) -> str:
+    """Return how far the batch at hand is, when it will be complete, and when the run will end, as far as that can be
+    told; empty before the first rollout.
+    """
+    manager, begun, now = launch.manager, launch.rollouts_since, launch.now
+    total, batch, group = sizes
+    if begun is None or not batch or launch.step >= total:
+        return ""
+    training = any(process.last.get("training") for process in launch.of_kind("master_worker"))
+    ready = min(batch, int(manager.get("finished_untrained", 0)))
+    what = f"step {launch.step + 1} of {total}"
+    what += " trains" if training else f": {ready} of {batch} rollouts are ready"
+    if not launch.step_ends:
+        answers = sum(int(process.last.get("answers_total", 0)) for process in launch.of_kind("rollout_worker"))
+        submitted = max(batch, int(manager.get("submitted_total", 0)) - int(manager.get("trained_total", 0)))
+        share = max(ready / batch, min(0.99, answers / (submitted * group)))
+        if training:
+            return f"{what}; the first step shows how long the run takes"
+        what += f", {answers} answers of at least {batch * group} are complete"
+        servers = [each.last for each in launch.of_kind("generation_server") if each.last.get("tokens_per_s")]
+        if servers:
+            what += f"; {sum(each['tokens_per_s'] for each in servers):,.0f} tokens/s"
+        at_once = (
+            sum(int(each.get("running", 0)) for each in servers) or int(manager.get("rollouts_running", 0)) * group
+        )
+        too_few = share < TELLING and answers < at_once  # answers that began together end together
+        if share >= 1.0 or not share or too_few:
+            return what
+        left_s = (now - begun) * (1.0 - share) / share
+        run_s = (left_s + now - begun) * (total - launch.step)
+        return f"{what}; the batch in {about(left_s)}, the run in more than {about(run_s)}"
+    step_s, since_s = launch.step_s, now - launch.step_ends[-1]
+    if since_s > TIMES_LATE * step_s:
+        return f"{what}, not complete after {about(since_s)}, where a step takes {about(step_s)}"
+    since_s = min(since_s, step_s)
+    run_s = (total - launch.step) * step_s - since_s
+    return f"{what}, complete in {about(step_s - since_s)}; the run in {about(run_s)}"
+
+
+def about(seconds: float) -> str:
+    """Return a duration for people, e.g. `about 4 min`."""
+    minutes = round(seconds / 60.0)
+    if seconds < 90.0:
+        return f"about {max(1, round(seconds))} s"
+    return f"about {minutes} min" if minutes < 120 else f"about {minutes // 60} h {minutes % 60:02d} min"
