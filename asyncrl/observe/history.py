@@ -220,8 +220,7 @@ _decode = json_decoder(Line).decode
 class Rollout:
     """A rollout according to the ledger; times are seconds since 1970, None if the ledger does not have them (yet).
 
-    `end` is `TRAINED`, `ABANDONED`, the reason of its drop, or None while it runs. `versions` counts its generated
-    tokens by policy version.
+    `end` is `TRAINED`, `ABANDONED`, the reason of its drop, or None while it runs.
     """
 
     id: str
@@ -237,7 +236,6 @@ class Rollout:
     step: int | None = None
     samples: int = 0
     reward: float | None = None
-    versions: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -248,17 +246,11 @@ class StepOf:
     admitted to finished, `waited_s` from finished to the step's end. `dropped` counts by reason since the step before.
     """
 
-    step: int
-    lineage: int
     at: float
-    rollouts: int = 0
-    samples: int = 0
-    reward: float = 0.0
     ages: Counter[int] = field(default_factory=Counter)
     rollout_s: float = 0.0
     waited_s: float = 0.0
     admitted: int = 0
-    finished: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     books: RolloutCounts | None = None
 
@@ -276,7 +268,6 @@ class LedgerHistory:
         launches: the `begin` lines, in order.
         ended: the `end` line of the newest launch; None where it has none.
         newest_at: time of the newest line, in seconds since 1970.
-        unreadable: number of lines that are no lines of a ledger.
     """
 
     def __init__(self, folder: Path, keep_steps: int, keep_from: int | None = None) -> None:
@@ -290,7 +281,6 @@ class LedgerHistory:
         self.launches: list[Begin] = []
         self.ended: End | None = None
         self.newest_at = 0.0
-        self.unreadable = 0
         self._since_step = _SinceStep()
         self._ended_since: list[str] = []
         self._ended_in: deque[tuple[int, list[str]]] = deque()
@@ -331,8 +321,7 @@ class LedgerHistory:
                 try:
                     line = _decode(raw)
                 except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-                    self.unreadable += 1
-                    continue
+                    continue  # cut by a full disk, or not written by asyncrl
                 self._take(line)
 
     def _take(self, line: Line) -> None:
@@ -360,7 +349,6 @@ class LedgerHistory:
                 self.ended = line
 
     def _take_finished(self, line: Finished) -> None:
-        self._since_step.finished += 1
         if (rollout := self.rollouts.get(line.rollout)) is not None:
             rollout.finished_at, rollout.tokens = line.at, line.tokens
         self.newest_at = max(self.newest_at, line.at)
@@ -372,25 +360,18 @@ class LedgerHistory:
         self.newest_at = max(self.newest_at, at)
 
     def _take_step(self, line: Step) -> None:
-        step = StepOf(line.step, line.lineage, line.at, books=line.books)
         since, self._since_step = self._since_step, _SinceStep()
-        step.admitted, step.finished, step.dropped = since.admitted, since.finished, since.dropped
+        step = StepOf(line.at, admitted=since.admitted, dropped=since.dropped, books=line.books)
         times: list[tuple[float, float]] = []
         for trained in since.trained:
-            step.rollouts += 1
-            step.samples += trained.samples
-            step.reward += trained.reward
             for version, tokens in trained.versions.items():
                 step.ages[line.step - 1 - version] += tokens
             self._end(trained.rollout, TRAINED, line.at)
             if (rollout := self.rollouts.get(trained.rollout)) is None:
                 continue
             rollout.step, rollout.reward, rollout.samples = line.step, trained.reward, trained.samples
-            rollout.versions = trained.versions
             if rollout.finished_at is not None:
                 times.append((rollout.finished_at - rollout.admitted_at, line.at - rollout.finished_at))
-        if step.rollouts:
-            step.reward /= step.rollouts
         if times:
             step.rollout_s, step.waited_s = (sum(each) / len(times) for each in zip(*times, strict=True))
         self.steps[line.step] = step
@@ -433,5 +414,4 @@ class _SinceStep:
 
     trained: list[Trained] = field(default_factory=list)
     admitted: int = 0
-    finished: int = 0
     dropped: Counter[str] = field(default_factory=Counter)

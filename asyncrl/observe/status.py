@@ -28,7 +28,7 @@ FEWEST_STEPS = 3
 """Steps of a run from which on the doctor says what sets its pace."""
 STANDS_STILL = "The run stands still"
 SILENT_S = 10.0
-"""A living process writes every two seconds."""
+"""After which a line of a process says nothing about the present any more: a living one writes every two seconds."""
 LONG_S = 60.0
 TIMES_A_STEP = 8.0
 WINDOW_S = 60.0
@@ -78,15 +78,6 @@ class Process:
             return None
         grown = sum(max(0.0, b - a) for (_, a), (_, b) in itertools.pairwise(readings))
         return float(grown / (readings[-1][0] - readings[0][0]))
-
-    def mean(self, gauge: str, begin: float, end: float) -> float | None:
-        """Return the mean of `gauge` over the lines between two times; None if no line has it."""
-        values = [line[gauge] for line in self.between(begin, end) if gauge in line]
-        return sum(values) / len(values) if values else None
-
-    def greatest(self, gauge: str, begin: float, end: float) -> float | None:
-        """Return the greatest value of `gauge` over the lines between two times; None if no line has it."""
-        return max((line[gauge] for line in self.between(begin, end) if gauge in line), default=None)
 
 
 class ProcessHistory:
@@ -179,12 +170,13 @@ class Launch:
         ]
         manager = next(iter(self.of_kind("gserver_manager")), Process("gserver_manager/0"))
         self.manager, lines = manager.last, manager.between(self.began_at, self.now)
-        self.rollouts_since = next((line["at"] for line in lines if line.get("rollouts_running")), None)
+        self.rollouts_since: float | None = next((line["at"] for line in lines if line.get("rollouts_running")), None)
         master = processes.get("master_worker/0", Process("master_worker/0"))
         published = [span for span in master.spans if span["span"] == "publish"]
         # The manager goes back with a launch that continues from a checkpoint; one that has just started says 0.
         self.step = int(self.manager.get("trained_version") or (published[-1]["step"] if published else 0))
-        self.step_ends = [span["begin"] for span in published if span["begin"] >= self.began_at][-PACE_STEPS:]
+        ends: list[float] = [span["begin"] for span in published if span["begin"] >= self.began_at]
+        self.step_ends = ends[-PACE_STEPS:]
 
     def of_kind(self, kind: str) -> list[Process]:
         """Return its processes of a kind."""
@@ -204,22 +196,21 @@ class Launch:
         return [p.name for p in self.processes if self.now - p.last["at"] > SILENT_S and not p.last.get("ended")]
 
     def doing(self) -> list[StatusLine]:
-        """Return what the processes do that do not just serve, and since when."""
-        return [
+        """Return what the processes do that do not just serve, and since when; or else that all do."""
+        found = [
             StatusLine(f"{process.name} {process.last['stage']}", max(0.0, self.now - process.last["since"]))
             for process in self.processes
             if process.activity is not Activity.serves and not process.last.get("ended")
         ]
+        if self.step_ends:
+            return found or [StatusLine("all processes wait")]
+        if not self.of_kind("master_worker"):
+            return found or [StatusLine("the processes are starting")]
+        return found or [StatusLine("all processes are at work: the first batch is being generated")]
 
     def describe(self) -> str:
-        """Return what they do as a part of a sentence; empty if all just serve."""
-        return "; ".join(f"{text} since {seconds:.0f} s" for text, seconds in self.doing())
-
-    def all_at_work(self) -> str:
-        """Describe a launch without a step whose processes do nothing that others wait for."""
-        if not self.of_kind("master_worker"):
-            return "the processes are starting"
-        return "all processes are at work: the first batch is being generated"
+        """Return what they do as a part of a sentence."""
+        return "; ".join(text if since is None else f"{text} since {since:.0f} s" for text, since in self.doing())
 
 
 def status_lines(launch: Launch) -> list[StatusLine]:
@@ -228,23 +219,16 @@ def status_lines(launch: Launch) -> list[StatusLine]:
     """
     if launch.step_ends:
         found = standstill(launch)
-        return [] if found is None else [StatusLine(f"{STANDS_STILL}: {found.sentence} {found.advice}")]
+        return [] if found is None else [StatusLine(f"{STANDS_STILL}: {' '.join(found)}")]
     doing = launch.doing()
     if len(doing) > MOST_LINES:
         doing = [*doing[: MOST_LINES - 1], StatusLine(f"and {len(doing) - MOST_LINES + 1} other processes")]
-    return doing or [StatusLine(launch.all_at_work())]
+    return doing
 
 
-class Standstill(NamedTuple):
-    """What is known of a run that stands still, and where to look."""
-
-    sentence: str
-    advice: str
-
-
-def standstill(launch: Launch) -> Standstill | None:
-    """Return what is known of a run that makes no more steps; None if it makes some, or its step is only long: answers
-    end, or ranks compute.
+def standstill(launch: Launch) -> tuple[str, str] | None:
+    """Return what is known of a launch that makes no more steps, and where to look; None if it makes some, or its step
+    is only long: answers end, or ranks compute.
     """
     now = launch.now
     since = now - launch.step_ends[-1]
@@ -252,7 +236,7 @@ def standstill(launch: Launch) -> Standstill | None:
         return None
     if any(p.rate(work, now - WINDOW_S, now) for p in launch.processes for work in ("answers_total", "flops_total")):
         return None
-    sentence = f"no step since {since:.0f} s, after step {launch.step}; {launch.describe() or 'all processes wait'}."
+    sentence = f"no step since {since:.0f} s, after step {launch.step}; {launch.describe()}."
     if silent := launch.silent:
         sentence += f" Silent: {', '.join(silent)}."
     if launch.manager:
@@ -261,7 +245,7 @@ def standstill(launch: Launch) -> Standstill | None:
             f"{launch.manager.get('finished_untrained', 0):.0f} that wait to be trained."
         )
     whose = silent[0] if silent else "the process named first"
-    return Standstill(sentence, f"Look at the log of {whose}; py-spy dump shows where it is.")
+    return sentence, f"Look at the log of {whose}; py-spy dump shows where it is."
 
 
 def outlook(launch: Launch, sizes: StepSizes) -> str:

@@ -55,13 +55,14 @@ Decode = Callable[[Sequence[int]], str]
 def page_data(history: History, decode: Decode | None = None) -> dict[str, Any]:
     """Return all data of the run that the page shows. `decode` turns token ids into text, for single tokens."""
     settings = history.ledger.settings
+    sizes = StepSizes(*(int(history.setting(name, 0)) for name in StepSizes._fields))
     data = {
         "name": history.name,
         "folder": str(history.folder),
         "state": str(history.state),
         "step": max(history.steps, default=0),
         "total": history.setting("total_train_steps", 0),
-        "outlook": _outlook(history),
+        "outlook": outlook(Launch(history.processes), sizes) if history.state is State.running else "",
         "eta": settings.max_head_offpolicyness if settings else 0,
         "config": _flat(without_secrets(history.config)),
         "series": _series(history),
@@ -241,13 +242,6 @@ def _sample(row: Row, decode: Decode | None) -> dict[str, Any]:
         version = row["versions"][place] if row["loss_mask"][place] else -1
         pieces.append([decode([token]), version, *(each[place] if each else None for each in scores)])
     return {**shown, "pieces": pieces, "by_token": True}
-
-
-def _outlook(history: History) -> str:
-    if history.state is not State.running:
-        return ""
-    sizes = StepSizes(*(int(history.setting(name, 0)) for name in StepSizes._fields))
-    return outlook(Launch(history.processes), sizes)
 
 
 def _counts(history: History) -> dict[str, Any]:

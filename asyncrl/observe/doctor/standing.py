@@ -1,7 +1,4 @@
-"""Rules on a run that makes no step, or that did not end normally: what its processes do, and the one to look at.
-
-That it stands still is told by `asyncrl.observe.status`, of which the terminal's lines are.
-"""
+"""Rules on a run that makes no step (beside `asyncrl.observe.status`) or did not end normally: where to look."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ def without_processors(history: History) -> Iterator[Finding]:
     workers = launch.processes
     if not workers:
         return
-    end = max(process.last["at"] for process in workers)
+    end = launch.now
     if end - (launch.began_at or min(process.lines[0]["at"] for process in workers)) < LONG_S:
         return
     begin = end - WINDOW_S
@@ -66,7 +63,7 @@ def _starting(history: History, launch: Launch) -> Finding:
     silent = [*launch.silent, *_never_heard_of(history, launch)]
     waiting += [name for name in silent if name not in waiting]
     sentence = f"the run continues after step {max(history.steps)}: " if history.steps else ""
-    sentence += f"{launch.describe() or launch.all_at_work()}."
+    sentence += f"{launch.describe()}."
     return Finding(
         "no-step-yet",
         Level.remark,

@@ -21,13 +21,11 @@ from asyncrl.comm.waits import ASK_S, PATIENCE_S
 from asyncrl.config.run_dir import LOGS_DIR, METRICS_FILE, NOTICES_FILE, OBSERVED_DIR
 from asyncrl.observe.display import Display
 from asyncrl.observe.observer import Activity
-from asyncrl.observe.status import Launch, Process, ProcessHistory, StepSizes, outlook, status_lines
+from asyncrl.observe.status import SILENT_S, Launch, Process, ProcessHistory, StepSizes, outlook, status_lines
 from asyncrl.observe.tail import JsonlTail
 
 REFRESH_S = 0.2
 """Between two looks at the metrics file."""
-SILENT_S = 10.0
-"""After which the terminal names a wait, and a line of a process says nothing about the present any more."""
 NAMES_AWAY = "cannot reach name resolution (retried for up to system.name_resolve_timeout_s)"
 PROBE_BYTES = 64 << 10
 LOG_BYTES = 64 << 20
@@ -44,7 +42,6 @@ class RunOutput:
         self._rows = JsonlTail(run_dir / METRICS_FILE)
         self._notices = JsonlTail(run_dir / NOTICES_FILE)
         self._observed = ProcessHistory(run_dir / OBSERVED_DIR)
-        self._stepped = False
 
     def skip(self) -> None:
         """Skip the present content of the files, which earlier launches have shown."""
@@ -52,9 +49,7 @@ class RunOutput:
         self._notices.read()
 
     async def follow(self, sizes: StepSizes | None) -> None:
-        """Show new rows and rotate logs until cancelled; with `sizes`, those of a run's steps, also what the processes
-        do and how far they are.
-        """
+        """Show new rows and rotate logs until cancelled; with the `sizes` of its steps, also the state of the run."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(_reported("rows of metrics", self._show_rows()))
             tasks.create_task(_reported("rotation of logs", self._rotate_logs()))
@@ -65,7 +60,6 @@ class RunOutput:
         """Show rows and remarks that were written since the last call."""
         for row in self._rows.read():
             self._display.row(row)
-            self._stepped = self._stepped or row["step"] >= 1
         for line in self._notices.read():
             self._display.note(line["remark"])
 
@@ -105,21 +99,20 @@ class RunOutput:
 
     async def _watch_processes(self, sizes: StepSizes | None) -> None:
         """Say once that processes wait for another to start, for a device's memory or for name resolution, and once
-        that they do no longer. With `sizes`, the display shows the state of the run too: before the first step, what
-        all processes do.
+        that they do no longer. With `sizes`, the display shows what all processes do before the first step.
         """
         began, processes = time.time(), self._observed.processes
         shown_waits: dict[str, Wait] = {}
         while True:
             await asyncio.to_thread(self._observed.refresh)
+            launch = Launch(processes)
             if sizes is not None:
-                launch = Launch(processes)
                 self._display.stage_lines(status_lines(launch))
                 self._display.outlook(outlook(launch, sizes))
             now = time.time()
             found = waits(processes.values(), max(began, now - SILENT_S))
             for what, wait in found.items():
-                shown = sizes is not None and not self._stepped and what != NAMES_AWAY
+                shown = sizes is not None and not launch.step_ends and what != NAMES_AWAY
                 if what not in shown_waits and not shown and (waited_s := now - wait.since) >= SILENT_S:
                     shown_waits[what] = wait
                     self._display.note(f"WAITING: {wait.who} {what}, for {waited_s:.0f} s so far")

@@ -61,7 +61,7 @@ def test_processes_tell_rates_over_restarts_and_full_files(tmp_path: Path) -> No
     observed.refresh()
     process = observed.processes["generation_server/0"]
     assert process.rate("cpu_s", 0, 10) == 0.5
-    assert process.mean("running", 2, 4) == 3
+    assert [line["running"] for line in process.between(2, 4)] == [2, 3, 4]
     file.rename(file.with_name(file.name + ".1"))
     append(file, {"at": 6.0, "cpu_s": 0.0}, {"span": "update", "begin": 6.0, "end": 6.5}, {"at": 7.0, "cpu_s": 0.5})
     observed.refresh()
@@ -179,8 +179,9 @@ def test_a_run_that_stands_still_tells_since_when_what_each_process_does_and_who
     )
     found = standstill(waiting)
     assert found is not None
-    assert found.sentence == "no step since 500 s, after step 2; all processes wait."
-    assert found.advice.startswith("Look at the log of the process named first;")
+    sentence, advice = found
+    assert sentence == "no step since 500 s, after step 2; all processes wait."
+    assert advice.startswith("Look at the log of the process named first;")
 
 
 @pytest.mark.parametrize("work", ["answers_total", "flops_total"])

@@ -65,11 +65,11 @@ def test_figures_of_a_step_come_from_its_rollouts(run: Path) -> None:
     append(ledger(run), begin(), *step_lines(1, 10.0, "ab"))
     history = History(run)
     step = history.steps[1]
-    assert (step.rollouts, step.samples, step.reward, step.admitted, step.finished) == (2, 4, 0.5, 2, 2)
+    assert step.admitted == 2
     assert step.ages == {0: 40, 1: 20}
     assert (step.rollout_s, step.waited_s) == (3.0, 1.0)
     assert history.rollouts["a"].end == "trained"
-    assert history.rollouts["a"].step == 1
+    assert (history.rollouts["a"].step, history.rollouts["a"].reward) == (1, 0.5)
 
 
 def test_what_is_new_is_taken_in_and_a_line_that_is_not_whole_waits(run: Path) -> None:
@@ -100,7 +100,6 @@ def test_steps_that_a_launch_forgot_are_forgotten(run: Path) -> None:
     assert history.rollouts["e"].end == "abandoned"
     append(ledger(run), *step_lines(2, 30.0, "xy", lineage=1))
     history.refresh()
-    assert history.steps[2].lineage == 1
     assert history.steps[2].at == 30.0
 
 
