@@ -41,7 +41,6 @@ class RunOutput:
         self._run_dir, self._display = run_dir, display
         self._rows = JsonlTail(run_dir / METRICS_FILE)
         self._notices = JsonlTail(run_dir / NOTICES_FILE)
-        self._observed = ProcessHistory(run_dir / OBSERVED_DIR)
 
     def skip(self) -> None:
         """Skip the present content of the files, which earlier launches have shown."""
@@ -101,16 +100,16 @@ class RunOutput:
         """Say once that processes wait for another to start, for a device's memory or for name resolution, and once
         that they do no longer. With `sizes`, the display shows what all processes do before the first step.
         """
-        began, processes = time.time(), self._observed.processes
+        observed, began = ProcessHistory(self._run_dir / OBSERVED_DIR), time.time()
         shown_waits: dict[str, Wait] = {}
         while True:
-            await asyncio.to_thread(self._observed.refresh)
-            launch = Launch(processes)
+            await asyncio.to_thread(observed.refresh)
+            launch = Launch(observed.processes)
             if sizes is not None:
                 self._display.stage_lines(status_lines(launch))
                 self._display.outlook(outlook(launch, sizes))
             now = time.time()
-            found = waits(processes.values(), max(began, now - SILENT_S))
+            found = waits(observed.processes.values(), max(began, now - SILENT_S))
             for what, wait in found.items():
                 shown = sizes is not None and not launch.step_ends and what != NAMES_AWAY
                 if what not in shown_waits and not shown and (waited_s := now - wait.since) >= SILENT_S:

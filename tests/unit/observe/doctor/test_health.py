@@ -44,6 +44,11 @@ def write(file: Path, *lines: dict[str, Any]) -> None:
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+def append(file: Path, line: dict[str, Any]) -> None:
+    with file.open("a") as lines:
+        lines.write(json.dumps(line) + "\n")
+
+
 def problems(run: Path) -> dict[str, str]:
     return {each.kind: each.line() for each in examine(History(run)).findings if each.level is Level.problem}
 
@@ -219,8 +224,7 @@ def test_a_process_that_failed_is_told_with_its_reason(
     about = {"at": LATER, "since": LATER, "pid": 1, "stage": "serves", "ended": True}
     shortage = {} if short is None else {"shortage": {"at": at, "what": short, "advice": LESS}}
     for name, more in ((process, shortage), ("master_worker/0", {"failed": "ValueError: boom\nmore"})):
-        with (run / "observed" / f"{name.replace('/', '-')}.jsonl").open("a") as lines:
-            lines.write(json.dumps(about | more) + "\n")
+        append(run / "observed" / f"{name.replace('/', '-')}.jsonl", about | more)
     told = problems(run)
     assert sentence in told[kind or ("failed" if stopped else "died")]
     if kind:
@@ -334,8 +338,8 @@ def test_a_run_that_stands_still_names_the_silent_process(run: Path) -> None:
     write(run / "observed" / "model_worker-0.jsonl",
           {"at": stands - 400, "pid": 1, "stage": "computes actor_train", "activity": "works",
            "since": stands - 450})  # fmt: skip
-    write(run / "observed" / "master_worker-0.jsonl",
-          {"at": stands, "pid": 2, "stage": "trains step 31", "activity": "works", "since": stands - 450})  # fmt: skip
+    trains = {"at": stands, "pid": 2, "stage": "trains step 31", "activity": "works", "since": stands - 450}
+    append(run / "observed" / "master_worker-0.jsonl", trains)
     told = problems(run)["stalled"]
     line = {"pid": 3, "stage": "plays", "since": ended}
     answers = [line | {"at": stands - 20, "answers_total": 7}, line | {"at": stands, "answers_total": 9}]
@@ -355,7 +359,7 @@ def test_a_run_that_waits_for_one_rollout_says_what_ends_it(run: Path) -> None:
     lock = hold(run)
     stands = max(step.at for step in History(run).steps.values()) + 500
     for file in (run / "observed").glob("*.jsonl"):
-        write(file, {"at": stands, "pid": 1, "stage": "plays", "since": stands - 600})
+        append(file, {"at": stands, "pid": 1, "stage": "plays", "since": stands - 600})
     found = examine(History(run)).findings[0]
     lock.close()
     assert found.kind == "stalled"
