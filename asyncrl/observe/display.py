@@ -250,10 +250,9 @@ class _Panel:
     def render(self) -> RenderableType:
         """Return the panel of the newest row, for rich."""
         body: list[RenderableType] = [self._progress(), self._figures(self._recent[-1] if self._recent else {})]
-        lines = [self.outlook, *map(str, self.stage_lines)]
-        if self._doctor and not self.stage_lines and len(self._recent) >= FEWEST_STEPS:
-            lines.append(f"pace: {self._doctor}")
-        body += [Text(line, style="dim") for line in lines if line]
+        enough = self._doctor and not self.stage_lines and len(self._recent) >= FEWEST_STEPS
+        lines = (self.outlook, *self.stage_lines, f"pace: {self._doctor}" if enough else "")
+        body += [Text(str(line), style="dim") for line in lines if line]
         title = Text(self._title, style="bold", overflow="ellipsis")
         return Panel(Group(*body), title=title, title_align="left", border_style="cyan", padding=(0, 1))
 

@@ -108,9 +108,8 @@ class ProcessHistory:
     def has_started(self, launcher: int) -> bool:
         """True if the launcher with this process id has started all processes."""
         self.refresh()
-        of_launchers = self.processes.get("launcher/0")
-        spans = () if of_launchers is None else of_launchers.spans
-        return any((span["span"], span.get("pid")) == (START, launcher) for span in spans)
+        of_launchers = self.processes.get("launcher/0", Process("launcher/0"))
+        return any((span["span"], span.get("pid")) == (START, launcher) for span in of_launchers.spans)
 
     def _take(self, process: Process, raw_lines: list[bytes], after: float = 0.0) -> None:
         for raw in raw_lines:
@@ -163,11 +162,8 @@ class Launch:
         launcher = processes.get("launcher/0", Process("launcher/0"))
         self.began_at = next((float(line["at"]) for line in launcher.lines if line["pid"] == launcher.last["pid"]), 0.0)
         self.now = max((process.last.get("at", 0.0) for process in processes.values()), default=0.0)
-        self.processes = [
-            process
-            for process in processes.values()
-            if process.kind != "launcher" and process.lines and process.last["at"] >= self.began_at
-        ]
+        others = (process for process in processes.values() if process.kind != "launcher" and process.lines)
+        self.processes = [process for process in others if process.last["at"] >= self.began_at]
         manager = next(iter(self.of_kind("gserver_manager")), Process("gserver_manager/0"))
         self.manager, lines = manager.last, manager.between(self.began_at, self.now)
         self.rollouts_since: float | None = next((line["at"] for line in lines if line.get("rollouts_running")), None)
@@ -185,10 +181,8 @@ class Launch:
     @property
     def step_s(self) -> float:
         """Seconds of a step, by the newest ones; of a single one, since the first rollout."""
-        first, last = self.step_ends[0], self.step_ends[-1]
-        if first == last:
-            return first - (first if self.rollouts_since is None else self.rollouts_since)
-        return (last - first) / (len(self.step_ends) - 1)
+        ends = self.step_ends if len(self.step_ends) > 1 else [self.rollouts_since or self.now, *self.step_ends]
+        return (ends[-1] - ends[0]) / (len(ends) - 1)
 
     @property
     def silent(self) -> list[str]:
@@ -232,37 +226,33 @@ def standstill(launch: Launch) -> tuple[str, str] | None:
     """
     now = launch.now
     since = now - launch.step_ends[-1]
-    if since < max(LONG_S, TIMES_A_STEP * launch.step_s):
-        return None
-    if any(p.rate(work, now - WINDOW_S, now) for p in launch.processes for work in ("answers_total", "flops_total")):
+    counts = [p.rate(work, now - WINDOW_S, now) for p in launch.processes for work in ("answers_total", "flops_total")]
+    if any(counts) or since < max(LONG_S, TIMES_A_STEP * launch.step_s):
         return None
     sentence = f"no step since {since:.0f} s, after step {launch.step}; {launch.describe()}."
     if silent := launch.silent:
         sentence += f" Silent: {', '.join(silent)}."
     if launch.manager:
-        sentence += (
-            f" The manager counts {launch.manager.get('rollouts_running', 0):.0f} rollouts under way and "
-            f"{launch.manager.get('finished_untrained', 0):.0f} that wait to be trained."
-        )
-    whose = silent[0] if silent else "the process named first"
-    return sentence, f"Look at the log of {whose}; py-spy dump shows where it is."
+        running, waiting = (launch.manager.get(name, 0) for name in ("rollouts_running", "finished_untrained"))
+        sentence += f" The manager counts {running:.0f} rollouts under way and {waiting:.0f} that wait to be trained."
+    return sentence, f"Look at the log of {[*silent, 'the process named first'][0]}; py-spy dump shows where it is."
 
 
 def outlook(launch: Launch, sizes: StepSizes) -> str:
     """Return how far the batch at hand is, when it will be complete, and when the run will end, as far as that can be
     told; empty before the first rollout.
     """
-    manager, begun, now = launch.manager, launch.rollouts_since, launch.now
+    gate, begun, now = launch.manager, launch.rollouts_since, launch.now
     total, batch, group = sizes
     if begun is None or not batch or launch.step >= total:
         return ""
     training = any(process.last.get("training") for process in launch.of_kind("master_worker"))
-    ready = min(batch, int(manager.get("finished_untrained", 0)))
+    ready = min(batch, int(gate.get("finished_untrained", 0)))
     what = f"step {launch.step + 1} of {total}"
     what += " trains" if training else f": {ready} of {batch} rollouts are ready"
     if not launch.step_ends:
         answers = sum(int(process.last.get("answers_total", 0)) for process in launch.of_kind("rollout_worker"))
-        submitted = max(batch, int(manager.get("submitted_total", 0)) - int(manager.get("trained_total", 0)))
+        submitted = max(batch, int(gate.get("submitted_total", 0)) - int(gate.get("trained_total", 0)))
         share = max(ready / batch, min(0.99, answers / (submitted * group)))
         if training:
             return f"{what}; the first step shows how long the run takes"
@@ -270,9 +260,7 @@ def outlook(launch: Launch, sizes: StepSizes) -> str:
         servers = [each.last for each in launch.of_kind("generation_server") if each.last.get("tokens_per_s")]
         if servers:
             what += f"; {sum(each['tokens_per_s'] for each in servers):,.0f} tokens/s"
-        at_once = (
-            sum(int(each.get("running", 0)) for each in servers) or int(manager.get("rollouts_running", 0)) * group
-        )
+        at_once = sum(int(each.get("running", 0)) for each in servers) or int(gate.get("rollouts_running", 0)) * group
         too_few = share < TELLING and answers < at_once  # answers that began together end together
         if share >= 1.0 or not share or too_few:
             return what
@@ -282,9 +270,8 @@ def outlook(launch: Launch, sizes: StepSizes) -> str:
     step_s, since_s = launch.step_s, now - launch.step_ends[-1]
     if since_s > TIMES_LATE * step_s:
         return f"{what}, not complete after {about(since_s)}, where a step takes {about(step_s)}"
-    since_s = min(since_s, step_s)
-    run_s = (total - launch.step) * step_s - since_s
-    return f"{what}, complete in {about(step_s - since_s)}; the run in {about(run_s)}"
+    left_s = max(0.0, step_s - since_s)
+    return f"{what}, complete in {about(left_s)}; the run in {about((total - launch.step - 1) * step_s + left_s)}"
 
 
 def about(seconds: float) -> str:
