@@ -109,10 +109,8 @@ class VirtualRun:
         while self.version < k.steps:
             times = {"wait_for_batch": self._pass(lambda: len(self.finished) >= k.batch)}
             batch, self.finished = self.finished[: k.batch], self.finished[k.batch :]
-            times["train"], trained_at = self._work(k.train_s), self.now
-            times["publish"] = self._work(k.publish_s)
+            times |= {name: self._work(seconds) for name, seconds in (("train", k.train_s), ("publish", k.publish_s))}
             self.version += 1
-            self.master.append({"span": "publish", "begin": trained_at, "end": self.now, "step": self.version})
             self.trained += k.batch
             times["wait_eval"] = self._pass(lambda: self.evaluation_left <= 0)
             self.evaluation_left = float(k.tokens) if k.eval_samples else 0.0
