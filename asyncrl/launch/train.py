@@ -155,10 +155,8 @@ def what_next(run_dir: Path, code: int) -> list[str]:
 
 def _command(name: str, run_dir: Path) -> str:
     """Return a command on the run, to be copied; a folder below the user's is named from there, as lines are short."""
-    home = Path(os.path.expanduser("~"))  # unlike Path.home, this raises nothing for a user without one
-    below = run_dir.is_relative_to(home)
-    path = f"~/{shlex.quote(str(run_dir.relative_to(home)))}" if below else shlex.quote(str(run_dir))
-    return f"{program()} {name} {path}"
+    home, folder = f"{os.path.expanduser('~')}/", str(run_dir)
+    return f"{program()} {name} {'~/' if folder.startswith(home) else ''}{shlex.quote(folder.removeprefix(home))}"
 
 
 def show_summary(run_dir: Path, console: Console) -> None:

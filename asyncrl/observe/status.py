@@ -94,15 +94,14 @@ class ProcessHistory:
             kind, _, index = file.stem.rpartition("-")
             name = f"{kind}/{index}"
             process = self.processes.setdefault(name, Process(name))
+            older = file.with_name(file.name + OLDER)
             if name not in self._files:
-                self._take(process, Appended(file.with_name(file.name + OLDER)).read())
+                self._take(process, Appended(older).read())
                 self._files[name] = Appended(file)
             try:
                 self._take(process, self._files[name].read())
             except ReadAgain:  # it was full, and is the previous file now
-                older = Appended(file.with_name(file.name + OLDER)).read()
-                newest = process.last.get("at", 0.0)
-                self._take(process, older, after=newest)
+                self._take(process, Appended(older).read(), after=process.last.get("at", 0.0))
                 self._take(process, self._files[name].read())
 
     def has_started(self, launcher: int) -> bool:
@@ -156,6 +155,7 @@ class Launch:
         rollouts_since: time of the first line in which rollouts run; None if there is none.
         step: number of the newest step, also of an earlier launch.
         step_ends: times at which its newest steps were complete: the MasterWorker then publishes their weights.
+        silent: the processes that should still write lines, and have not done so for some seconds.
     """
 
     def __init__(self, processes: Mapping[str, Process]) -> None:
@@ -164,6 +164,7 @@ class Launch:
         self.now = max((process.last.get("at", 0.0) for process in processes.values()), default=0.0)
         others = (process for process in processes.values() if process.kind != "launcher" and process.lines)
         self.processes = [process for process in others if process.last["at"] >= self.began_at]
+        self.silent = [p.name for p in self.processes if self.now - p.last["at"] > SILENT_S and not p.last.get("ended")]
         manager = next(iter(self.of_kind("gserver_manager")), Process("gserver_manager/0"))
         self.manager, lines = manager.last, manager.between(self.began_at, self.now)
         self.rollouts_since: float | None = next((line["at"] for line in lines if line.get("rollouts_running")), None)
@@ -184,11 +185,6 @@ class Launch:
         ends = self.step_ends if len(self.step_ends) > 1 else [self.rollouts_since or self.now, *self.step_ends]
         return (ends[-1] - ends[0]) / (len(ends) - 1)
 
-    @property
-    def silent(self) -> list[str]:
-        """The processes that should still write lines, and have not done so for some seconds."""
-        return [p.name for p in self.processes if self.now - p.last["at"] > SILENT_S and not p.last.get("ended")]
-
     def doing(self) -> list[StatusLine]:
         """Return what the processes do that do not just serve, and since when; or else that all do."""
         found = [
@@ -196,11 +192,9 @@ class Launch:
             for process in self.processes
             if process.activity is not Activity.serves and not process.last.get("ended")
         ]
-        if self.step_ends:
-            return found or [StatusLine("all processes wait")]
-        if not self.of_kind("master_worker"):
-            return found or [StatusLine("the processes are starting")]
-        return found or [StatusLine("all processes are at work: the first batch is being generated")]
+        at_work = "all processes are at work: the first batch is being generated"
+        first = at_work if self.of_kind("master_worker") else "the processes are starting"
+        return found or [StatusLine("all processes wait" if self.step_ends else first)]
 
     def describe(self) -> str:
         """Return what they do as a part of a sentence."""
@@ -212,12 +206,10 @@ def status_lines(launch: Launch) -> list[StatusLine]:
     stands still.
     """
     if launch.step_ends:
-        found = standstill(launch)
-        return [] if found is None else [StatusLine(f"{STANDS_STILL}: {' '.join(found)}")]
+        return [StatusLine(f"{STANDS_STILL}: {' '.join(found)}")] if (found := standstill(launch)) else []
     doing = launch.doing()
-    if len(doing) > MOST_LINES:
-        doing = [*doing[: MOST_LINES - 1], StatusLine(f"and {len(doing) - MOST_LINES + 1} other processes")]
-    return doing
+    more = StatusLine(f"and {len(doing) - MOST_LINES + 1} other processes")
+    return doing if len(doing) <= MOST_LINES else [*doing[: MOST_LINES - 1], more]
 
 
 def standstill(launch: Launch) -> tuple[str, str] | None:

@@ -118,8 +118,7 @@ class Launcher:
         self._processes = RunProcesses(backend, self._trial, self._display)
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._interrupt)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._terminate)
-        config = self.config
-        sizes = StepSizes(config.total_train_steps, config.train_batch_size, config.group_size)
+        sizes = StepSizes(self.config.total_train_steps, self.config.train_batch_size, self.config.group_size)
         showing = asyncio.create_task(self._output.follow(sizes if self._run_of is Purpose.train else None))
         guarding = asyncio.create_task(self._guard_claim())
         try:
