@@ -24,8 +24,8 @@ import pytest
 
 from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.config.run_dir import CHECKPOINTS_DIR, OBSERVED_DIR, versions_in
-from asyncrl.observe.history import ProcessHistory
 from asyncrl.observe.metrics.glossary import NO_FIGURES, find, find_figure
+from asyncrl.observe.status import ProcessHistory
 from asyncrl.observe.tail import read_rows
 from asyncrl.runtime.trials.memory_checkpoint import prefix_of
 

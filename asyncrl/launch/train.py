@@ -41,8 +41,6 @@ from asyncrl.launch.before_start.pipeline import StartChecks
 from asyncrl.launch.before_start.rehearsal import rehearsed
 from asyncrl.launch.commands import program, refuse
 from asyncrl.observe.display import make_display, wrapped
-from asyncrl.observe.doctor import examine
-from asyncrl.observe.history import History
 from asyncrl.observe.metrics.learning import FlatSteps
 from asyncrl.observe.tail import read_rows
 from asyncrl.runtime.backends import backend_class
@@ -111,7 +109,8 @@ def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | N
     if again is not None:
         return int(_attaching().detach(again, run_dir))
     title = f"asyncrl {config.experiment_name}/{config.trial_name}"
-    display = make_display(config.logging.display, title, config.total_train_steps, config.max_head_offpolicyness)
+    steps, eta = config.total_train_steps, config.max_head_offpolicyness
+    display = make_display(config.logging.display, title, steps, eta, _command("doctor", run_dir))
     launcher = Launcher(config, display, detached=detached, check_checkpoint=verify)
     try:
         if resumes:
@@ -142,20 +141,22 @@ def _attaching() -> ModuleType:
 def show_end(run_dir: Path, code: int, console: Console) -> None:
     """Show the end of a run that exited with `code`."""
     show_summary(run_dir, console)
-    verdict = examine(History(run_dir)).verdict
-    line = f"doctor     {'nothing is wrong' if verdict is None else verdict.title}"
-    console.print(wrapped(line, console, SUMMARY_INDENT))
     for line in what_next(run_dir, code):
         console.print(line)
 
 
 def what_next(run_dir: Path, code: int) -> list[str]:
     """Return the commands that show more of a run that ended with `code`, each in a line that can be copied."""
-    run = shlex.quote(str(run_dir))
-    commands = [f"{program()} doctor {run}", f"{program()} dashboard {run}"]
-    lines = [f"{label:<{SUMMARY_INDENT}}{command}" for label, command in zip(("look at it", ""), commands, strict=True)]
-    continues = f"{'continue':<{SUMMARY_INDENT}}the same command continues from the newest checkpoint"
-    return [*lines, continues] if code == EXIT_INTERRUPTED else lines
+    lines = [("pace", _command("doctor", run_dir)), ("look at it", _command("dashboard", run_dir))]
+    if code == EXIT_INTERRUPTED:
+        lines.append(("continue", "the same command continues from the newest checkpoint"))
+    return [f"{label:<{SUMMARY_INDENT}}{what}" for label, what in lines]
+
+
+def _command(name: str, run_dir: Path) -> str:
+    """Return a command on the run, to be copied; a folder below the user's is named from there, as lines are short."""
+    home, folder = f"{os.path.expanduser('~')}/", str(run_dir)
+    return f"{program()} {name} {'~/' if folder.startswith(home) else ''}{shlex.quote(folder.removeprefix(home))}"
 
 
 def show_summary(run_dir: Path, console: Console) -> None:

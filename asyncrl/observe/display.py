@@ -23,9 +23,9 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.comm.ended_rollouts import DROPPED, failure, lost_episodes
-from asyncrl.observe.doctor.standing import StatusLine
 from asyncrl.observe.metrics.learning import FlatSteps
 from asyncrl.observe.settings import DisplayMode
+from asyncrl.observe.status import FEWEST_STEPS, StatusLine
 
 Row = Mapping[str, Any]
 
@@ -50,7 +50,7 @@ class Display(Protocol):
         """Show a row of metrics."""
 
     def stage_lines(self, lines: Sequence[StatusLine]) -> None:
-        """Show the state of the run: the processes' activities before the first step, then the bottleneck."""
+        """Show the state of the run: what the processes do before the first step, then only that it stands still."""
 
     def outlook(self, text: str) -> None:
         """Show how far the step at hand is, and when it and the run will end."""
@@ -59,13 +59,13 @@ class Display(Protocol):
         """End the display."""
 
 
-def make_display(kind: DisplayMode, title: str, total_steps: int, eta: int) -> Display:
-    """Return the display of the given `kind`."""
+def make_display(kind: DisplayMode, title: str, total_steps: int, eta: int, doctor: str = "") -> Display:
+    """Return the display of the given `kind`; `doctor` is the command that says what sets the pace of the run."""
     console = Console(highlight=False)
     if kind == DisplayMode.auto:
         kind = DisplayMode.live if console.is_terminal else DisplayMode.plain
     if kind == DisplayMode.live:
-        return LiveDisplay(console, title, total_steps, eta)
+        return LiveDisplay(console, title, total_steps, eta, doctor)
     return PlainDisplay(console if kind == DisplayMode.plain else Console(quiet=True), total_steps)
 
 
@@ -218,14 +218,15 @@ class _Panel:
     Args:
         eta: `max_head_offpolicyness`.
         failures: counts of failed rollouts.
+        doctor: the command that says what sets the pace.
 
     Attributes:
         stage_lines: lines below the figures: the state of the run.
         outlook: how far the step at hand is.
     """
 
-    def __init__(self, title: str, total_steps: int, eta: int, failed: Mapping[str, int]) -> None:
-        self._title, self._total, self._eta, self._failed = title, total_steps, eta, failed
+    def __init__(self, title: str, total_steps: int, eta: int, failed: Mapping[str, int], doctor: str) -> None:
+        self._title, self._total, self._eta, self._failed, self._doctor = title, total_steps, eta, failed, doctor
         self.stage_lines: Sequence[StatusLine] = ()
         self.outlook = ""
         self._recent: deque[Row] = deque(maxlen=_RECENT)
@@ -249,7 +250,9 @@ class _Panel:
     def render(self) -> RenderableType:
         """Return the panel of the newest row, for rich."""
         body: list[RenderableType] = [self._progress(), self._figures(self._recent[-1] if self._recent else {})]
-        body += [Text(str(line), style="dim") for line in (self.outlook, *self.stage_lines) if line]
+        enough = self._doctor and not self.stage_lines and len(self._recent) >= FEWEST_STEPS
+        lines = (self.outlook, *self.stage_lines, f"pace: {self._doctor}" if enough else "")
+        body += [Text(str(line), style="dim") for line in lines if line]
         title = Text(self._title, style="bold", overflow="ellipsis")
         return Panel(Group(*body), title=title, title_align="left", border_style="cyan", padding=(0, 1))
 
@@ -312,9 +315,9 @@ class LiveDisplay:
     lock covers a whole frame, a remark, and a change of the content. rich's own thread has no lock around printing.
     """
 
-    def __init__(self, console: Console, title: str, total_steps: int, eta: int) -> None:
+    def __init__(self, console: Console, title: str, total_steps: int, eta: int, doctor: str = "") -> None:
         self._failures = _Failures()
-        self._panel = _Panel(title, total_steps, eta, self._failures.rollouts)
+        self._panel = _Panel(title, total_steps, eta, self._failures.rollouts, doctor)
         self._live = Live(get_renderable=self._panel.render, console=console, auto_refresh=False, transient=False)
         self._restore_keys = silence_keys(console.file)
         self._live.start()

@@ -12,7 +12,6 @@ in this step or later are kept instead.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -51,7 +50,7 @@ from asyncrl.config.run_dir import (
     read_document,
     read_settings,
 )
-from asyncrl.observe.observer import START, Activity
+from asyncrl.observe.status import Process, ProcessHistory
 from asyncrl.observe.tail import Appended, ReadAgain, read_rows
 
 KEEP_STEPS = 100
@@ -212,106 +211,6 @@ class History:
         return False
 
 
-ObservedLine = dict[str, Any]
-KEEP_LINES = 3600
-"""Lines of a process that are kept: two hours."""
-KEEP_SPANS = 20_000
-OLDER = ".1"
-
-
-@dataclass(slots=True)
-class Process:
-    """Observations that a process wrote about itself: its newest lines and its spans, each in order."""
-
-    name: str
-    lines: deque[ObservedLine] = field(default_factory=lambda: deque(maxlen=KEEP_LINES))
-    spans: deque[ObservedLine] = field(default_factory=lambda: deque(maxlen=KEEP_SPANS))
-
-    @property
-    def kind(self) -> str:
-        """The kind of process, as in its name `<kind>/<index>`."""
-        return self.name.partition("/")[0]
-
-    @property
-    def last(self) -> ObservedLine:
-        """The newest line; empty if there is none."""
-        return self.lines[-1] if self.lines else {}
-
-    @property
-    def activity(self) -> Activity:
-        """What the process does by its newest line; `serves` if an earlier version of asyncrl wrote it."""
-        return Activity(self.last.get("activity", Activity.serves))
-
-    def between(self, begin: float, end: float) -> list[ObservedLine]:
-        """Return the lines from `begin` to `end`, in seconds since 1970."""
-        return [line for line in self.lines if begin <= line["at"] <= end]
-
-    def rate(self, counter: str, begin: float, end: float) -> float | None:
-        """Return the growth of `counter` per second between two times; None if unknown.
-
-        A restarted process counts from 0 again; only growth counts.
-        """
-        readings = [(line["at"], line[counter]) for line in self.between(begin, end) if counter in line]
-        if len(readings) < 2 or readings[-1][0] <= readings[0][0]:
-            return None
-        grown = sum(max(0.0, b - a) for (_, a), (_, b) in itertools.pairwise(readings))
-        return float(grown / (readings[-1][0] - readings[0][0]))
-
-    def mean(self, gauge: str, begin: float, end: float) -> float | None:
-        """Return the mean of `gauge` over the lines between two times; None if no line has it."""
-        values = [line[gauge] for line in self.between(begin, end) if gauge in line]
-        return sum(values) / len(values) if values else None
-
-    def greatest(self, gauge: str, begin: float, end: float) -> float | None:
-        """Return the greatest value of `gauge` over the lines between two times; None if no line has it."""
-        return max((line[gauge] for line in self.between(begin, end) if gauge in line), default=None)
-
-
-class ProcessHistory:
-    """Reads `observed/` in `folder`, of processes whose file's name matches `only`; `refresh` takes in what is new."""
-
-    def __init__(self, folder: Path, only: str = "*") -> None:
-        self._folder, self._only = folder, only
-        self._files: dict[str, Appended] = {}
-        self.processes: dict[str, Process] = {}
-
-    def refresh(self) -> None:
-        """Take in what is new."""
-        for file in sorted(self._folder.glob(f"{self._only}.jsonl")):
-            kind, _, index = file.stem.rpartition("-")
-            name = f"{kind}/{index}"
-            process = self.processes.setdefault(name, Process(name))
-            if name not in self._files:
-                self._take(process, Appended(file.with_name(file.name + OLDER)).read())
-                self._files[name] = Appended(file)
-            try:
-                self._take(process, self._files[name].read())
-            except ReadAgain:  # it was full, and is the previous file now
-                older = Appended(file.with_name(file.name + OLDER)).read()
-                newest = process.last.get("at", 0.0)
-                self._take(process, older, after=newest)
-                self._take(process, self._files[name].read())
-
-    def has_started(self, launcher: int) -> bool:
-        """True if the launcher with this process id has started all processes."""
-        self.refresh()
-        of_launchers = self.processes.get("launcher/0")
-        spans = () if of_launchers is None else of_launchers.spans
-        return any((span["span"], span.get("pid")) == (START, launcher) for span in spans)
-
-    def _take(self, process: Process, raw_lines: list[bytes], after: float = 0.0) -> None:
-        for raw in raw_lines:
-            try:
-                line = json.loads(raw)
-                if "span" in line:
-                    if line["end"] > after:
-                        process.spans.append(line)
-                elif line["at"] > after and Activity(line.get("activity", Activity.serves)):
-                    process.lines.append(line)
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                continue  # cut by a full disk, or not written by asyncrl
-
-
 TRAINED = "trained"
 ABANDONED = "abandoned"
 _decode = json_decoder(Line).decode
@@ -321,8 +220,7 @@ _decode = json_decoder(Line).decode
 class Rollout:
     """A rollout according to the ledger; times are seconds since 1970, None if the ledger does not have them (yet).
 
-    `end` is `TRAINED`, `ABANDONED`, the reason of its drop, or None while it runs. `versions` counts its generated
-    tokens by policy version.
+    `end` is `TRAINED`, `ABANDONED`, the reason of its drop, or None while it runs.
     """
 
     id: str
@@ -338,7 +236,6 @@ class Rollout:
     step: int | None = None
     samples: int = 0
     reward: float | None = None
-    versions: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -349,17 +246,11 @@ class StepOf:
     admitted to finished, `waited_s` from finished to the step's end. `dropped` counts by reason since the step before.
     """
 
-    step: int
-    lineage: int
     at: float
-    rollouts: int = 0
-    samples: int = 0
-    reward: float = 0.0
     ages: Counter[int] = field(default_factory=Counter)
     rollout_s: float = 0.0
     waited_s: float = 0.0
     admitted: int = 0
-    finished: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     books: RolloutCounts | None = None
 
@@ -377,7 +268,6 @@ class LedgerHistory:
         launches: the `begin` lines, in order.
         ended: the `end` line of the newest launch; None where it has none.
         newest_at: time of the newest line, in seconds since 1970.
-        unreadable: number of lines that are no lines of a ledger.
     """
 
     def __init__(self, folder: Path, keep_steps: int, keep_from: int | None = None) -> None:
@@ -391,7 +281,6 @@ class LedgerHistory:
         self.launches: list[Begin] = []
         self.ended: End | None = None
         self.newest_at = 0.0
-        self.unreadable = 0
         self._since_step = _SinceStep()
         self._ended_since: list[str] = []
         self._ended_in: deque[tuple[int, list[str]]] = deque()
@@ -432,8 +321,7 @@ class LedgerHistory:
                 try:
                     line = _decode(raw)
                 except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-                    self.unreadable += 1
-                    continue
+                    continue  # cut by a full disk, or not written by asyncrl
                 self._take(line)
 
     def _take(self, line: Line) -> None:
@@ -461,7 +349,6 @@ class LedgerHistory:
                 self.ended = line
 
     def _take_finished(self, line: Finished) -> None:
-        self._since_step.finished += 1
         if (rollout := self.rollouts.get(line.rollout)) is not None:
             rollout.finished_at, rollout.tokens = line.at, line.tokens
         self.newest_at = max(self.newest_at, line.at)
@@ -473,25 +360,18 @@ class LedgerHistory:
         self.newest_at = max(self.newest_at, at)
 
     def _take_step(self, line: Step) -> None:
-        step = StepOf(line.step, line.lineage, line.at, books=line.books)
         since, self._since_step = self._since_step, _SinceStep()
-        step.admitted, step.finished, step.dropped = since.admitted, since.finished, since.dropped
+        step = StepOf(line.at, admitted=since.admitted, dropped=since.dropped, books=line.books)
         times: list[tuple[float, float]] = []
         for trained in since.trained:
-            step.rollouts += 1
-            step.samples += trained.samples
-            step.reward += trained.reward
             for version, tokens in trained.versions.items():
                 step.ages[line.step - 1 - version] += tokens
             self._end(trained.rollout, TRAINED, line.at)
             if (rollout := self.rollouts.get(trained.rollout)) is None:
                 continue
             rollout.step, rollout.reward, rollout.samples = line.step, trained.reward, trained.samples
-            rollout.versions = trained.versions
             if rollout.finished_at is not None:
                 times.append((rollout.finished_at - rollout.admitted_at, line.at - rollout.finished_at))
-        if step.rollouts:
-            step.reward /= step.rollouts
         if times:
             step.rollout_s, step.waited_s = (sum(each) / len(times) for each in zip(*times, strict=True))
         self.steps[line.step] = step
@@ -534,5 +414,4 @@ class _SinceStep:
 
     trained: list[Trained] = field(default_factory=list)
     admitted: int = 0
-    finished: int = 0
     dropped: Counter[str] = field(default_factory=Counter)

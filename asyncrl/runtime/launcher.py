@@ -40,6 +40,7 @@ from asyncrl.config.run_dir import LOGS_DIR, run_dir_of
 from asyncrl.inference.settings import guests_of
 from asyncrl.observe import observer
 from asyncrl.observe.display import Display
+from asyncrl.observe.status import StepSizes
 from asyncrl.runtime.backends import LauncherBackend, WorkerHandle, open_backend
 from asyncrl.runtime.plan import PROCESS_KINDS, Purpose, Restart, WorkerPlan, plan_workers
 from asyncrl.runtime.process.open_files import allow_all_files, check_files
@@ -117,7 +118,8 @@ class Launcher:
         self._processes = RunProcesses(backend, self._trial, self._display)
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._interrupt)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._terminate)
-        showing = asyncio.create_task(self._output.follow(stage_lines=self._run_of is Purpose.train))
+        sizes = StepSizes(self.config.total_train_steps, self.config.train_batch_size, self.config.group_size)
+        showing = asyncio.create_task(self._output.follow(sizes if self._run_of is Purpose.train else None))
         guarding = asyncio.create_task(self._guard_claim())
         try:
             while (code := await self._run_processes()) is None:

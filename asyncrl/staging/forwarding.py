@@ -23,8 +23,8 @@ from typing import Any, Final
 
 from asyncrl.comm.files import retry_write_blocking
 from asyncrl.config.run_dir import OBSERVED_DIR
-from asyncrl.observe.history import OLDER
 from asyncrl.observe.observer import append_line
+from asyncrl.observe.status import OLDER
 from asyncrl.observe.tail import Appended, ReadAgain
 from asyncrl.staging.client import ObservedRequest
 

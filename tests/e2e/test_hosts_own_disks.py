@@ -15,7 +15,7 @@ import pytest
 
 from asyncrl.hosts.agent import PLACE_VARIABLE
 from asyncrl.launch.commands.audit import audit
-from asyncrl.observe.history import ProcessHistory
+from asyncrl.observe.status import ProcessHistory
 
 from ..conftest import LIMIT_S
 from ..etcd_cluster import EtcdCluster, needs_etcd

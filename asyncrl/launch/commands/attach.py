@@ -22,7 +22,7 @@ from asyncrl.comm.files import is_held, make_private_folder, open_private_file
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import EXIT_FILE, LAUNCHER_LOCK_FILE, LAUNCHER_LOG, OBSERVED_DIR, run_dir_of
 from asyncrl.launch.commands import refuse
-from asyncrl.observe.history import ProcessHistory
+from asyncrl.observe.status import ProcessHistory
 from asyncrl.observe.tail import Appended
 from asyncrl.runtime.settings import EXIT_FAILED, EXIT_OK, Resume
 from asyncrl.runtime.supervisor import identity_of

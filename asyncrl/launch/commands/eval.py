@@ -36,9 +36,9 @@ from asyncrl.launch.before_start.pipeline import StartChecks
 from asyncrl.launch.before_start.setting_checks import is_hub_name, resolve_hub_names, validate
 from asyncrl.launch.commands import refuse
 from asyncrl.models.folder_checks import folder_faults
-from asyncrl.observe.doctor.standing import StatusLine
 from asyncrl.observe.samples import Row, answer_files, read_samples
 from asyncrl.observe.settings import SamplesConfig
+from asyncrl.observe.status import StatusLine
 from asyncrl.observe.tail import read_rows
 from asyncrl.plugins.named_inputs import is_file, named_inputs, texts_in_args
 from asyncrl.runtime.launcher import Launcher

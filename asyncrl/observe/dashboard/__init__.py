@@ -31,11 +31,11 @@ from asyncrl.config.run_dir import LOGS_DIR, SAMPLES_DIR
 from asyncrl.config.secrets import without_secrets
 from asyncrl.observe.doctor import examine
 from asyncrl.observe.doctor.measured import policy_of_server
-from asyncrl.observe.doctor.standing import outlook
 from asyncrl.observe.history import History, State
 from asyncrl.observe.metrics.glossary import find
 from asyncrl.observe.metrics.prometheus import CONTENT_TYPE, prometheus_text
 from asyncrl.observe.samples import Row, pictures_of, read_samples, sample_files
+from asyncrl.observe.status import Launch, StepSizes, outlook
 from asyncrl.observe.timeline import Timeline, timeline
 
 ROWS_EXPLAINED = 100
@@ -55,13 +55,14 @@ Decode = Callable[[Sequence[int]], str]
 def page_data(history: History, decode: Decode | None = None) -> dict[str, Any]:
     """Return all data of the run that the page shows. `decode` turns token ids into text, for single tokens."""
     settings = history.ledger.settings
+    sizes = StepSizes(*(int(history.setting(name, 0)) for name in StepSizes._fields))
     data = {
         "name": history.name,
         "folder": str(history.folder),
         "state": str(history.state),
         "step": max(history.steps, default=0),
         "total": history.setting("total_train_steps", 0),
-        "outlook": outlook(history) if history.state is State.running else "",
+        "outlook": outlook(Launch(history.processes), sizes) if history.state is State.running else "",
         "eta": settings.max_head_offpolicyness if settings else 0,
         "config": _flat(without_secrets(history.config)),
         "series": _series(history),

@@ -1,24 +1,42 @@
 """The doctor: explains a run's speed, finds its problems, and suggests settings.
 
-One set of rules serves the command `doctor RUN`, the terminal's line, the stall message and the dashboard's banner. The
-rules read a `History`, so they work on live, finished and dead runs alike, from their files alone.
+One set of rules serves the command `doctor RUN`, the dashboard's banner and the Python API. The rules read a `History`,
+so they work on live, finished and dead runs alike, from their files alone. No process of a run imports them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from asyncrl.observe.doctor.bottleneck import balanced, bottlenecks
 from asyncrl.observe.doctor.finding import Finding, Level
 from asyncrl.observe.doctor.health import problems
-from asyncrl.observe.doctor.measured import FEWEST_STEPS, Measured, measure
+from asyncrl.observe.doctor.measured import Measured, measure
 from asyncrl.observe.doctor.standing import findings_of_stops, without_processors
 from asyncrl.observe.history import History
+from asyncrl.observe.status import FEWEST_STEPS
 
-if TYPE_CHECKING:
-    from asyncrl.observe.doctor.stages import RunStage
+TOLD = 0.01
+"""Share of the time below which a part is not shown."""
+PARTS = {
+    "switch": "switching",
+    "train": "training",
+    "publish": "publishing weights",
+    "memory_checkpoint": "keeping the step",
+    "wait_eval": "waiting for evaluations",
+    "other": "other",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RunStage:
+    """A stage's share of use (None if not measured), and its figures."""
+
+    name: str
+    use: float | None
+    figures: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +56,8 @@ class Diagnosis:
         }
 
     @property
-    def verdict(self) -> Finding | None:
-        """The finding for a single line: a problem if there is one, else the bottleneck."""
-        return self.findings[0] if self.findings else None
-
-    @property
     def stages(self) -> Sequence[RunStage]:
         """The stages of the run, with the share of time in which each is in use."""
-        from asyncrl.observe.doctor.stages import stages
-
         return () if self.measured is None else stages(self.measured)
 
 
@@ -65,3 +76,46 @@ def examine(history: History) -> Diagnosis:
     order = {Level.problem: 0, Level.bottleneck: 1, Level.remark: 2}
     findings = sorted(found, key=lambda finding: order[finding.level])
     return Diagnosis(findings, measured, missing)
+
+
+def stages(m: Measured) -> list[RunStage]:
+    """Return the stages of a run with the share of time in which each is in use."""
+    listed = [
+        RunStage("trainer", 1 - m.wait, f"{m.trainer_s:.2f} of {m.step_s:.2f} s a step; {_parts(m)}"),
+        RunStage(
+            "gate full", m.idle, f"{m.idle_s:.2f} s a step; η = {m.eta} lets {(m.eta + 1) * m.batch} rollouts live"
+        ),
+        RunStage("places", m.busy, f"{m.busy_places:.0f} of {m.places} taken, {m.rollout_s:.2f} s a rollout"),
+    ]
+    listed += [
+        RunStage(f"  {what}", seconds / m.rollout_s if m.rollout_s else 0.0, f"{seconds:.2f} s of a rollout")
+        for what, seconds in m.calls.items()
+        if seconds > 0.001
+    ]
+    for server in m.all_servers:
+        name = f"{server.name} ({server.policy})" if server.policy else server.name
+        if server.running is None:
+            listed.append(RunStage(name, None, "tells no figures"))
+            continue
+        most = server.max_running
+        figures = f"{server.running:.0f} of {most or 0:.0f} samples, {server.queued or 0:.0f} queued"
+        if server.kv_share is not None:
+            figures += f", KV cache {100 * server.kv_share:.0f} %"
+        if server.tokens_s is not None:
+            figures += f", {server.tokens_s:,.0f} tokens/s"
+        if server.updating >= TOLD:
+            figures += f", {100 * server.updating:.0f} % of the time in weight updates"
+        listed.append(RunStage(name, server.running / most if most else None, figures))
+    age = f"at most {m.greatest_age:.0f} versions, η = {m.eta}"
+    if m.stale:
+        age += f"; {100 * m.stale:.0f} % of the rollouts dropped as too old"
+    listed.append(
+        RunStage("age of tokens", min(1.0, m.greatest_age / m.eta) if m.eta else float(m.greatest_age > 0), age)
+    )
+    return listed
+
+
+def _parts(m: Measured) -> str:
+    """Return how the trainer's seconds of a step are divided, as text."""
+    told = {name: seconds for name, seconds in m.parts.items() if name in PARTS and seconds >= TOLD * m.step_s}
+    return ", ".join(f"{PARTS[name]} {seconds:.2f}" for name, seconds in told.items())

@@ -15,8 +15,9 @@ from typing import Any
 from asyncrl.comm.ended_rollouts import DropReason, failure, is_filter_reason
 from asyncrl.observe.doctor.finding import Finding, Level
 from asyncrl.observe.doctor.measured import WINDOW_STEPS, Measured
-from asyncrl.observe.history import History, Process, Row
+from asyncrl.observe.history import History, Row
 from asyncrl.observe.metrics.learning import FLAT_STEPS, is_constant, is_flat
+from asyncrl.observe.status import Process
 
 FEWEST_EVALUATIONS = 6
 FALLEN = 0.1

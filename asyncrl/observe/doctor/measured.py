@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from math import log
 from statistics import median
 from typing import Any
@@ -19,12 +20,12 @@ from typing import Any
 from asyncrl.comm.ended_rollouts import DropReason
 from asyncrl.comm.names import GENERATION_SERVER, POLICY_SERVER
 from asyncrl.inference.settings import ALL_GUESTS, NO_GUESTS
-from asyncrl.observe.history import History, Process, Rollout, Row
+from asyncrl.observe.history import History, Rollout, Row
 from asyncrl.observe.observer import Activity
+from asyncrl.observe.status import FEWEST_STEPS, Process
 
 WINDOW_STEPS = 50
 """Number of newest steps that are measured."""
-FEWEST_STEPS = 3
 LITTLE_WAITING = 0.15
 """A trainer that waits less than this share of the time sets the pace itself."""
 SCARCE_CORES = 0.2
@@ -224,7 +225,7 @@ def measure(history: History) -> Measured | None:
         [each for each in history.processes.values() if each.kind == kind]
         for kind in ("rollout_worker", "model_worker")
     )
-    latest = max(workers, key=lambda worker: worker.mean("loop_late_s", begin, end) or 0.0, default=None)
+    latest = max(workers, key=lambda worker: _gauge_mean(worker, "loop_late_s", begin, end) or 0.0, default=None)
     servers, policy_servers = (server_loads(history, kind, begin, end) for kind in (GENERATION_SERVER, POLICY_SERVER))
     admitted, dropped = history.ledger.dropped_since(first)
     places = int(history.setting("rollout.max_concurrent", 0)) * int(history.setting("rollout.workers", 1))
@@ -353,8 +354,14 @@ def _saturation(history: History, begin: float, end: float) -> float | None:
     return min(1.0, max(0.0, 1.0 - elasticity))
 
 
+def _gauge_mean(process: Process, gauge: str, begin: float, end: float) -> float | None:
+    """Return the mean of `gauge` over the lines between two times; None if no line has it."""
+    values = [line[gauge] for line in process.between(begin, end) if gauge in line]
+    return sum(values) / len(values) if values else None
+
+
 def _worst_mean(processes: list[Process], gauge: str, begin: float, end: float) -> float | None:
-    means = [mean for each in processes if (mean := each.mean(gauge, begin, end)) is not None]
+    means = [mean for each in processes if (mean := _gauge_mean(each, gauge, begin, end)) is not None]
     return max(means, default=None)
 
 
@@ -443,12 +450,7 @@ def server_loads(history: History, kind: str, begin: float, end: float) -> tuple
 
 
 def _load(process: Process, history: History, policy: str, begin: float, end: float) -> ServerLoad:
-    def mean(name: str) -> float | None:
-        return process.mean(name, begin, end)
-
-    def rate(name: str) -> float | None:
-        return process.rate(name, begin, end)
-
+    mean, rate = partial(_gauge_mean, process, begin=begin, end=end), partial(process.rate, begin=begin, end=end)
     updating_s = sum(
         max(0.0, min(span["end"], end) - max(span["begin"], begin))
         for each in history.processes.values()
@@ -462,7 +464,7 @@ def _load(process: Process, history: History, policy: str, begin: float, end: fl
         serves=any(line.get("activity", Activity.serves) == Activity.serves for line in lines),
         running=mean("running"),
         queued=mean("queued"),
-        max_running=process.greatest("max_running", begin, end),
+        max_running=max((line["max_running"] for line in lines if "max_running" in line), default=None),
         kv_share=mean("kv_share"),
         retracted_s=rate("retracted_total"),
         tokens_s=rate("generated_total"),

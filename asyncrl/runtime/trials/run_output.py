@@ -20,17 +20,12 @@ from asyncrl.comm.files import PASSING
 from asyncrl.comm.waits import ASK_S, PATIENCE_S
 from asyncrl.config.run_dir import LOGS_DIR, METRICS_FILE, NOTICES_FILE, OBSERVED_DIR
 from asyncrl.observe.display import Display
-from asyncrl.observe.doctor import examine
-from asyncrl.observe.doctor.measured import WINDOW_STEPS
-from asyncrl.observe.doctor.standing import outlook, status_lines
-from asyncrl.observe.history import History, Process, ProcessHistory
 from asyncrl.observe.observer import Activity
+from asyncrl.observe.status import SILENT_S, Launch, Process, ProcessHistory, StepSizes, outlook, status_lines
 from asyncrl.observe.tail import JsonlTail
 
 REFRESH_S = 0.2
 """Between two looks at the metrics file."""
-SILENT_S = 10.0
-"""After which the terminal names a wait, and a line of a process says nothing about the present any more."""
 NAMES_AWAY = "cannot reach name resolution (retried for up to system.name_resolve_timeout_s)"
 PROBE_BYTES = 64 << 10
 LOG_BYTES = 64 << 20
@@ -46,28 +41,24 @@ class RunOutput:
         self._run_dir, self._display = run_dir, display
         self._rows = JsonlTail(run_dir / METRICS_FILE)
         self._notices = JsonlTail(run_dir / NOTICES_FILE)
-        self._stepped = False
 
     def skip(self) -> None:
         """Skip the present content of the files, which earlier launches have shown."""
         self._rows.read()
         self._notices.read()
 
-    async def follow(self, *, stage_lines: bool) -> None:
-        """Show new rows and rotate logs until cancelled; with `stage_lines` also what the processes do."""
+    async def follow(self, sizes: StepSizes | None) -> None:
+        """Show new rows and rotate logs until cancelled; with the `sizes` of its steps, also the state of the run."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(_reported("rows of metrics", self._show_rows()))
             tasks.create_task(_reported("rotation of logs", self._rotate_logs()))
             tasks.create_task(_reported("check of the disk", self._watch_disk()))
-            tasks.create_task(_reported("waits of the processes", self._watch_waits(stage_lines=stage_lines)))
-            if stage_lines:
-                tasks.create_task(_reported("state of the processes", self._show_status()))
+            tasks.create_task(_reported("state of the processes", self._watch_processes(sizes)))
 
     def show_new_rows(self) -> None:
         """Show rows and remarks that were written since the last call."""
         for row in self._rows.read():
             self._display.row(row)
-            self._stepped = self._stepped or row["step"] >= 1
         for line in self._notices.read():
             self._display.note(line["remark"])
 
@@ -84,17 +75,6 @@ class RunOutput:
         while True:
             self.show_new_rows()
             await asyncio.sleep(REFRESH_S)
-
-    async def _show_status(self) -> None:
-        history: History | None = None
-        while True:
-            if history is None:  # the first read is of all that earlier launches left
-                history = await asyncio.to_thread(History, self._run_dir, keep_steps=WINDOW_STEPS)
-            else:
-                await asyncio.to_thread(history.refresh)
-            self._display.stage_lines(await asyncio.to_thread(status_lines, history, examine(history).verdict))
-            self._display.outlook(outlook(history))
-            await asyncio.sleep(ASK_S)
 
     async def _watch_disk(self) -> None:
         """Say once that the run's disk refuses writes, and once that it takes them again. Processes that write there
@@ -116,18 +96,22 @@ class RunOutput:
                 refused_at = None
             await asyncio.sleep(ASK_S)
 
-    async def _watch_waits(self, *, stage_lines: bool) -> None:
+    async def _watch_processes(self, sizes: StepSizes | None) -> None:
         """Say once that processes wait for another to start, for a device's memory or for name resolution, and once
-        that they do no longer. With `stage_lines`, the display shows what all processes do before the first step.
+        that they do no longer. With `sizes`, the display shows what all processes do before the first step.
         """
         observed, began = ProcessHistory(self._run_dir / OBSERVED_DIR), time.time()
         shown_waits: dict[str, Wait] = {}
         while True:
             await asyncio.to_thread(observed.refresh)
+            launch = Launch(observed.processes)
+            if sizes is not None:
+                self._display.stage_lines(status_lines(launch))
+                self._display.outlook(outlook(launch, sizes))
             now = time.time()
             found = waits(observed.processes.values(), max(began, now - SILENT_S))
             for what, wait in found.items():
-                shown = stage_lines and not self._stepped and what != NAMES_AWAY
+                shown = sizes is not None and not launch.step_ends and what != NAMES_AWAY
                 if what not in shown_waits and not shown and (waited_s := now - wait.since) >= SILENT_S:
                     shown_waits[what] = wait
                     self._display.note(f"WAITING: {wait.who} {what}, for {waited_s:.0f} s so far")

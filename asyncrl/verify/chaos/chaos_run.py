@@ -30,7 +30,7 @@ from asyncrl.comm.security import HttpSecurity, RunSecret, SecretError
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import METRICS_FILE, OBSERVED_DIR, RESTARTS_FILE, SECRET_FILE, run_dir_of
 from asyncrl.manager.messages import StatusReply
-from asyncrl.observe.history import ProcessHistory
+from asyncrl.observe.status import ProcessHistory
 from asyncrl.observe.tail import JsonlTail
 from asyncrl.runtime.trials.claim import open_resolver
 from asyncrl.verify.chaos.faults import DELAY_S, LAUNCHER, Fault, FaultKind, InjectedFault, PlanClock

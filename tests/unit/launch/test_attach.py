@@ -13,7 +13,7 @@ from msgspec import structs
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import run_dir_of
 from asyncrl.launch.commands import attach
-from asyncrl.observe.history import ProcessHistory
+from asyncrl.observe.status import ProcessHistory
 from asyncrl.runtime.trials.claim import TrialClaim
 
 

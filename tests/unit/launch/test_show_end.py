@@ -13,7 +13,7 @@ from rich.console import Console
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import EXIT_FILE, run_dir_of
 from asyncrl.launch import train
-from asyncrl.launch.commands import COMMANDS
+from asyncrl.launch.commands import COMMANDS, program
 from asyncrl.launch.train import what_next
 from asyncrl.observe.settings import DisplayMode
 from asyncrl.runtime.settings import EXIT_INTERRUPTED, EXIT_OK
@@ -25,6 +25,17 @@ def test_the_end_of_a_run_names_commands_that_can_be_copied(folder: str) -> None
     for line, name in zip(lines, ("doctor", "dashboard"), strict=True):
         assert name in COMMANDS
         assert shlex.split(line)[-2:] == [name, folder]
+
+
+def test_a_folder_of_the_user_is_named_from_there_so_that_the_line_fits_80_columns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    lines = what_next(Path("/home/somebody/.cache/asyncrl/async_ppo/trial0"), EXIT_OK)
+    assert lines[0] == f"pace       {program()} doctor ~/.cache/asyncrl/async_ppo/trial0"
+    assert max(map(len, lines)) <= 80
+    spaced = what_next(Path("/home/somebody/my runs/trial0"), EXIT_OK)
+    assert spaced[0].endswith(" doctor ~/'my runs/trial0'"), "a shell expands what is before the quotes"
 
 
 def test_an_interrupted_run_says_how_to_continue() -> None:

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from asyncrl.observe.display import LiveDisplay, PlainDisplay, main_figures, trend, wrapped
-from asyncrl.observe.doctor.standing import StatusLine
+from asyncrl.observe.status import StatusLine
 from asyncrl.observe.tail import JsonlTail
 
 ROW = {
@@ -105,10 +105,47 @@ def test_what_processes_did_before_the_first_step_is_not_shown_after_it() -> Non
     display.row(ROW)
     shown.print(display._panel.render())
     assert "loads the model" not in out.getvalue()
-    display.stage_lines([StatusLine("A slow reward: make it faster.")])
+    display.stage_lines([StatusLine("The run stands still: no step since 500 s, after step 3.")])
     shown.print(display._panel.render())
-    assert "A slow reward" in out.getvalue()
+    assert "The run stands still" in out.getvalue()
     display.close()
+
+
+DOCTOR = "python -m asyncrl.launch doctor ~/.cache/asyncrl/async_ppo/trial0"
+
+
+def test_on_80_columns_the_lines_below_the_figures_follow_the_run() -> None:
+    """What each process does; from the third step on the command that says what sets the pace; a standstill in its
+    place.
+    """
+    out = io.StringIO()
+    shown = Console(file=out, width=80, force_terminal=False)
+    display = LiveDisplay(shown, "asyncrl async_ppo/trial0", total_steps=10, eta=4, doctor=DOCTOR)
+
+    def below(figure: str) -> list[str]:
+        """The lines that are drawn below the last one with `figure`."""
+        out.seek(out.truncate(0))
+        shown.print(display._panel.render())
+        lines = out.getvalue().splitlines()
+        assert {len(line) for line in lines} == {80}
+        return [line.strip("│ ") for line in lines[max(n for n, line in enumerate(lines) if figure in line) + 1 : -1]]
+
+    display.outlook("step 1 of 10: 2 of 8 rollouts are ready")
+    display.stage_lines([StatusLine("generation_server/0 loads the model", 5.0)])
+    assert below(" elapsed") == ["step 1 of 10: 2 of 8 rollouts are ready", "generation_server/0 loads the model (5 s)"]
+    for step in (1.0, 2.0):
+        display.row(ROW | {"step": step})
+    display.stage_lines([])
+    display.outlook("step 3 of 10 trains, complete in about 8 s; the run in about 1 min")
+    assert below("waiting") == ["step 3 of 10 trains, complete in about 8 s; the run in about 1 min"], "too few steps"
+    display.row(ROW)
+    display.outlook("")
+    assert below("waiting") == [f"pace: {DOCTOR}"], "it fits a line"
+    stands_still = "The run stands still: no step since 500 s, after step 3; all processes wait."
+    display.stage_lines([StatusLine(stands_still)])
+    assert " ".join(below("waiting")) == stands_still
+    display.close()
+    assert "pace: " in out.getvalue(), "it stays when the run has ended"
 
 
 def test_before_the_first_step_there_is_the_accuracy_of_the_initial_model_alone() -> None:

@@ -14,8 +14,11 @@ from typing import Any, cast
 import pytest
 
 from asyncrl.config.run_dir import LOGS_DIR, METRICS_FILE, OBSERVED_DIR
+from asyncrl.observe.status import StatusLine, StepSizes
 from asyncrl.runtime.trials import run_output
 from asyncrl.runtime.trials.run_output import RunOutput
+
+SIZES = StepSizes(10, 8, 4)
 
 
 async def test_a_disk_that_refuses_writes_is_one_line_when_that_begins_and_one_when_it_ends(
@@ -47,21 +50,21 @@ async def test_a_disk_that_refuses_writes_is_one_line_when_that_begins_and_one_w
 
 
 @pytest.mark.parametrize(
-    ("stage_lines", "line", "told"),
+    ("sizes", "line", "told"),
     [
-        (False, {"stage": "waits for x/0", "activity": "blocked"}, "waits for x/0"),
-        (True, {"stage": "waits for x/0", "activity": "blocked"}, None),  # the display shows it until the first step
-        (False, {"stage": "waits for the rollouts of step 3", "activity": "waits"}, None),
-        (False, {"stage": "loads the model", "activity": "works"}, None),
+        (None, {"stage": "waits for x/0", "activity": "blocked"}, "waits for x/0"),
+        (SIZES, {"stage": "waits for x/0", "activity": "blocked"}, None),  # the display shows it until the first step
+        (None, {"stage": "waits for the rollouts of step 3", "activity": "waits"}, None),
+        (None, {"stage": "loads the model", "activity": "works"}, None),
         (
-            True,
+            SIZES,
             {"stage": "ready", "activity": "serves", "names_away_s": 12.0},
             "cannot reach name resolution (retried ",
         ),
     ],
 )
 async def test_a_wait_of_processes_is_one_line_when_it_lasts_and_one_when_it_ends(
-    stage_lines: bool, line: dict[str, Any], told: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sizes: StepSizes | None, line: dict[str, Any], told: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_output, "ASK_S", 0.01)
     notes: asyncio.Queue[str] = asyncio.Queue()
@@ -73,8 +76,9 @@ async def test_a_wait_of_processes_is_one_line_when_it_lasts_and_one_when_it_end
             with (tmp_path / OBSERVED_DIR / f"{name}.jsonl").open("a") as file:
                 file.write(json.dumps({"at": time.time() + 1, "pid": 1, "since": since} | line) + "\n")
 
-    display = cast(Any, SimpleNamespace(note=notes.put_nowait))
-    watching = asyncio.create_task(RunOutput(tmp_path, display)._watch_waits(stage_lines=stage_lines))
+    states, outlooks = asyncio.Queue[list[StatusLine]](), asyncio.Queue[str]()
+    display = SimpleNamespace(note=notes.put_nowait, stage_lines=states.put_nowait, outlook=outlooks.put_nowait)
+    watching = asyncio.create_task(RunOutput(tmp_path, cast(Any, display))._watch_processes(sizes))
     write(line, began - 5.0)
     for _ in range(10):
         await asyncio.sleep(0.01)
@@ -86,8 +90,12 @@ async def test_a_wait_of_processes_is_one_line_when_it_lasts_and_one_when_it_end
             assert (await notes.get()).startswith(f"WAITING: model_worker/0 (and 1 others) {told}")
             write({"stage": "ready", "activity": "serves"}, time.time())
             assert " no longer, after " in await notes.get()
+        if sizes is not None:
+            assert [each.text for each in await states.get()] != []
+            assert await outlooks.get() == "", "no rollout has begun"
     watching.cancel()
     assert notes.empty()
+    assert sizes is not None or states.empty(), "a run that trains nothing has no such state"
 
 
 def test_a_folder_that_takes_a_file_has_no_fault_and_keeps_none_and_what_waiting_does_not_mend_is_none(
@@ -124,7 +132,7 @@ async def test_a_display_that_fails_is_reported_and_logs_are_still_rotated(
     monkeypatch.setattr(run_output, "rotate", rotate)
     (tmp_path / LOGS_DIR).mkdir()
     (tmp_path / METRICS_FILE).write_text('{"step": 1}\n')
-    following = asyncio.create_task(RunOutput(tmp_path, cast(Any, BrokenDisplay())).follow(stage_lines=False))
+    following = asyncio.create_task(RunOutput(tmp_path, cast(Any, BrokenDisplay())).follow(None))
     async with asyncio.timeout(60):
         await rotated.wait()
     following.cancel()

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.observe.history import ProcessHistory
 from asyncrl.observe.observer import append_line
+from asyncrl.observe.status import ProcessHistory
 from asyncrl.staging.client import ObservedRequest
 from asyncrl.staging.forwarding import HostClock, ObservedHome, ObservedLines
 
@@ -140,7 +140,7 @@ def test_a_clock_is_estimated_by_the_shortest_exchange() -> None:
 
 def test_the_doctor_tells_of_a_clock_that_is_off() -> None:
     from asyncrl.observe.doctor.health import _clock
-    from asyncrl.observe.history import Process
+    from asyncrl.observe.status import Process
 
     def told(**line: Any) -> list[str]:
         process = Process("staging_server/1")

@@ -42,7 +42,8 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.launch.commands import refuse
 from asyncrl.observe.doctor.bottleneck import STARVED
 from asyncrl.observe.doctor.measured import Measured, measure, window
-from asyncrl.observe.history import History, Process
+from asyncrl.observe.history import History
+from asyncrl.observe.status import Process
 from asyncrl.runtime.settings import EXIT_OK
 from asyncrl.trainer.parallel.placement import Layout
 
