@@ -18,7 +18,7 @@ from asyncrl.manager.client import ManagerGone
 from asyncrl.manager.messages import RunBegin, StatusReply
 from asyncrl.master import peers
 from asyncrl.master.data import collector
-from asyncrl.master.data.collector import CountsError
+from asyncrl.master.data.sample_buffer import CountsError
 from asyncrl.master.peers import Stalled
 from asyncrl.master.step import ExecutionError
 from asyncrl.trainer.messages import (

@@ -13,7 +13,7 @@ import pytest
 from asyncrl.comm.request_reply import Failure, PeerGone, RemoteError
 from asyncrl.comm.typed import convert
 from asyncrl.master.data import collector
-from asyncrl.master.data.collector import CountsError
+from asyncrl.master.data.sample_buffer import CountsError
 from asyncrl.runtime.process.worker import StateLost
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.runtime.trials.resume import newest_progress

@@ -28,8 +28,7 @@ from asyncrl.manager.rollouts.ledger import Ledger
 from asyncrl.manager.rollouts.pacing import DeadlinePacing
 from asyncrl.manager.service import ManagerService
 from asyncrl.master.data import sample_buffer as buffers
-from asyncrl.master.data.collector import received, trained_rollout
-from asyncrl.master.data.sample_buffer import SampleBuffer
+from asyncrl.master.data.sample_buffer import SampleBuffer, received, trained_rollout
 from asyncrl.master.settings import OnStale
 from asyncrl.trainer.messages import RolloutRecord
 
@@ -185,7 +184,8 @@ class Run:
         await self.report([])
 
     async def report(self, trained: list[m.TrainedRollout]) -> None:
-        dropped = [drop.message for drop in self.buffer.pop_drops()]
+        dropped = [drop.message for drop in self.buffer.drops]
+        self.buffer.drops.clear()
         await self.service.consumed(m.ConsumedReport(self.version, trained, dropped))
         for index in (0, 1):
             self.service.router.update(index, f"http://{'ab'[index]}", self.version, routable=True)

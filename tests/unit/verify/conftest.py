@@ -29,8 +29,7 @@ from asyncrl.manager.messages import (
 from asyncrl.manager.rollouts.ledger import Ledger
 from asyncrl.manager.rollouts.rollout_state import RolloutState
 from asyncrl.manager.rollouts.staleness_gate import LiveRollout
-from asyncrl.master.data.collector import trained_rollout
-from asyncrl.master.data.sample_buffer import TrainBatch
+from asyncrl.master.data.sample_buffer import TrainBatch, trained_rollout
 from asyncrl.master.metrics_log import batch_statistics
 from asyncrl.observe.samples import forget_after, rows_of, write_samples
 from asyncrl.trainer.messages import RolloutRecord
