@@ -63,7 +63,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "router": ("manager/router.py",),
     "fleet": ("manager/fleet/decisions.py", "staging/fan_out.py", "manager/fleet/servers.py"),
     "rebuild": ("manager/rollouts/workers.py",),
-    "ledger": ("manager/rollouts/ledger.py",),
+    "ledger": ("manager/rollouts/ledger_files.py",),
     "objective": ("algorithms/objective.py", "algorithms/kl.py", "algorithms/policy_losses.py"),
     "advantages": ("algorithms/advantages.py", "algorithms/gae.py"),
     "corrections": ("algorithms/corrections.py", "algorithms/selections.py"),

@@ -56,8 +56,8 @@ from asyncrl.trainer.messages import (
     WrittenShare,
 )
 from asyncrl.trainer.rank.current_step import CurrentStep
+from asyncrl.trainer.rank.inbox import TrajectoryReceiver
 from asyncrl.trainer.rank.measures import MemoryShortage, StepMeasures
-from asyncrl.trainer.rank.receiver import TrajectoryReceiver
 from asyncrl.trainer.rank.training_rank import TrainingRank, Versions
 
 

@@ -2,7 +2,7 @@
 
 Gate, prompt queue, manager, its rebuilding, sample buffer and ledger are the real ones. Processes, messages and what
 outlives them (the last step, the inboxes, checkpoints) are played as `manager/client.py`, `rollout/loop.py`,
-`trainer/rank/receiver.py`, `master/train_loop.py` and `master/data/sample_buffer.py` have them.
+`trainer/rank/inbox.py`, `master/train_loop.py` and `master/data/sample_buffer.py` have them.
 
     messages   a call's reply is lost or late, a call arrives late, again, or after those that were made later; a
                trajectory reaches the trainer late, never, twice, or without its acknowledgement
@@ -59,7 +59,8 @@ from asyncrl.data.curriculum import Curriculum
 from asyncrl.data.prompt_queue import DataOrder, UsedPrompts
 from asyncrl.manager import messages as m
 from asyncrl.manager.client import HeldRollouts
-from asyncrl.manager.rollouts.ledger import Ledger, ledger_files
+from asyncrl.manager.rollouts.ledger_files import ledger_files
+from asyncrl.manager.rollouts.rollout_state import Ledger
 from asyncrl.manager.rollouts.staleness_gate import TRAINED
 from asyncrl.manager.service import ManagerService
 from asyncrl.master.data.sample_buffer import SampleBuffer, TrainBatch, check_counts, received, trained_rollout

@@ -23,9 +23,9 @@ from asyncrl.comm.push_pull import Outbox, Push
 from asyncrl.data.prompt_queue import DataOrder
 from asyncrl.manager import messages as m
 from asyncrl.manager import service
-from asyncrl.manager.rollouts import ledger, staleness_gate
-from asyncrl.manager.rollouts.ledger import Ledger
+from asyncrl.manager.rollouts import rollout_state, staleness_gate
 from asyncrl.manager.rollouts.pacing import DeadlinePacing
+from asyncrl.manager.rollouts.rollout_state import Ledger
 from asyncrl.manager.service import ManagerService
 from asyncrl.master.data import sample_buffer as buffers
 from asyncrl.master.data.sample_buffer import SampleBuffer, received, trained_rollout
@@ -195,7 +195,7 @@ class Run:
 def test_no_state_machine_of_the_control_plane_grows_with_the_rollouts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for room in (service, staleness_gate, buffers, ledger):
+    for room in (service, staleness_gate, buffers, rollout_state):
         monkeypatch.setattr(room, "ids_remembered", lambda *_: REMEMBERED)
     run = Run(tmp_path)
 
