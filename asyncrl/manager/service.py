@@ -4,8 +4,8 @@ From the gate to the ledger: `allocate_rollout` starts a rollout (`rollouts/roll
 `rollouts/staleness_gate.py` has room. `received`, `consumed` and the ends that workers report with every call change
 its state, and each change is a line of the ledger (`asyncrl.comm.ended_rollouts`).
 
-The state that must not be lost is in `rollouts/`, with the ledger that says how it came about. A service begins with a
-roll call (`rollouts/workers.py`): its gate is shut until the master and the workers have reported. Its router begins
+The state that must not be lost is in `rollouts/`, with the ledger that says how it came about. A service begins with
+reports (`rollouts/workers.py`): its gate is shut until the master and the workers have made theirs. Its router begins
 empty: requests that run on the servers continue there, and count again from the rollout's next request on.
 
 A method takes its request and returns its reply (`asyncrl.manager.messages`). Methods that may have to wait check again
@@ -43,11 +43,9 @@ from asyncrl.manager.rollouts.staleness_gate import StalenessGate
 from asyncrl.manager.rollouts.workers import EndedProcess, PendingReports, Workers, still_there
 from asyncrl.manager.router import Caller, Router, Routes, ServerView
 
-if TYPE_CHECKING:  # optional, see `asyncrl.runtime.plan`
-    from asyncrl.manager.rollouts.pacing import DeadlinePacing
-
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # optional: only a run with a curriculum, or with `rollout.pacing=deadline`, loads them
     from asyncrl.data.curriculum import Curriculum
+    from asyncrl.manager.rollouts.pacing import DeadlinePacing
 
 MAX_BODY_BYTES = 16 * 2**20
 """Limit of all calls but the following. A call for ten thousand requests takes less than two megabytes."""
@@ -185,14 +183,14 @@ class ManagerService:
 
     def _begin_if_complete(self) -> None:
         """Rebuild the state once all have reported; then apply the deaths seen meanwhile, and open the gate."""
-        call, gate = self.pending_reports, self.gate
-        if self.begun or not call.is_complete or call.run is None:
+        pending, run = self.pending_reports, self.pending_reports.run
+        if self.begun or run is None or not pending.is_complete:
             return
-        run = call.run
+        served = self.gate.version  # servers may have registered by now
         curriculum = None if self._make_curriculum is None else self._make_curriculum(run.checkpoint.curriculum or ())
         rollouts = RolloutState(
-            gate.batch_size,
-            gate.max_staleness,
+            self.gate.batch_size,
+            self.gate.max_staleness,
             self.rollouts.order,
             self._ledger,
             version=run.version,
@@ -200,12 +198,12 @@ class ManagerService:
             ended=self._ended,
             curriculum=curriculum,
         )
-        rollouts.rebuild(run.received, call.reports)
+        rollouts.rebuild(run.received, pending.reports)
         self.rollouts = rollouts
-        self.gate.advance(gate.version)  # servers may have registered by now
+        self.gate.advance(served)
         self.begun, self.pending_reports = True, PendingReports()
         self.admission.begin(self.rollouts)
-        for ended in call.ended:
+        for ended in pending.ended:
             if not self.workers.is_back(ended):
                 self._end(ended)
         self._changed()

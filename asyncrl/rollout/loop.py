@@ -249,9 +249,8 @@ class RolloutLoop:
     Args:
         gate: client of the GserverManager, which admits rollouts, chooses their prompts and receives their ends.
         push: sends a trajectory to a training rank; returns once it is acknowledged.
-        registered_in: the user's modules in which filters and shapings may be registered.
+        rules: for groups that were played.
         least_episodes: a group that lost episodes and has fewer left fails.
-        right_at: reward from which on an answer counts as right, for a curriculum; None without one.
         make_answers: makes the record of a rollout's answers by policy; None if the run has one policy.
     """
 
@@ -262,15 +261,13 @@ class RolloutLoop:
         client: RolloutClient,
         push: Callable[[Trajectory], Awaitable[None]],
         config: RolloutConfig,
-        registered_in: Sequence[str] = (),
-        right_at: float | None = None,
+        rules: GroupRules,
         least_episodes: int = 1,
         make_answers: Callable[[], PolicyAnswers] | None = None,
     ) -> None:
         self._components, self._gate, self._client, self._config = components, gate, client, config
         self._tries = RetryLimits(MAX_ATTEMPTS, least_episodes, config.rollout_timeout_s)
-        self._rules = GroupRules.of(config, registered_in, right_at)
-        self._make_answers = make_answers
+        self._rules, self._make_answers = rules, make_answers
         self._sender = TrajectorySender(push)
         self._failures = Failures()
         self.slots = RolloutSlots(gate, config.max_concurrent)

@@ -39,7 +39,8 @@ from asyncrl.data.prompt_format import PromptFormat
 from asyncrl.models.model_config import read_model_config
 from asyncrl.rollout.checks import code_problems
 from asyncrl.rollout.episode import MakeClient, Played, RetryLimits, run_group
-from asyncrl.rollout.user_code.agents import (
+from asyncrl.rollout.user_code.episode_code import (
+    Environments,
     adapted_agent,
     load_agent,
     offers_tools,
@@ -47,7 +48,6 @@ from asyncrl.rollout.user_code.agents import (
     plays_at_once,
     takes_tools,
 )
-from asyncrl.rollout.user_code.environments import Environments
 from asyncrl.rollout.user_code.prompts import Prompts, load_prompt_format
 from asyncrl.rollout.user_code.rewards import SOURCE, Rewards, load_rewards
 from asyncrl.rollout.user_code_pool.call_records import metered
