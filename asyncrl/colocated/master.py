@@ -13,8 +13,8 @@ from functools import partial
 from asyncrl.comm.names import TrainerTurn
 from asyncrl.comm.waits import HOLD_S
 from asyncrl.manager.client import ManagerClient
-from asyncrl.master.data.batches import DeviceTurns
 from asyncrl.master.data.stall import StallWatch
+from asyncrl.master.data.while_waiting import DeviceTurns
 from asyncrl.master.evaluations import Row
 from asyncrl.master.peers import NameBoard
 from asyncrl.master.policy_versions import VersionAnnouncer

@@ -37,7 +37,7 @@ from asyncrl.manager.fleet.fleet_runner import LogprobCheck
 from asyncrl.manager.fleet.policy_fleets import PolicyFleets
 from asyncrl.manager.fleet.servers import Target
 from asyncrl.manager.messages import RequestSize, ServerState, StatusReply, StatusRequest, WaitAsleepRequest
-from asyncrl.manager.rollouts.ledger import Ledger
+from asyncrl.manager.rollouts.rollout_state import Ledger
 from asyncrl.manager.service import ManagerHttp, ManagerService
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.observe import observer

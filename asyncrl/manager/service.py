@@ -2,10 +2,10 @@
 
 From the gate to the ledger: `allocate_rollout` starts a rollout (`rollouts/rollout_state.py`) if
 `rollouts/staleness_gate.py` has room. `received`, `consumed` and the ends that workers report with every call change
-its state. Each change is a line (`asyncrl.comm.ended_rollouts`) in `rollouts/ledger.py`.
+its state, and each change is a line of the ledger (`asyncrl.comm.ended_rollouts`).
 
-The state that must not be lost is in `rollouts/`, with the ledger that says how it came about. A service begins with a
-roll call (`rollouts/workers.py`): its gate is shut until the master and the workers have reported. Its router begins
+The state that must not be lost is in `rollouts/`, with the ledger that says how it came about. A service begins with
+reports (`rollouts/workers.py`): its gate is shut until the master and the workers have made theirs. Its router begins
 empty: requests that run on the servers continue there, and count again from the rollout's next request on.
 
 A method takes its request and returns its reply (`asyncrl.manager.messages`). Methods that may have to wait check again
@@ -38,17 +38,14 @@ from asyncrl.comm.typed import json_decoder
 from asyncrl.comm.waits import HOLD_S, Notifier
 from asyncrl.data.prompt_queue import DataOrder
 from asyncrl.manager import messages as m
-from asyncrl.manager.rollouts.ledger import Ledger
-from asyncrl.manager.rollouts.rollout_state import Admission, RolloutState
+from asyncrl.manager.rollouts.rollout_state import Admission, Ledger, RolloutState
 from asyncrl.manager.rollouts.staleness_gate import StalenessGate
 from asyncrl.manager.rollouts.workers import EndedProcess, PendingReports, Workers, still_there
 from asyncrl.manager.router import Caller, Router, Routes, ServerView
 
-if TYPE_CHECKING:  # optional, see `asyncrl.runtime.plan`
-    from asyncrl.manager.rollouts.pacing import DeadlinePacing
-
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # optional: only a run with a curriculum, or with `rollout.pacing=deadline`, loads them
     from asyncrl.data.curriculum import Curriculum
+    from asyncrl.manager.rollouts.pacing import DeadlinePacing
 
 MAX_BODY_BYTES = 16 * 2**20
 """Limit of all calls but the following. A call for ten thousand requests takes less than two megabytes."""
@@ -102,7 +99,7 @@ class ManagerService:
         self.routes = Routes(routing, ids_remembered(batch_size, max_staleness), policies, trained, manager=number)
         self.workers = Workers(lease_s)
         self._clock, self._versions_in_use, self._make_curriculum = clock, versions_in_use, curriculum
-        self._ledger, self._beginning, self._run_ended = ledger, asyncio.Lock(), False
+        self._ledger, self._beginning = ledger, asyncio.Lock()
         self._ended: RecentIds[str] | None = None
         self._last_step: m.ConsumedReply | None = None
         self.admission = Admission(self.rollouts, self._place, first=first, pacing=pacing, clock=clock)
@@ -186,27 +183,27 @@ class ManagerService:
 
     def _begin_if_complete(self) -> None:
         """Rebuild the state once all have reported; then apply the deaths seen meanwhile, and open the gate."""
-        call, gate = self.pending_reports, self.gate
-        if self.begun or not call.is_complete or call.run is None:
+        pending, run = self.pending_reports, self.pending_reports.run
+        if self.begun or run is None or not pending.is_complete:
             return
-        run = call.run
+        served = self.gate.version  # servers may have registered by now
         curriculum = None if self._make_curriculum is None else self._make_curriculum(run.checkpoint.curriculum or ())
         rollouts = RolloutState(
-            gate.batch_size,
-            gate.max_staleness,
+            self.gate.batch_size,
+            self.gate.max_staleness,
             self.rollouts.order,
-            (lambda line: None) if self._ledger is None else self._ledger.add,
+            self._ledger,
             version=run.version,
             checkpoint=run.checkpoint,
             ended=self._ended,
             curriculum=curriculum,
         )
-        rollouts.rebuild(run.received, call.reports)
+        rollouts.rebuild(run.received, pending.reports)
         self.rollouts = rollouts
-        self.gate.advance(gate.version)  # servers may have registered by now
+        self.gate.advance(served)
         self.begun, self.pending_reports = True, PendingReports()
         self.admission.begin(self.rollouts)
-        for ended in call.ended:
+        for ended in pending.ended:
             if not self.workers.is_back(ended):
                 self._end(ended)
         self._changed()
@@ -292,9 +289,7 @@ class ManagerService:
     def _train(self, request: m.ConsumedReport) -> None:
         self.rollouts.train(request.version, request.trained)
         self.admission.batch_taken()
-        if self._ledger is not None:
-            self._ledger.step(request.version, request.trained, self.gate.counts())
-        self._last_step = self._reply(self.rollouts.checkpoint(0 if self._ledger is None else self._ledger.lines))
+        self._last_step = self._reply(self.rollouts.checkpoint())
 
     def _reply(self, checkpoint: m.GateCheckpoint | None = None) -> m.ConsumedReply:
         """Return the gate's state as of now."""
@@ -329,14 +324,10 @@ class ManagerService:
     async def end_run(self, request: m.EndReport) -> RolloutCounts:
         """Abandon every live rollout, and write the ledger's last line; return the final counters."""
         await self._check_trainer(request)
-        self.rollouts.abandon()
+        counts = self.rollouts.end(request.version)
         self.admission.tell_of_the_end()
         self.progress.notify()
-        counts = self.gate.counts()
         if self._ledger is not None:
-            if not self._run_ended:
-                self._run_ended = True
-                self._ledger.end(request.version, counts)
             await self._ledger.written()
         return counts
 

@@ -26,8 +26,7 @@ from asyncrl.comm.ended_rollouts import DROPPED, LOST_EPISODES, DropReason, is_f
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import METRICS_FILE, RESTARTS_FILE, SAMPLES_DIR
 from asyncrl.data.prompt_queue import epoch_of
-from asyncrl.master.data.collector import Collector, Reports
-from asyncrl.master.data.sample_buffer import SampleBuffer, TrainBatch
+from asyncrl.master.data.sample_buffer import Collector, Reports, SampleBuffer, TrainBatch
 from asyncrl.master.evaluations import Evaluations, Outcomes, Row, evaluation_statistics
 from asyncrl.observe.metrics.sinks import MetricsWriter
 from asyncrl.observe.tail import read_rows

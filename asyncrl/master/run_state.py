@@ -53,8 +53,7 @@ from asyncrl.config.run_dir import (
     versions_in,
 )
 from asyncrl.manager.messages import GateCheckpoint
-from asyncrl.master.data.collector import Collector, Reports
-from asyncrl.master.data.sample_buffer import SampleBuffer, TrainBatch
+from asyncrl.master.data.sample_buffer import Collector, Reports, SampleBuffer, TrainBatch
 from asyncrl.master.evaluations import Evaluations, Row
 from asyncrl.master.metrics_log import MetricsLog
 from asyncrl.master.peers import RankClients

@@ -21,7 +21,7 @@ import logging
 import math
 import pkgutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,16 +30,15 @@ from typing import Any
 
 from asyncrl.comm.names import ACTOR
 from asyncrl.comm.request_reply import RequestClient
-from asyncrl.comm.waits import RunningClock
+from asyncrl.comm.waits import HOLD_S, LOOK_S, RunningClock
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import DATA_RECORD_FILE
 from asyncrl.data.datasets import DataRecord
 from asyncrl.inference.settings import guests_of
 from asyncrl.manager.client import ManagerClient
-from asyncrl.master.data.batches import AheadScorer, Batches, DeviceTurns, frozen_calls
-from asyncrl.master.data.collector import Collector, Reports, check_counts
-from asyncrl.master.data.sample_buffer import SampleBuffer, TrainBatch
+from asyncrl.master.data.sample_buffer import Collector, Reports, SampleBuffer, TrainBatch, check_counts
 from asyncrl.master.data.stall import PromptsUsedUp, StallWatch
+from asyncrl.master.data.while_waiting import AheadScorer, DeviceTurns, frozen_calls
 from asyncrl.master.evaluations import Row
 from asyncrl.master.graph import Graph
 from asyncrl.master.metrics_log import MetricsLog, buffered_s, of_ranks
@@ -53,6 +52,7 @@ from asyncrl.master.run_state import (
     write_counts,
     write_summary,
 )
+from asyncrl.master.settings import OnStale
 from asyncrl.master.step import Dealing, Executor, column_moves, plan_batch
 from asyncrl.observe import observer
 from asyncrl.observe.observer import Activity
@@ -108,7 +108,7 @@ class TrainLoop:
         self.ranks = RankClients(peers.workers, worker_grid(config).publisher, limit_s)
 
         # The parts, in the order in which a rollout meets them: it arrives, and the manager is told
-        buffer = SampleBuffer(config.train_batch_size, config.max_head_offpolicyness, config.on_stale)
+        self.buffer = buffer = SampleBuffer(config.train_batch_size, config.max_head_offpolicyness, config.on_stale)
         self.collector = Collector(heads, buffer, manager)
         self.reports = Reports(manager, self.collector, buffer, stop, limit_s=limit_s)
 
@@ -126,12 +126,10 @@ class TrainLoop:
             shared = pkgutil.resolve_name(SHARED_DEVICES)
             self.turns = shared(board, manager, self.stall, self.announcer, stop, len(colocated), colocated.start)
         own_order = config.buffer.order
-        order = pkgutil.resolve_name(BUFFER_ORDER)(own_order) if own_order.path else None
-        scorer = AheadScorer(
+        self.order = pkgutil.resolve_name(BUFFER_ORDER)(own_order) if own_order.path else None
+        """The user's order of a batch; None: there is none."""
+        self.scorer = AheadScorer(
             frozen_calls(config, graph, placement), buffer, self.ranks, actors[ACTOR], heads=len(heads)
-        )
-        self.batches = Batches(
-            config, buffer, self.collector, manager, self.stall, self.reports, self.turns, order, scorer
         )
 
         # it is trained
@@ -141,7 +139,7 @@ class TrainLoop:
         # its step ends
         record = run_dir / DATA_RECORD_FILE
         data_record = DataRecord.read(record).checksum if record.is_file() else None
-        self.run_state = RunState(config, buffer, order, self.reports, self.metrics_log, win_rates, data_record)
+        self.run_state = RunState(config, buffer, self.order, self.reports, self.metrics_log, win_rates, data_record)
         self.memory_checkpointer = MemoryCheckpointer(memory_checkpoint, self.ranks)
         self.publishing = Publishing(self.ranks, actors, self.announcer, config.version_pools)
         self.checkpoints = Checkpoints(
@@ -259,9 +257,78 @@ class TrainLoop:
             raise StopRequested
         began, step = perf_counter(), self.run_state.version + 1
         with observer.doing(f"waits for the rollouts of step {step}", "wait_for_batch", Activity.waits, step=step):
-            batch = await self.batches.next(self.run_state.version)
+            batch = await self.next_batch(self.run_state.version)
         await self.checkpoints.look()
         return batch, perf_counter() - began
+
+    async def next_batch(self, version: int) -> TrainBatch:
+        """Wait for the batch of the step from `version` and return it.
+
+        Raises:
+            StopRequested, Stalled: see `StallWatch.wait`.
+            PromptsUsedUp: fewer rollouts are left than make a batch.
+        """
+        while True:
+            await self._enough_rollouts(version)
+            if self.config.on_stale == OnStale.wait:
+                await self._nothing_would_expire(version)
+            ranks = {} if self.order is None else await self.order.ranks(self.buffer.live(), version)
+            if (batch := self.buffer.take(version, ranks)) is not None:
+                if self.order is not None:
+                    await self.order.trained(batch.records, version)
+                return batch
+
+    async def _enough_rollouts(self, version: int) -> None:
+        """Wait until the buffer has a batch. Meanwhile the ranks score rollouts, or servers have their devices."""
+        used_up_at: int | None = None
+        while True:
+            self.buffer.expire(version)
+            await self.reports.dropped(version)  # expired rollouts make room at the gate for missing ones
+            if self.buffer.missing and self.turns.training:  # rollouts at the ranks may spare a switch
+                await self._refreshed(version)
+            if not (missing := self.buffer.missing):
+                return
+            lent = await self.turns.lend(missing)
+            if await self.scorer.piece(version):
+                continue
+            more, what = self._more(missing, lent=lent), "trajectories from the RolloutWorkers"
+            try:
+                await self.stall.wait(more, version, what, rollouts=True)
+            except PromptsUsedUp:
+                await self._refreshed(version)  # the manager may know of rollouts earlier than this process
+                if used_up_at == self.buffer.received:
+                    raise
+                used_up_at = self.buffer.received
+
+    async def _more(self, missing: int, *, lent: bool) -> None:
+        """Wait until rollouts arrive. While the devices are not lent, ask again and again whether they are to be."""
+        arriving = asyncio.ensure_future(self.collector.changed(missing))
+        try:
+            while True:
+                began, before = time.monotonic(), self.buffer.received
+                await asyncio.wait({arriving}, timeout=None if lent else LOOK_S)
+                self.turns.waited(self.buffer.received - before, time.monotonic() - began)
+                if arriving.done():
+                    return arriving.result()
+                lent = await self.turns.lend(missing)
+        finally:
+            await cancel(arriving)
+
+    async def _nothing_would_expire(self, version: int) -> None:
+        """Hold the step until every rollout that a later step could not train is in the buffer."""
+        what = "the end of rollouts that would expire (on_stale=wait)"
+        hold_s = min(HOLD_S, self.stall.limit_s / 2)
+
+        def asked() -> Coroutine[Any, Any, Sequence[str]]:
+            return self.peers.manager.wait_expiring(version, 0.0 if self.turns.training else hold_s)
+
+        while running := await self.stall.wait(asked(), version, what, rollouts=True):
+            self.turns.give()
+            _log.info("step %d is held for %d rollouts that would expire", version, len(running))
+        await self._refreshed(version)
+
+    async def _refreshed(self, version: int) -> None:
+        await self.stall.wait(self.collector.refresh(), version, "the ModelWorkers to report what they received")
 
     async def _train(self, batch: TrainBatch) -> Row:
         """Run the graph's calls on the ranks: by default proximal and reference log-probabilities, values, advantages,
@@ -285,7 +352,8 @@ class TrainLoop:
         self.run_state.trained(batch)
         self._model_in_step = False
         took = {"time/train_s": perf_counter() - began}
-        return stats | buffered | took | self.batches.pop_metrics(batch) | of_ranks(ended)
+        of_order = {} if self.order is None else self.order.metrics()
+        return stats | buffered | took | of_order | self.scorer.pop_metrics(batch) | of_ranks(ended)
 
     async def _end_step(self, batch: TrainBatch, measured: Row) -> None:
         """Report, publish and save the complete step of `batch`; `measured` are its statistics and times.

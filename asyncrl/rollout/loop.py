@@ -32,18 +32,23 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NoReturn, Self
 
-from asyncrl.algorithms.filters import FilterDecision
+import numpy as np
+
+from asyncrl.algorithms.filters import FilterDecision, GroupView, rewards_of_turns
 from asyncrl.api import EpisodeTimeout, Prompt, Sample, Trajectory
-from asyncrl.api.trajectory import FINISHED_AT
+from asyncrl.api.columns import numbers_of
+from asyncrl.api.trajectory import FINISHED_AT, compared_episodes, named_columns
 from asyncrl.comm.ended_rollouts import LOST_EPISODES, DropReason, failed_in, filtered
 from asyncrl.comm.waits import BURST_S, HOLD_S
+from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.data.prompt_format import InvalidPrompt, OverlongPrompt
 from asyncrl.data.prompt_queue import PromptRef
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import FinishedRollout, GrantedRollout
-from asyncrl.rollout.episode import GroupRules, RetryLimits, metrics_of
+from asyncrl.rollout.episode import RetryLimits, metrics_of
 from asyncrl.rollout.rollout_client import RolloutClient, RolloutPolicy
 from asyncrl.rollout.settings import RolloutConfig
 from asyncrl.rollout.user_code.components import UserComponents
@@ -165,15 +170,87 @@ class Failures:
         return FinishedRollout(rollout_id, accepted=False, reason=reason, return_prompt=again)
 
 
+Filter = Callable[[GroupView], FilterDecision]
+Shaping = Callable[[GroupView], "np.ndarray[tuple[int], np.dtype[np.float64]]"]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRules:
+    """The run's rules for a group that was played: filters, shaping of rewards, and which answers are right.
+
+    Attributes:
+        filters: a group is dropped if one rejects it.
+        shapings: change rewards in this order, separately in each comparison group.
+        right_at: reward from which on an answer counts as right, for a curriculum; None without one.
+    """
+
+    filters: Sequence[Filter] = ()
+    shapings: Sequence[Shaping] = ()
+    right_at: float | None = None
+
+    @classmethod
+    def of(cls, config: RolloutConfig, registered_in: Sequence[str] = (), right_at: float | None = None) -> Self:
+        """Build the rules of these settings."""
+        filters, shapings = (
+            [resolve(kind, choice.name, choice.params, registered_in) for choice in choices]
+            for kind, choices in (("filter", config.filters), ("shaping", config.shaping))
+        )
+        return cls(filters, shapings, right_at)
+
+    def judge(self, samples: Sequence[Sample]) -> FilterDecision:
+        """Return a decision to keep if the filters keep any comparison group, else the first group's rejection."""
+        decisions = [self._judge_group([samples[at] for at in positions]) for positions in compared(samples)]
+        return next((decision for decision in decisions if decision.keep), decisions[0])
+
+    def _judge_group(self, samples: Sequence[Sample]) -> FilterDecision:
+        """Return the first rejection, or a decision to keep."""
+        view, _ = view_of(samples)
+        rejections = (decision for accept in self.filters if not (decision := accept(view)).keep)
+        return next(rejections, FilterDecision(True))
+
+    def success(self, samples: Sequence[Sample]) -> float | None:
+        """Return the share of samples that count as right, by all their rewards; None without a curriculum."""
+        if self.right_at is None:
+            return None
+        return sum(sample.total_reward >= self.right_at for sample in samples) / len(samples)
+
+    def shape(self, samples: Sequence[Sample]) -> tuple[Sample, ...]:
+        """Apply the shapings to the rewards. The change of an episode's reward is added to each of its samples.
+
+        Raises:
+            ValueError: a shaping does not return one reward for each episode.
+        """
+        shaped = list(samples)
+        for positions in compared(samples):
+            group = self._shape_group([samples[at] for at in positions])
+            for at, sample in zip(positions, group, strict=True):
+                shaped[at] = sample
+        return tuple(shaped)
+
+    def _shape_group(self, samples: Sequence[Sample]) -> Sequence[Sample]:
+        for reshape in self.shapings:
+            view, positions = view_of(samples)
+            rewards = reshape(view)
+            if len(rewards) != len(view.rewards_S):
+                raise ValueError(
+                    f"a shaping gave {len(rewards)} rewards for {len(view.rewards_S)} episodes; give one each"
+                )
+            alone = len(samples) == len(rewards)
+            samples = [
+                replace(sample, reward=_shaped(sample, float(rewards[at]), float(view.rewards_S[at]), alone=alone))
+                for sample, at in zip(samples, positions, strict=True)
+            ]
+        return samples
+
+
 class RolloutLoop:
     """Runs rollouts. `run` continues until it is cancelled or everything fails.
 
     Args:
         gate: client of the GserverManager, which admits rollouts, chooses their prompts and receives their ends.
         push: sends a trajectory to a training rank; returns once it is acknowledged.
-        registered_in: the user's modules in which filters and shapings may be registered.
+        rules: for groups that were played.
         least_episodes: a group that lost episodes and has fewer left fails.
-        right_at: reward from which on an answer counts as right, for a curriculum; None without one.
         make_answers: makes the record of a rollout's answers by policy; None if the run has one policy.
     """
 
@@ -184,15 +261,13 @@ class RolloutLoop:
         client: RolloutClient,
         push: Callable[[Trajectory], Awaitable[None]],
         config: RolloutConfig,
-        registered_in: Sequence[str] = (),
-        right_at: float | None = None,
+        rules: GroupRules,
         least_episodes: int = 1,
         make_answers: Callable[[], PolicyAnswers] | None = None,
     ) -> None:
         self._components, self._gate, self._client, self._config = components, gate, client, config
         self._tries = RetryLimits(MAX_ATTEMPTS, least_episodes, config.rollout_timeout_s)
-        self._rules = GroupRules.of(config, registered_in, right_at)
-        self._make_answers = make_answers
+        self._rules, self._make_answers = rules, make_answers
         self._sender = TrajectorySender(push)
         self._failures = Failures()
         self.slots = RolloutSlots(gate, config.max_concurrent)
@@ -267,3 +342,36 @@ class RolloutLoop:
             as_next_attempt=again,
             success=success,
         )
+
+
+def compared(samples: Sequence[Sample]) -> list[list[int]]:
+    """Return the positions of the samples of each comparison group, in order of first appearance."""
+    by_name: dict[str, list[int]] = {}
+    for position, sample in enumerate(samples):
+        by_name.setdefault(sample.group, []).append(position)
+    return list(by_name.values())
+
+
+def view_of(samples: Sequence[Sample]) -> tuple[GroupView, list[int]]:
+    """Build the view of one comparison group for filters and shaping: its episodes, and for each sample the position
+    of its episode.
+    """
+    view, position = GroupView.of_samples(
+        [sample.total_reward for sample in samples],
+        [sample.generated_length for sample in samples],
+        [sample.truncated for sample in samples],
+        compared_episodes([sample.episode for sample in samples], [sample.group for sample in samples]),
+        [rewards_of_turns(sample.reward, sample.token_rewards, sample.loss_mask) for sample in samples],
+        named_columns([numbers_of(sample) for sample in samples]),
+    )
+    return view, position.tolist()
+
+
+def _shaped(sample: Sample, reward: float, before: float, *, alone: bool) -> float:
+    """Return the sample's new reward after its episode's total changed from `before` to `reward`.
+
+    The result is exactly `reward` if all episodes have one sample (`alone`) and the sample has no rewards of turns.
+    """
+    if alone and sample.token_rewards is None:
+        return reward
+    return sample.reward + (reward - before)

@@ -20,7 +20,7 @@ from asyncrl.observe import observer
 from asyncrl.observe.observer import Activity
 from asyncrl.rollout.evaluation import Evaluator
 from asyncrl.rollout.generation_servers import capabilities_of
-from asyncrl.rollout.loop import RolloutLoop
+from asyncrl.rollout.loop import GroupRules, RolloutLoop
 from asyncrl.rollout.messages import Evaluate, EvaluationResult, StillThere
 from asyncrl.rollout.rollout_client import RolloutClient
 from asyncrl.rollout.user_code.components import UserComponents
@@ -141,12 +141,9 @@ class RolloutWorker(AsyncWorker):
             make_answers = partial(pkgutil.resolve_name(POLICY_ANSWERS), config.trained_policies)
         pusher = TrajectoryPusher((), self.security, identity=self.name)
         try:
-            loop = RolloutLoop(
-                *(components, manager, client, pusher.push, config.rollout, config.algorithm.plugins),
-                right_at=right_at,
-                least_episodes=config.algorithm.least_episodes,
-                make_answers=make_answers,
-            )
+            rules = GroupRules.of(config.rollout, config.algorithm.plugins, right_at)
+            least = config.algorithm.least_episodes
+            loop = RolloutLoop(components, manager, client, pusher.push, config.rollout, rules, least, make_answers)
             self.ready()
             observer.stage("plays", Activity.serves)
             observer.gauges(loop.slots.figures)

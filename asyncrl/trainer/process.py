@@ -41,8 +41,8 @@ from asyncrl.trainer.engines.role import RoleEngine
 from asyncrl.trainer.model.layout_parity import layout_in_use
 from asyncrl.trainer.parallel.placement import Placement, placement
 from asyncrl.trainer.parallel.world import World, is_alone
+from asyncrl.trainer.rank.inbox import TrajectoryCheck, TrajectoryReceiver
 from asyncrl.trainer.rank.measures import MemoryShortage, StepMeasures, gpu_memory, peak_flops
-from asyncrl.trainer.rank.receiver import TrajectoryCheck, TrajectoryReceiver
 from asyncrl.trainer.rank.requests import WAITING, CurrentStep, ImmediateRequests, ModelCalls, QueuedRequests
 from asyncrl.trainer.rank.training_rank import TrainingRank, Versions, build_rank
 

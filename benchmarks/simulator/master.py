@@ -26,10 +26,9 @@ from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.fleet_runner import FleetRunner
 from asyncrl.manager.fleet.servers import Target
 from asyncrl.manager.messages import TrainedRollout, WaitAsleepReply
-from asyncrl.master.data.batches import DeviceTurns
-from asyncrl.master.data.collector import Collector, trained_rollout
-from asyncrl.master.data.sample_buffer import Drop, SampleBuffer, TrainBatch
+from asyncrl.master.data.sample_buffer import Collector, SampleBuffer, TrainBatch, trained_rollout
 from asyncrl.master.data.stall import StallWatch
+from asyncrl.master.data.while_waiting import DeviceTurns
 from asyncrl.master.settings import OnStale
 from asyncrl.trainer.messages import Discard, PollBuffer
 from asyncrl.trainer.rank.inbox import Inbox
@@ -177,16 +176,14 @@ class Reports:
 
     def __init__(self, manager: ManagerClient, head: DataHead, buffer: SampleBuffer) -> None:
         self._manager, self._head, self._buffer = manager, head, buffer
-        self._drops: list[Drop] = []
         self.trained: list[TrainedRollout] = []
 
     async def send(self, version: int) -> None:
         """Report trained and dropped rollouts, if there are any."""
-        self._drops += self._buffer.pop_drops()
-        drops, trained = self._drops, self.trained
+        drops, trained = self._buffer.drops, self.trained
         if not trained and not drops:
             return
-        self._drops, self.trained = [], []
+        self._buffer.drops, self.trained = [], []
         await self._manager.consumed(version, trained, [drop.message for drop in drops])
         if drops:
             await self._head.call(Discard(tuple(drop.record.rollout_id for drop in drops)), timeout_s=1.0)

@@ -33,7 +33,8 @@ from asyncrl.manager.messages import (
     TrainedRollout,
 )
 from asyncrl.manager.process import manager_registry
-from asyncrl.manager.rollouts.ledger import Ledger, lines_in
+from asyncrl.manager.rollouts.ledger_files import lines_in
+from asyncrl.manager.rollouts.rollout_state import Ledger
 from asyncrl.manager.service import MAX_BODY_BYTES, ManagerHttp, ManagerService
 from asyncrl.manager.settings import UpdateMode
 

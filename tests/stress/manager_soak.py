@@ -48,7 +48,7 @@ from asyncrl.manager.messages import (
     TrainedRollout,
 )
 from asyncrl.manager.process import manager_registry
-from asyncrl.manager.rollouts.ledger import Ledger
+from asyncrl.manager.rollouts.rollout_state import Ledger
 from asyncrl.manager.service import ManagerHttp, ManagerService
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.runtime.plan import MALLOC

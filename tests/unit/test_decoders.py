@@ -52,13 +52,13 @@ from asyncrl.inference.embedded.engine_io import RequestError
 from asyncrl.inference.openai import anthropic, chat_completions, responses, token_calls
 from asyncrl.inference.openai.api_call import ApiError
 from asyncrl.manager import messages as m
-from asyncrl.manager.rollouts.ledger import Ledger
+from asyncrl.manager.rollouts.rollout_state import Ledger
 from asyncrl.manager.service import ManagerService, answering
 from asyncrl.observe.tail import read_rows
 from asyncrl.rollout.user_code_pool import child as user_code
 from asyncrl.runtime.trials.resume import newest_progress
 from asyncrl.trainer.messages import RolloutRecord
-from asyncrl.trainer.rank.inbox import InboxStore, StoredTrajectoryDamaged
+from asyncrl.trainer.rank.inbox_store import InboxStore, StoredTrajectoryDamaged
 from asyncrl.verify.audit.ledger_files import read_ledger, surviving
 from asyncrl.verify.audit.ledger_rules import Replay
 from asyncrl.weights.manifest import FileEntry, Manifest, ManifestError, TensorEntry, read_manifest

@@ -13,7 +13,8 @@ ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "walkthrough.md").read_text()
 NAMED = re.compile(r"`(?!tests/)([a-z_]+/[a-z_/]+\.py|reference\.py)(?::([A-Za-z_.]+))?`")
 STOPS = sorted(set(NAMED.findall(TEXT + (ROOT / "docs" / "architecture.md").read_text())))
-LIMITS = {"One rollout": 29, "One train step": 25, "One weight version": 20}
+LIMITS = {"One rollout": 28, "One train step": 22, "One weight version": 20}
+QUESTIONS = {"From the gate to the ledger": 8, "From an answer to its reward": 6}
 
 
 @cache
@@ -46,3 +47,11 @@ def test_a_route_has_a_dozen_stops_and_says_how_many_files_it_opens(route: str) 
     assert len(re.findall(r"^\d+\. ", section, re.M)) == 12
     assert f" {len(files)} files." in section
     assert len(files) <= LIMITS[route]
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_what_becomes_of_a_rollout_or_an_answer_is_decided_in_a_few_files(question: str) -> None:
+    answer = TEXT.partition(f"- **{question}**")[2].partition("\n- **")[0].partition("\n## ")[0]
+    files = {file for file, _ in NAMED.findall(answer)}
+    assert answer.startswith(f", {len(files)} files.")
+    assert len(files) <= QUESTIONS[question]

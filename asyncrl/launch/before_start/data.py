@@ -27,7 +27,7 @@ from asyncrl.launch.before_start.setting_checks import supervised_checks
 from asyncrl.master.evaluations import ALWAYS
 from asyncrl.master.graph import load_graph
 from asyncrl.models.model_config import ModelFacts, read_model_config
-from asyncrl.rollout.user_code.agents import offers_tools
+from asyncrl.rollout.user_code.episode_code import offers_tools
 from asyncrl.rollout.user_code.prompts import load_eval_set, load_prompt_format, load_train_set
 from asyncrl.rollout.user_code.rewards import load_rewards
 from asyncrl.runtime.plan import BRING_INPUTS, INPUT_ERRORS, brings_inputs

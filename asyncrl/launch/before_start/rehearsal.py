@@ -60,7 +60,8 @@ from asyncrl.data.datasets import Dataset, DemonstrationDataset, Placed
 from asyncrl.data.prompt_format import InvalidPrompt
 from asyncrl.data.prompt_queue import PromptRef
 from asyncrl.rollout.checks import code_problems, problems_of_others
-from asyncrl.rollout.episode import GroupRules, RetryLimits
+from asyncrl.rollout.episode import RetryLimits
+from asyncrl.rollout.loop import GroupRules
 from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code_pool.call_records import Activity, UserCodeError, failed_label, metered
 from asyncrl.runtime.plan import POLICY_ANSWERS

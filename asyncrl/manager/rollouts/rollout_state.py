@@ -1,10 +1,14 @@
-"""The run's rollouts: `RolloutState` has what becomes of them, `Admission` answers the calls that ask for new ones.
+"""The run's rollouts: `RolloutState` has what becomes of them, the `Ledger` says so on disk, and `Admission` answers
+the calls that ask for new ones.
 
 The state is the gate, the queue of prompts, the used prompts and the suspects, without sockets. Its `checkpoint` is
 part of the run's after each step. Live rollouts are not in it: after a death their workers and the training ranks say
 which they have (`asyncrl.manager.rollouts.workers`). Each change is a line of the ledger. The manager owns the order of
 prompts: it chooses the prompt of a rollout when it admits the rollout (`next_for`). A drop names its reason only: its
 prompt waits again (`PromptQueue`).
+
+The ledger has how every rollout ended (`asyncrl.comm.ended_rollouts` has the lines, `docs/ledger.md` what they prove).
+Who decides writes it down, so no other process can tell it differently.
 
 A call has ids, one for each rollout that its worker has room for. The gate decides how many rollouts may start, and the
 prompt queue which prompts they play. Waiting calls receive one rollout at a time in turn, so new room is spread over
@@ -15,25 +19,43 @@ rollout, if some of its ids will not start, and when the gate closes.
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from asyncrl.comm.ended_rollouts import (
+    SEAL_END,
     Abandoned,
     Admitted,
+    Begin,
     Dropped,
     DropReason,
+    End,
     Finished,
     PromptFate,
     RecentIds,
+    RolloutCounts,
     RolloutLine,
+    RunSettings,
+    SealedLine,
+    Step,
+    Trained,
+    ids_remembered,
 )
 from asyncrl.comm.waits import Notifier
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.run_dir import LEDGER_DIR
 from asyncrl.data.prompt_queue import DataOrder, NextTry, PromptQueue, UsedPrompts
 from asyncrl.manager import messages as m
+from asyncrl.manager.rollouts.ledger_files import FILE_BYTES, LedgerFiles, read_back
 from asyncrl.manager.rollouts.staleness_gate import GONE, WORKER_LOST, LiveRollout, StalenessGate
 from asyncrl.manager.rollouts.workers import Suspects
 from asyncrl.manager.router import ServerView
@@ -44,6 +66,8 @@ if TYPE_CHECKING:  # optional: only a run with a curriculum, or with `rollout.pa
 NOBODY = "nobody/0"
 """Worker of a rollout that only the trainer knows."""
 _NOTHING = m.GateCheckpoint()
+_log = logging.getLogger(__name__)
+_encode = msgspec.json.Encoder().encode
 
 
 class RolloutState:
@@ -52,7 +76,7 @@ class RolloutState:
     Args:
         batch_size: B, rollouts per train step.
         max_staleness: η, versions.
-        record: called with each line of the ledger.
+        ledger: has begun after the checkpoint's line; None: there is none.
         ended: rollouts that ended before, with their outcomes.
         curriculum: hears the success of each rollout; None if there is none.
     """
@@ -62,7 +86,7 @@ class RolloutState:
         batch_size: int,
         max_staleness: int,
         order: DataOrder,
-        record: Callable[[RolloutLine], None] = lambda line: None,
+        ledger: Ledger | None = None,
         now: Callable[[], float] = time.time,
         *,
         version: int = 0,
@@ -77,7 +101,7 @@ class RolloutState:
         self.used = UsedPrompts() if checkpoint.used is None else UsedPrompts.from_json(checkpoint.used)
         retries = {place: (attempt, failures) for place, attempt, failures in checkpoint.retries}
         self.queue = PromptQueue(order.num_rows, order.orders_of(self.used).tolist(), retries, order.end)
-        self._record, self._now = record, now
+        self._ledger, self._now, self._ended = ledger, now, False
         self.suspects = Suspects(lambda worker: [each.prompt_id for each in self.gate.live.running_of(worker)])
         self.tokens_finished = 0
         self._ends_told: set[str] = set()
@@ -93,8 +117,8 @@ class RolloutState:
         """True if no rollout runs, and no prompt is left to begin one of."""
         return not self.gate.live.running_count and self.queue.peek() is None
 
-    def checkpoint(self, line: int = 0) -> m.GateCheckpoint:
-        """Return the state without the live rollouts; `line`: number of the ledger's lines so far.
+    def checkpoint(self) -> m.GateCheckpoint:
+        """Return the state without the live rollouts.
 
         A live rollout that no process has after a death is tried again like before.
         """
@@ -108,7 +132,7 @@ class RolloutState:
             dropped=self.gate.counts().dropped,
             retries=retries,
             curriculum=None if self.curriculum is None else self.curriculum.state(),
-            line=line,
+            line=0 if self._ledger is None else self._ledger.lines,
         )
 
     def next_for(self, worker: str) -> NextTry | None:
@@ -204,13 +228,15 @@ class RolloutState:
                 self._ends_awaited[rollout_id] = live.owner, live.prompt_id
         return True
 
-    def train(self, version: int, rollouts: Iterable[m.TrainedRollout]) -> None:
+    def train(self, version: int, rollouts: Sequence[m.TrainedRollout]) -> None:
         """Record that the step to `version` trained the rollouts."""
         trained = [each.rollout_id for each in rollouts]
         for rollout_id in trained:
             if (live := self.gate.live.get(rollout_id)) is not None:
                 self._use(live)
         self.gate.train(version, trained)
+        if self._ledger is not None:
+            self._ledger.step(version, rollouts, self.gate.counts())
 
     def drop(self, drops: Iterable[m.DroppedRollout]) -> None:
         """Record the rollouts that the trainer received and will not train; their prompts are tried again."""
@@ -232,10 +258,15 @@ class RolloutState:
         in_hand = [live.prompt_id for live in self.gate.live.running_of(worker)]
         return self._lose_running(worker, self.suspects.died(worker, in_hand, killed=killed))
 
-    def abandon(self) -> None:
-        """Abandon every live rollout."""
+    def end(self, version: int) -> RolloutCounts:
+        """Abandon every live rollout, as the run ends at `version`; return the final counters."""
         for rollout_id in self.gate.abandon():
             self._record(Abandoned(rollout_id, self._at()))
+        counts = self.gate.counts()
+        if self._ledger is not None and not self._ended:
+            self._ledger.end(version, counts)
+        self._ended = True
+        return counts
 
     def _to_be_tried_alone(self, worker: str) -> NextTry | None:
         """Return the suspect that `worker` runs next, alone: the first that is promised to no other worker."""
@@ -261,6 +292,10 @@ class RolloutState:
             self.queue.leave(again)
             tries = again.attempt, again.failures
             self._record(Dropped(live.rollout_id, reason, PromptFate.returned, self._at(), *tries))
+
+    def _record(self, line: RolloutLine) -> None:
+        if self._ledger is not None:
+            self._ledger.add(line)
 
     def _at(self) -> float:
         return round(self._now(), 3)
@@ -305,6 +340,110 @@ def _as_before(live: LiveRollout) -> NextTry:
 
 def _is_dropped(held: m.HeldRollout) -> bool:
     return held.end is not None and not held.end.accepted
+
+
+class Ledger:
+    """Writes the run's ledger, as one lineage after `begin`.
+
+    Args:
+        settings: settings by which the lines are judged.
+        file_bytes: size from which a new file begins.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: RunSettings,
+        *,
+        now: Callable[[], float] = time.time,
+        file_bytes: int = FILE_BYTES,
+    ) -> None:
+        self.lineage = self.lines = 0
+        self._folder, self._settings, self._now = folder, settings, now
+        self._files = LedgerFiles(folder, file_bytes)
+        self._unsealed = hashlib.sha256()
+
+    @classmethod
+    def of_run(cls, run_dir: Path, config: ExperimentConfig) -> Ledger:
+        """Return the ledger of the run in `run_dir`."""
+        settings = RunSettings(
+            config.train_batch_size,
+            config.max_head_offpolicyness,
+            str(config.on_stale),
+            0 if config.samples.replay else config.rollout.workers,
+            config.seed,
+            config.dataset.shuffle,
+        )
+        return cls(run_dir / LEDGER_DIR, settings)
+
+    def begin(self, version: int, checkpoint: m.GateCheckpoint) -> RecentIds[str]:
+        """Begin a lineage that continues from `checkpoint`, which is of `version`. Blocks.
+
+        Returns:
+            The last rollouts that had ended then, by id, with their outcomes: `TRAINED`, `ABANDONED` or the reason of
+            the drop.
+        """
+        after, settings = checkpoint.line, self._settings
+        batch = settings.train_batch_size
+        earlier = read_back(self._folder, after, ids_remembered(batch, settings.max_head_offpolicyness))
+        self.lines, self.lineage, self._unsealed = earlier.lines, earlier.lineage, earlier.unsealed
+        carried = None
+        if not earlier.whole or (version and not after):
+            after = 0
+            earlier.ended.clear()
+            carried = checkpoint.counts(version * batch)
+            _log.warning(
+                "the ledger does not reach to the checkpoint of version %d; the earlier history is lost", version
+            )
+        self._files.open()
+        self._seal(Begin, version=version, after=after, settings=settings, carried=carried)
+        self._files.sync(sealed=True).result()
+        return earlier.ended
+
+    def add(self, line: RolloutLine) -> None:
+        """Add a line, which is written with the next sealed line, or by `written`."""
+        encoded = _encode(line) + b"\n"
+        self.lines += 1
+        self._unsealed.update(encoded)
+        self._files.append(encoded)
+
+    def step(self, step: int, rollouts: Iterable[m.TrainedRollout], books: RolloutCounts) -> None:
+        """Add that the step to version `step` trained these rollouts; `books` include it. The disk has all
+        lines when `written` returns.
+        """
+        for each in rollouts:
+            head = (each.rollout_id, each.prompt_id, each.order, self.lineage, step)
+            counted = (each.versions, each.episodes, each.samples, each.reward)
+            self.add(Trained(*head, *counted, each.opponents, each.policies))
+        self._seal(Step, step=step, books=books)
+        self._files.sync(sealed=True)
+
+    async def written(self) -> None:
+        """Hand all lines so far to the kernel, and wait for what was to be synced before.
+
+        Raises:
+            OSError: the disk refused lines for longer than writes are retried.
+        """
+        await asyncio.shield(asyncio.wrap_future(self._files.write()))  # a write that is cancelled would lose its lines
+
+    def end(self, version: int, books: RolloutCounts) -> None:
+        """Add the last line, that the launch ends by itself. The disk has all lines when `written` returns."""
+        self._seal(End, version=version, books=books)
+        self._files.sync(sealed=True)
+
+    def close(self) -> None:
+        """Write the remaining lines. Blocks."""
+        self._files.close()
+
+    def _seal(self, kind: Callable[..., SealedLine], **fields: object) -> None:
+        """Add a line of this `kind`, whose seal covers all lines since the last one, and start the hash of the next."""
+        line = kind(line=self.lines + 1, at=round(self._now(), 3), lineage=self.lineage, seal="", **fields)
+        open_line = _encode(line)[: -len(b'"}')]
+        self._unsealed.update(open_line)
+        seal = self._unsealed.hexdigest().encode()
+        self.lines += 1
+        self._files.append(open_line + seal + SEAL_END)
+        self._unsealed = hashlib.sha256(seal)
 
 
 @dataclass(slots=True, eq=False)

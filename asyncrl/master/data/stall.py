@@ -31,8 +31,7 @@ from asyncrl.comm.http_client import HttpError
 from asyncrl.comm.waits import ANSWER_S, ASK_S, LOOK_S, RunningClock, running_wait
 from asyncrl.manager.client import ManagerClient, ManagerGone
 from asyncrl.manager.messages import StatusReply
-from asyncrl.master.data.collector import Collector
-from asyncrl.master.data.sample_buffer import SampleBuffer
+from asyncrl.master.data.sample_buffer import Collector, SampleBuffer
 from asyncrl.master.peers import NameBoard, Stalled
 from asyncrl.master.policy_versions import VersionAnnouncer
 from asyncrl.observe.metrics.learning import ADVICE

@@ -16,7 +16,6 @@ import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,7 +39,8 @@ from asyncrl.data.prompt_format import PromptFormat
 from asyncrl.models.model_config import read_model_config
 from asyncrl.rollout.checks import code_problems
 from asyncrl.rollout.episode import MakeClient, Played, RetryLimits, run_group
-from asyncrl.rollout.user_code.agents import (
+from asyncrl.rollout.user_code.episode_code import (
+    Environments,
     adapted_agent,
     load_agent,
     offers_tools,
@@ -48,7 +48,6 @@ from asyncrl.rollout.user_code.agents import (
     plays_at_once,
     takes_tools,
 )
-from asyncrl.rollout.user_code.environments import Environments
 from asyncrl.rollout.user_code.prompts import Prompts, load_prompt_format
 from asyncrl.rollout.user_code.rewards import SOURCE, Rewards, load_rewards
 from asyncrl.rollout.user_code_pool.call_records import metered
@@ -89,8 +88,7 @@ class AgentSetup:
         make_client: MakeClient,
     ) -> None:
         self._make_client = make_client
-        self.rewards = Rewards(load_rewards(config.reward, config.rewards), runner)
-        self._score = partial(self.rewards.score, form.tokenizer)
+        self.rewards = Rewards(load_rewards(config.reward, config.rewards), runner, form.tokenizer)
         agent = load_agent(config.agent, form, toolbox)
         self._at_once = plays_at_once(agent)
         self.environments = Environments(config.env, self.rewards, runner, self._at_once)
@@ -111,7 +109,7 @@ class AgentSetup:
     async def play(self, prompt: Prompt, policy: GenerationClient, tries: RetryLimits = ONCE) -> Played:
         """Play the group of `prompt`; see `run_group`."""
         envs = self.environments.of_group(prompt.group_size)
-        return await run_group(self.agent, envs, prompt, policy, self._make_client, tries, self._score)
+        return await run_group(self.agent, envs, prompt, policy, self._make_client, tries, self.rewards)
 
     async def play_with_greedy_baseline(self, prompt: Prompt, policy: GenerationClient, tries: RetryLimits) -> Played:
         """Play the group of `prompt` and a greedy episode at the same time.

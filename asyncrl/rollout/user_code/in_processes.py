@@ -10,8 +10,7 @@ from typing import Any
 from asyncrl.api import ChatClient, Environment, Outcome, Prompt, RewardFunction, scored
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
-from asyncrl.rollout.user_code.agents import Play, takes_tools
-from asyncrl.rollout.user_code.environments import Environments
+from asyncrl.rollout.user_code.episode_code import Environments, Play, takes_tools
 from asyncrl.rollout.user_code.hosted import UsersEnvironment
 from asyncrl.rollout.user_code_pool.agent_protocol import answer, outcome_of
 from asyncrl.rollout.user_code_pool.call_records import Activity

@@ -128,14 +128,18 @@ def _summed(given: Sequence[Added | None]) -> Added:
 
 
 class Rewards:
-    """The rewards of a run, each called in its thread, process or event loop; environments call it as their reward."""
+    """The rewards of a run, each called in its thread, process or event loop; environments call it as their reward.
 
-    def __init__(self, parts: Sequence[RewardPart], runner: UserCodeRunner) -> None:
+    Args:
+        tokenizer: decodes samples, for rewards of episodes and groups.
+    """
+
+    def __init__(self, parts: Sequence[RewardPart], runner: UserCodeRunner, tokenizer: Tokenizer) -> None:
         self._parts, self._by_source = tuple(parts), any(part.sources for part in parts)
         self._of_answers, self._of_episodes, self._of_groups = (
             tuple(part for part in parts if part.sees == scope) for scope in RewardScope
         )
-        self._runner = runner
+        self._runner, self._tokenizer = runner, tokenizer
         self.embedder: Embedder | None = None
         """Embeds the frames of a group's episodes before its rewards are called; None: frames are not embedded."""
 
@@ -209,9 +213,7 @@ class Rewards:
         """True if a reward compares the answers of a group."""
         return bool(self._of_groups)
 
-    async def score(
-        self, tokenizer: Tokenizer, prompt: Prompt, samples: Sequence[Sample], client: GroupClient
-    ) -> Sequence[Sample]:
+    async def score(self, prompt: Prompt, samples: Sequence[Sample], client: GroupClient) -> Sequence[Sample]:
         """Return the agent's samples with the rewards of episodes and groups; each sample of an episode is scored.
 
         If an episode's rewards fail, the episode is scored again, and is lost after its last attempt. If a group's
@@ -222,7 +224,7 @@ class Rewards:
         """
         if not samples or not (self._of_episodes or self._of_groups):
             return samples
-        seen = [episode_of(prompt, sample, tokenizer) for sample in samples]
+        seen = [episode_of(prompt, sample, self._tokenizer) for sample in samples]
         by_episode: defaultdict[int, list[int]] = defaultdict(list)
         for at, sample in enumerate(samples):
             by_episode[sample.episode].append(at)

@@ -63,8 +63,8 @@ from asyncrl.trainer.messages import (
 )
 from asyncrl.trainer.parallel.placement import WorkerGrid
 from asyncrl.trainer.parallel.world import World
+from asyncrl.trainer.rank.inbox import TrajectoryReceiver
 from asyncrl.trainer.rank.measures import MemoryShortage, StepMeasures
-from asyncrl.trainer.rank.receiver import TrajectoryReceiver
 from asyncrl.trainer.rank.training_rank import TrainingRank, Versions
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from asyncrl.data.curriculum import make_curriculum
 from asyncrl.data.prompt_queue import DataOrder
 from asyncrl.manager import messages as m
 from asyncrl.manager.client import ManagerGone
-from asyncrl.manager.rollouts.ledger import Ledger
+from asyncrl.manager.rollouts.rollout_state import Ledger
 from asyncrl.manager.rollouts.staleness_gate import LiveRollout
 from asyncrl.manager.service import ManagerService
 from asyncrl.master.graph import grpo

@@ -375,7 +375,7 @@ def check_that_none_is_lost(run: Run) -> None:
     assert sorted(gate.live) == sorted([*running, *waiting])
     assert gate.finished == len(waiting)
     at_the_ranks = [record for received in run.workers.received.values() for record in run.workers.held(received)]
-    to_be_reported = {drop.record.rollout_id for drop in [*run.loop.reports._drops, *buffer._drops]}
+    to_be_reported = {drop.record.rollout_id for drop in buffer.drops}
     assert {record.rollout_id for record in at_the_ranks} == waiting | to_be_reported
 
 

@@ -12,7 +12,7 @@ import pytest
 from asyncrl.config.setting import ChoiceConfig
 from asyncrl.data.prompt_queue import NextTry, UsedPrompts
 from asyncrl.manager import messages as m
-from asyncrl.master.data.collector import CountsError
+from asyncrl.master.data.sample_buffer import CountsError
 from asyncrl.master.peers import Stalled
 from tests.integration.master.fakes import (
     FakeWorkers,

@@ -17,8 +17,8 @@ from asyncrl.comm.waits import RunningClock
 from asyncrl.manager.client import ManagerGone
 from asyncrl.manager.messages import RunBegin, StatusReply
 from asyncrl.master import peers
-from asyncrl.master.data import collector
-from asyncrl.master.data.collector import CountsError
+from asyncrl.master.data import sample_buffer
+from asyncrl.master.data.sample_buffer import CountsError
 from asyncrl.master.peers import Stalled
 from asyncrl.master.step import ExecutionError
 from asyncrl.trainer.messages import (
@@ -229,7 +229,7 @@ async def test_without_the_manager_a_stopped_run_saves_its_last_step_and_the_nex
     tmp_path: Path, manager: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gate's part of the checkpoint is that of the step: nobody knows what happened at the gate since."""
-    monkeypatch.setattr(collector, "ANSWER_S", 0.05)
+    monkeypatch.setattr(sample_buffer, "ANSWER_S", 0.05)
     run = Run(tmp_path, make_config(total_train_steps=3))
     await run.deliver(range(6))
     async with running(run) as task:

@@ -12,8 +12,8 @@ import pytest
 
 from asyncrl.comm.request_reply import Failure, PeerGone, RemoteError
 from asyncrl.comm.typed import convert
-from asyncrl.master.data import collector
-from asyncrl.master.data.collector import CountsError
+from asyncrl.master.data import sample_buffer
+from asyncrl.master.data.sample_buffer import CountsError
 from asyncrl.runtime.process.worker import StateLost
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.runtime.trials.resume import newest_progress
@@ -140,7 +140,7 @@ async def test_a_run_that_is_stopped_before_its_gate_opens_has_nothing_to_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither at its beginning nor where it is resumed."""
-    monkeypatch.setattr(collector, "ANSWER_S", 0.05)
+    monkeypatch.setattr(sample_buffer, "ANSWER_S", 0.05)
     whole = Run(tmp_path, make_config(total_train_steps=1))
     await whole.deliver(range(4))
     await whole.loop.run()

@@ -117,7 +117,7 @@ async def test_without_guests_nothing_is_announced(tmp_path: Path) -> None:
 async def test_guests_rest_while_others_are_sooner_and_serve_when_nobody_else_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.master.data.batches.LOOK_S", 0.01)
+    monkeypatch.setattr("asyncrl.master.train_loop.LOOK_S", 0.01)
     config = make_config(total_train_steps=3)
     config.generation.guests, config.generation.servers = "1", 3
     run = Run(tmp_path, config)

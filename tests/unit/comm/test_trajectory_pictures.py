@@ -16,7 +16,8 @@ from asyncrl.api.trajectory import SharedPrompt
 from asyncrl.comm.trajectory_codec import CodecError, decode_each, decode_trajectories, encode_trajectories, prepare
 from asyncrl.trainer.batches.micro_batch_layout import distinct_tokens
 from asyncrl.trainer.batches.step_batch import build_step_batch
-from asyncrl.trainer.rank.inbox import InboxStore, bytes_of
+from asyncrl.trainer.rank.inbox import bytes_of
+from asyncrl.trainer.rank.inbox_store import InboxStore
 from tests.examples import examples
 from tests.trajectory_frames import taken_apart
 

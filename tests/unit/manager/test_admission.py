@@ -6,13 +6,14 @@ import asyncio
 
 import pytest
 
-from asyncrl.comm.ended_rollouts import Admitted, RecentIds, RolloutLine
+from asyncrl.comm.ended_rollouts import Admitted, RecentIds
 from asyncrl.data.curriculum import Curriculum
 from asyncrl.data.prompt_queue import DataOrder, UsedPrompts
 from asyncrl.manager import messages as m
 from asyncrl.manager.rollouts.pacing import DeadlinePacing
 from asyncrl.manager.rollouts.rollout_state import Admission, RolloutState
 from asyncrl.manager.router import ServerView
+from tests.recorded_lines import RecordedLines
 
 FAR = 1e6
 
@@ -22,7 +23,7 @@ class Manager:
 
     def __init__(self, batch: int = 2, first: m.RequestSize | None = None, begun: bool = True) -> None:
         self.now = 100.0
-        self.lines: list[RolloutLine] = []
+        self.lines = RecordedLines()
         self.rollouts = self.state(batch)
         self.server: ServerView | None = ServerView(0, "http://a", 7, routable=True)
         self.placed: list[tuple[m.RouteRequest, str]] = []
@@ -35,7 +36,7 @@ class Manager:
         for rollout, outcome in (ended or {}).items():
             known.put(rollout, outcome)
         order = DataOrder(1000, 0, shuffle=False)
-        return RolloutState(batch, 0, order, self.lines.append, version=version, ended=known)
+        return RolloutState(batch, 0, order, self.lines, version=version, ended=known)
 
     def place(self, request: m.RouteRequest, worker: str) -> ServerView | None:
         self.placed.append((request, worker))
@@ -157,7 +158,7 @@ async def test_ids_whose_rollouts_were_lost_are_gone_and_others_that_left_are_re
     if how == "lost":
         manager.rollouts.died("w0")
     elif how == "abandoned":
-        manager.rollouts.abandon()
+        manager.rollouts.end(0)
     else:
         manager.rollouts = manager.state(2, {"a": "worker_died"})
         manager.admission.begin(manager.rollouts)

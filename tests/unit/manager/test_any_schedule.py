@@ -2,7 +2,7 @@
 
 Gate, prompt queue, manager, its rebuilding, sample buffer and ledger are the real ones. Processes, messages and what
 outlives them (the last step, the inboxes, checkpoints) are played as `manager/client.py`, `rollout/loop.py`,
-`trainer/rank/receiver.py`, `master/train_loop.py` and `master/data/collector.py` have them.
+`trainer/rank/inbox.py`, `master/train_loop.py` and `master/data/sample_buffer.py` have them.
 
     messages   a call's reply is lost or late, a call arrives late, again, or after those that were made later; a
                trajectory reaches the trainer late, never, twice, or without its acknowledgement
@@ -59,11 +59,11 @@ from asyncrl.data.curriculum import Curriculum
 from asyncrl.data.prompt_queue import DataOrder, UsedPrompts
 from asyncrl.manager import messages as m
 from asyncrl.manager.client import HeldRollouts
-from asyncrl.manager.rollouts.ledger import Ledger, ledger_files
+from asyncrl.manager.rollouts.ledger_files import ledger_files
+from asyncrl.manager.rollouts.rollout_state import Ledger
 from asyncrl.manager.rollouts.staleness_gate import TRAINED
 from asyncrl.manager.service import ManagerService
-from asyncrl.master.data.collector import check_counts, received, trained_rollout
-from asyncrl.master.data.sample_buffer import Drop, SampleBuffer, TrainBatch
+from asyncrl.master.data.sample_buffer import SampleBuffer, TrainBatch, check_counts, received, trained_rollout
 from asyncrl.master.settings import OnStale
 from asyncrl.trainer.messages import RolloutRecord
 from asyncrl.verify.audit.ledger_files import read_ledger, surviving
@@ -213,7 +213,6 @@ class Trainer:
     """Its report to the manager, which it repeats until that answers."""
     begun: bool = False
     """The manager has answered it."""
-    drops: list[Drop] = field(default_factory=list)
     batch: TrainBatch | None = None
     """Of the step that is trained, until the gate has recorded it."""
     state: dict[str, Any] | None = None
@@ -782,17 +781,17 @@ class Schedule(RuleBasedStateMachine):
     def report_drops(self, lost: bool = False, dies: bool = False) -> None:
         """What expired takes up room at the gate."""
         self.collect()
-        if self.trainer.drops or self.trainer.buffer.has_drops:
+        if self.trainer.buffer.drops:
             self.consumed([], lost, dies)
 
     def consumed(self, trained: list[m.TrainedRollout], lost: bool, dies: bool) -> m.ConsumedReply | None:
         """Report, and have the ranks free what was dropped; None if the reply is `lost`, or the brain dies by then."""
         trainer = self.trainer
-        trainer.drops += trainer.buffer.pop_drops()
+        unreported = trainer.buffer.drops
         if self.on_stale == OnStale.wait and self.all_heard:
-            stale = [drop.record.rollout_id for drop in trainer.drops if drop.reason == DropReason.stale]
+            stale = [drop.record.rollout_id for drop in unreported if drop.reason == DropReason.stale]
             assert not any(name in self.service.gate.live for name in stale), "the step did not wait"
-        drops = [drop.message for drop in trainer.drops]
+        drops = [drop.message for drop in unreported]
         report = m.ConsumedReport(trainer.version, trained, drops, manager=self.service.number)
         reply = self.loop.run_until_complete(self.service.consumed(report))
         if reply.checkpoint is not None:  # the lines that lead to it are written
@@ -804,8 +803,8 @@ class Schedule(RuleBasedStateMachine):
         if lost:
             self.network.append(lambda service: service.consumed(report))
             return None
-        discarded, trainer.drops, trainer.counts = trainer.drops, [], reply.counts
-        self.free(drop.record for drop in discarded)
+        trainer.buffer.drops, trainer.counts = [], reply.counts
+        self.free(drop.record for drop in unreported)
         return reply
 
     @move(lost=BOTH, dies=RARELY, when=lambda self: not self.trainer.begun)

@@ -10,7 +10,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.comm.ended_rollouts import Dropped, RecentIds, RolloutLine
+from asyncrl.comm.ended_rollouts import Dropped, RecentIds
 from asyncrl.data.curriculum import Curriculum
 from asyncrl.data.prompt_queue import DataOrder, NextTry, UsedPrompts
 from asyncrl.manager import messages as m
@@ -18,6 +18,7 @@ from asyncrl.manager.rollouts.rollout_state import RolloutState
 from asyncrl.manager.rollouts.staleness_gate import TRAINED
 from asyncrl.manager.rollouts.workers import PendingReports
 from tests.examples import examples
+from tests.recorded_lines import RecordedLines
 
 ROWS = 5
 ORDER = DataOrder(ROWS, 3)
@@ -61,7 +62,7 @@ class Run:
 
     def __init__(self, batch: int, eta: int, chance: Random) -> None:
         self.batch, self.eta, self.chance = batch, eta, chance
-        self.lines: list[RolloutLine] = []
+        self.lines = RecordedLines()
         self.ended: dict[str, str] = {}
         self.state = self.made(0, m.GateCheckpoint(), {})
         self.workers = [Worker(0), Worker(1)]
@@ -79,7 +80,7 @@ class Run:
             self.batch,
             self.eta,
             ORDER,
-            self.lines.append,
+            self.lines,
             version=version,
             checkpoint=checkpoint,
             ended=known,
@@ -181,7 +182,7 @@ class Run:
     def keep(self) -> None:
         """Keep the state of now; the ranks forget the trajectories of its steps."""
         drops = {line.rollout: line.reason for line in self.lines if isinstance(line, Dropped)}
-        encoded = msgspec.json.encode(self.state.checkpoint(line=7))
+        encoded = msgspec.json.encode(self.state.checkpoint())
         checkpoint = msgspec.json.decode(encoded, type=m.GateCheckpoint)
         self.ended |= drops
         self.kept = Kept(self.version, checkpoint, dict(self.ended), len(self.steps))
@@ -364,15 +365,16 @@ def test_what_ended_before_the_checkpoint_does_not_enter_again_though_its_worker
 
 
 def test_a_checkpoint_has_the_present_dropped_counts_and_the_ledgers_line() -> None:
-    state = RolloutState(4, 0, ORDER, version=2, checkpoint=m.GateCheckpoint(dropped={"failed": 3, "stale": 0}))
+    before = m.GateCheckpoint(dropped={"failed": 3, "stale": 0})
+    state = RolloutState(4, 0, ORDER, RecordedLines(), version=2, checkpoint=before)
     assert state.gate.counts().submitted == 11
     state.gate.advance(2)
     turn = state.next_for("w0")
     assert turn is not None
     state.admit("a", "w0", turn)
     state.finish(m.FinishedRollout("a", False, "failed"))
-    checkpoint = state.checkpoint(line=17)
-    assert (checkpoint.dropped, checkpoint.line, checkpoint.prompts_used) == ({"failed": 4}, 17, 1)
+    checkpoint = state.checkpoint()
+    assert (checkpoint.dropped, checkpoint.line, checkpoint.prompts_used) == ({"failed": 4}, 2, 1)
     assert checkpoint.counts(8) == state.gate.counts()
     assert checkpoint.curriculum is None
     assert m.GateCheckpoint().prompts_used == 0

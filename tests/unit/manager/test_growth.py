@@ -23,13 +23,12 @@ from asyncrl.comm.push_pull import Outbox, Push
 from asyncrl.data.prompt_queue import DataOrder
 from asyncrl.manager import messages as m
 from asyncrl.manager import service
-from asyncrl.manager.rollouts import ledger, staleness_gate
-from asyncrl.manager.rollouts.ledger import Ledger
+from asyncrl.manager.rollouts import rollout_state, staleness_gate
 from asyncrl.manager.rollouts.pacing import DeadlinePacing
+from asyncrl.manager.rollouts.rollout_state import Ledger
 from asyncrl.manager.service import ManagerService
 from asyncrl.master.data import sample_buffer as buffers
-from asyncrl.master.data.collector import received, trained_rollout
-from asyncrl.master.data.sample_buffer import SampleBuffer
+from asyncrl.master.data.sample_buffer import SampleBuffer, received, trained_rollout
 from asyncrl.master.settings import OnStale
 from asyncrl.trainer.messages import RolloutRecord
 
@@ -185,7 +184,8 @@ class Run:
         await self.report([])
 
     async def report(self, trained: list[m.TrainedRollout]) -> None:
-        dropped = [drop.message for drop in self.buffer.pop_drops()]
+        dropped = [drop.message for drop in self.buffer.drops]
+        self.buffer.drops.clear()
         await self.service.consumed(m.ConsumedReport(self.version, trained, dropped))
         for index in (0, 1):
             self.service.router.update(index, f"http://{'ab'[index]}", self.version, routable=True)
@@ -195,7 +195,7 @@ class Run:
 def test_no_state_machine_of_the_control_plane_grows_with_the_rollouts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for room in (service, staleness_gate, buffers, ledger):
+    for room in (service, staleness_gate, buffers, rollout_state):
         monkeypatch.setattr(room, "ids_remembered", lambda *_: REMEMBERED)
     run = Run(tmp_path)
 

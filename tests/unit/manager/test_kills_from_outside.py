@@ -19,8 +19,7 @@ import pytest
 from asyncrl.data.prompt_queue import DataOrder
 from asyncrl.manager import messages as m
 from asyncrl.manager.service import ManagerService
-from asyncrl.master.data.collector import received, trained_rollout
-from asyncrl.master.data.sample_buffer import SampleBuffer
+from asyncrl.master.data.sample_buffer import SampleBuffer, received, trained_rollout
 from asyncrl.master.settings import OnStale
 from asyncrl.runtime.launcher import AfterDeath, RestartPolicy
 from asyncrl.runtime.settings import SystemConfig
@@ -161,7 +160,8 @@ class Cluster:
         self.after(STEP_S, done)
 
     def report(self, trained: list[m.TrainedRollout]) -> None:
-        dropped = [drop.message for drop in self.buffer.pop_drops()]
+        dropped = [drop.message for drop in self.buffer.drops]
+        self.buffer.drops.clear()
         self.runner.run(self.service.consumed(m.ConsumedReport(self.version, trained, dropped)))
 
     @property

@@ -31,9 +31,10 @@ from asyncrl.comm.ended_rollouts import (
 )
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.messages import GateCheckpoint, TrainedRollout
-from asyncrl.manager.rollouts import ledger as ledger_module
-from asyncrl.manager.rollouts.ledger import Ledger, lines_in
-from asyncrl.master.data.collector import trained_rollout
+from asyncrl.manager.rollouts import ledger_files as ledger_module
+from asyncrl.manager.rollouts.ledger_files import lines_in
+from asyncrl.manager.rollouts.rollout_state import Ledger
+from asyncrl.master.data.sample_buffer import trained_rollout
 from asyncrl.master.settings import OnStale
 from asyncrl.trainer.messages import RolloutRecord
 from asyncrl.verify.audit.ledger_files import Entry, read_ledger, surviving

@@ -18,7 +18,7 @@ from asyncrl.comm import files
 from asyncrl.comm.ended_rollouts import RolloutCounts, RunSettings
 from asyncrl.comm.waits import Backoff
 from asyncrl.manager.messages import GateCheckpoint, TrainedRollout
-from asyncrl.manager.rollouts.ledger import Ledger
+from asyncrl.manager.rollouts.rollout_state import Ledger
 
 STEPS = 4
 """Each of more than a page: so none fits into the last page of a file."""

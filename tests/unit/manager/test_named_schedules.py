@@ -17,8 +17,7 @@ from asyncrl.manager import messages as m
 from asyncrl.manager.rollouts.staleness_gate import WORKER_LOST, StalenessGate
 from asyncrl.manager.rollouts.workers import PendingReports
 from asyncrl.manager.service import ManagerService
-from asyncrl.master.data.collector import received, trained_rollout
-from asyncrl.master.data.sample_buffer import SampleBuffer
+from asyncrl.master.data.sample_buffer import SampleBuffer, received, trained_rollout
 from asyncrl.master.settings import OnStale
 from asyncrl.trainer.messages import RolloutRecord
 from asyncrl.verify.audit.ledger_files import read_ledger, surviving
@@ -339,7 +338,8 @@ class Manager:
         asyncio.run(self.service.consumed(m.ConsumedReport(version, [trained_rollout(record(rollout, 0))])))
 
     def report(self, buffer: SampleBuffer, version: int) -> None:
-        dropped = [drop.message for drop in buffer.pop_drops()]
+        dropped = [drop.message for drop in buffer.drops]
+        buffer.drops.clear()
         asyncio.run(self.service.consumed(m.ConsumedReport(version, [], dropped)))
 
 
@@ -406,7 +406,7 @@ def test_a_stale_attempt_that_is_received_again_does_not_cost_the_next_one() -> 
     second = SampleBuffer(1, 1, OnStale.drop)
     second.expire(2)
     second.add([record("r1", 0), record("r2", 2)])
-    assert [drop.record.rollout_id for drop in second.pop_drops()] == ["r1"]
+    assert [drop.record.rollout_id for drop in second.drops] == ["r1"]
     batch = second.take(2)
     assert batch is not None
     assert [each.rollout_id for each in batch.records] == ["r2"]

@@ -16,6 +16,7 @@ from asyncrl.manager import messages as m
 from asyncrl.manager.rollouts.rollout_state import NOBODY, RolloutState
 from asyncrl.manager.rollouts.workers import PendingReports
 from asyncrl.manager.service import ManagerService
+from tests.recorded_lines import RecordedLines
 
 WORKER, OTHER = "rollout_worker/0", "rollout_worker/1"
 ORDER = DataOrder(7, 0, shuffle=False)
@@ -60,9 +61,9 @@ def rebuilt(
     *reports: m.HeldReport, trainer: list[m.ReceivedRollout] | None = None, used: str = ""
 ) -> tuple[RolloutState, list[RolloutLine], Curriculum]:
     """A state of a checkpoint with a `used` prompt, its lines, and its curriculum."""
-    lines, curriculum = list[RolloutLine](), Curriculum(0.0, 1.0, 1)
+    lines, curriculum = RecordedLines(), Curriculum(0.0, 1.0, 1)
     checkpoint = m.GateCheckpoint(used=UsedPrompts([used] if used else []).to_json())
-    state = RolloutState(2, 1, ORDER, lines.append, lambda: 5.0, checkpoint=checkpoint, curriculum=curriculum)
+    state = RolloutState(2, 1, ORDER, lines, lambda: 5.0, checkpoint=checkpoint, curriculum=curriculum)
     state.rebuild(trainer or [], reports)
     return state, lines, curriculum
 

@@ -12,6 +12,7 @@ from asyncrl.data.curriculum import Curriculum, CurriculumFailed
 from asyncrl.data.prompt_queue import DataOrder, NextTry, UsedPrompts
 from asyncrl.manager import messages as m
 from asyncrl.manager.rollouts.rollout_state import NOBODY, RolloutState
+from tests.recorded_lines import RecordedLines
 
 
 class Measured(Curriculum):
@@ -42,13 +43,13 @@ class RecordedState(RolloutState):
         order = DataOrder(rows, 0, shuffle=False, epochs=epochs)
         done = UsedPrompts(order.ref(each).prompt_id for each in used)
         checkpoint = m.GateCheckpoint(used=done.to_json(), retries=list(retries))
-        self.recorded: list[RolloutLine] = []
+        self.recorded = RecordedLines()
         self.measurements = Measured()
         super().__init__(
             batch,
             eta,
             order,
-            self.recorded.append,
+            self.recorded,
             lambda: 4.99951,
             checkpoint=checkpoint,
             curriculum=self.measurements,
@@ -241,7 +242,7 @@ def test_what_left_the_count_is_not_received_again(ended: str) -> None:
     if ended == "rejected":
         rollouts.finish(m.FinishedRollout("a", False, "failed"))
     elif ended == "abandoned":
-        rollouts.abandon()
+        rollouts.end(0)
     else:
         assert rollouts.receive("a", 3)
         if ended == "trained":
@@ -369,6 +370,8 @@ def test_at_the_end_every_live_rollout_is_abandoned() -> None:
     rollouts = RecordedState()
     admit(rollouts, "a", "b")
     rollouts.receive("b", 1)
-    rollouts.abandon()
+    counts = rollouts.end(7)
     assert since(rollouts, 3) == [Abandoned("a", 5.0), Abandoned("b", 5.0)]
-    assert rollouts.gate.counts().abandoned == 2
+    assert counts.abandoned == 2
+    assert rollouts.end(7) == counts
+    assert rollouts.recorded.ends == [(7, counts)], "the run ends once"

@@ -13,8 +13,7 @@ from msgspec import structs
 from asyncrl.comm.request_reply import Done, RequestTimeout
 from asyncrl.comm.waits import BURST_S, CALL_S, GATHER_S, HOLD_S
 from asyncrl.manager.messages import ReceivedRollout
-from asyncrl.master.data.collector import Collector
-from asyncrl.master.data.sample_buffer import SampleBuffer
+from asyncrl.master.data.sample_buffer import Collector, SampleBuffer
 from asyncrl.trainer.messages import Discard, PollBuffer, PolledBuffer, RolloutRecord
 
 

@@ -16,9 +16,8 @@ from asyncrl.comm.waits import Backoff
 from asyncrl.data.prompt_queue import UsedPrompts
 from asyncrl.manager import messages as m
 from asyncrl.manager.client import ManagerClient, ManagerGone
-from asyncrl.master.data import collector as module
-from asyncrl.master.data.collector import CountsError, Reports, received, trained_rollout
-from asyncrl.master.data.sample_buffer import SampleBuffer, TrainBatch
+from asyncrl.master.data import sample_buffer as module
+from asyncrl.master.data.sample_buffer import CountsError, Reports, SampleBuffer, TrainBatch, received, trained_rollout
 from asyncrl.master.settings import OnStale
 from asyncrl.trainer.messages import RolloutRecord
 from tests.statuses import status_reply

@@ -49,7 +49,7 @@ def test_the_example_of_the_order() -> None:
     buffer = SampleBuffer(2, 2, "drop")
     buffer.add([record(0, 3), record(1, 2), record(2, 0), record(3, 3)])
     assert ids(buffer, 3) == ["r0", "r1"]
-    assert [drop.message for drop in buffer.pop_drops()] == [DroppedRollout("r2", "stale")]
+    assert [drop.message for drop in buffer.drops] == [DroppedRollout("r2", "stale")]
     assert len(buffer) == 1
 
 
@@ -68,13 +68,10 @@ def test_help_and_documentation_name_this_order() -> None:
 def test_a_short_batch_takes_nothing_but_drops_what_expired() -> None:
     buffer = SampleBuffer(3, 0, "drop")
     buffer.add([record(0, 0), record(1, 1), record(2, 1)])
-    assert not buffer.has_drops
+    assert not buffer.drops
     assert buffer.take(1) is None
     assert len(buffer) == 2
-    assert buffer.has_drops
-    assert len(buffer.pop_drops()) == 1
-    assert not buffer.has_drops
-    assert buffer.pop_drops() == []
+    assert len(buffer.drops) == 1
 
 
 def test_the_prompt_of_a_stale_rollout_may_come_again() -> None:
@@ -114,7 +111,7 @@ def test_a_second_copy_is_freed_where_it_lies_and_a_repeat_is_nothing() -> None:
     buffer.mark_trained(batch)
     assert [copy.head for copy in buffer.add([record(0, worker=1), record(0, worker=0)])] == [1, 0]
     assert (buffer.received, buffer.trained, len(buffer)) == (1, 1, 0)
-    assert buffer.pop_drops() == []
+    assert not buffer.drops
 
 
 def test_a_step_that_is_taken_keeps_its_records_until_it_is_trained_and_trains_them_once() -> None:
@@ -195,8 +192,9 @@ def test_what_expires_is_what_a_look_at_every_record_finds(policy: str, data: st
         known[new.rollout_id] = new
         version += data.draw(st.integers(0, 1))
         buffer.expire(version)
-        for drop in buffer.pop_drops():
+        for drop in buffer.drops:
             del known[drop.record.rollout_id]
+        buffer.drops.clear()
         decisive = {
             name: each.newest_version if policy == "mask" else each.oldest_version for name, each in known.items()
         }
@@ -264,7 +262,8 @@ class TestRandomHistories:
 
             @rule()
             def report(self) -> None:
-                self.told += [drop.record.rollout_id for drop in self.buffer.pop_drops()]
+                self.told += [drop.record.rollout_id for drop in self.buffer.drops]
+                self.buffer.drops.clear()
 
             @invariant()
             def balanced(self) -> None:

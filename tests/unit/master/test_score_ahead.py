@@ -8,8 +8,8 @@ import pytest
 
 from asyncrl.comm.request_reply import Done
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.master.data.batches import AheadScorer, frozen_calls
 from asyncrl.master.data.sample_buffer import SampleBuffer, TrainBatch
+from asyncrl.master.data.while_waiting import AheadScorer, frozen_calls
 from asyncrl.master.graph import Call, Graph, grpo, ppo
 from asyncrl.master.peers import RankClients
 from asyncrl.trainer.messages import RolloutRecord, ScoreAhead

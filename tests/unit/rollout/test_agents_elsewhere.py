@@ -13,7 +13,7 @@ import pytest
 from asyncrl.api import Agent, Environment, GenerationRequest, GenerationResult, Prompt, SamplingParams
 from asyncrl.rollout.episode import run_group
 from asyncrl.rollout.settings import UserCodeConfig
-from asyncrl.rollout.user_code.agents import adapted_agent
+from asyncrl.rollout.user_code.episode_code import adapted_agent
 from asyncrl.rollout.user_code.hosted import HostedEnvironment
 from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
 

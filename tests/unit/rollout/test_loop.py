@@ -48,7 +48,7 @@ from asyncrl.manager.messages import (
 )
 from asyncrl.manager.service import ManagerService
 from asyncrl.rollout.episode import RetryLimits, run_group
-from asyncrl.rollout.loop import MAX_ATTEMPTS, MAX_FAILURES_IN_A_ROW, RolloutLoop
+from asyncrl.rollout.loop import MAX_ATTEMPTS, MAX_FAILURES_IN_A_ROW, GroupRules, RolloutLoop
 from asyncrl.rollout.rollout_client import RolloutClient
 from asyncrl.rollout.settings import RolloutConfig, SamplingConfig
 from asyncrl.rollout.user_code.components import UserComponents
@@ -185,7 +185,7 @@ async def run(
     manager, client = cast(ManagerClient, gate), cast(RolloutClient, SimpleNamespace(generate=generate))
     config = config or RolloutConfig(max_concurrent=8)
     parts = cast(UserComponents, components), manager, client, push, config
-    loop = RolloutLoop(*parts, right_at=right_at, least_episodes=least_episodes)
+    loop = RolloutLoop(*parts, GroupRules.of(config, right_at=right_at), least_episodes)
     working = asyncio.create_task(loop.run())
     done = asyncio.create_task(gate.done.wait())
     try:
@@ -324,7 +324,7 @@ async def roll_out_until(enough: Callable[[], bool], gate: ServiceGate, flat: Ca
 
     config = RolloutConfig(max_concurrent=8, filters=[ChoiceConfig("zero_variance", {"return_prompt": True})])
     components, manager = cast(UserComponents, FakeComponents(agent, train_prompt)), cast(ManagerClient, gate)
-    loop = RolloutLoop(components, manager, cast(RolloutClient, None), gate.push, config)
+    loop = RolloutLoop(components, manager, cast(RolloutClient, None), gate.push, config, GroupRules.of(config))
     working = asyncio.create_task(loop.run())
     try:
         async with asyncio.timeout(LIMIT_S):
@@ -803,7 +803,10 @@ async def test_two_workers_play_the_data_order_between_them() -> None:
     async def push(trajectory: Trajectory) -> None:
         raise AssertionError("all groups are without variance")
 
-    loops = [RolloutLoop(components, cast(ManagerClient, gate), client, push, config) for gate in gates]
+    loops = [
+        RolloutLoop(components, cast(ManagerClient, gate), client, push, config, GroupRules.of(config))
+        for gate in gates
+    ]
     working = [asyncio.create_task(loop.run()) for loop in loops]
     try:
         async with asyncio.timeout(LIMIT_S):

@@ -22,7 +22,7 @@ from asyncrl.config.setting import ChoiceConfig, ConfigError
 from asyncrl.data.settings import SourceConfig
 from asyncrl.launch.before_start.models import with_model
 from asyncrl.manager.settings import PolicyConfig
-from asyncrl.master.data.batches import frozen_calls
+from asyncrl.master.data.while_waiting import frozen_calls
 from asyncrl.master.graph import load_graph
 from asyncrl.models.ranks import Ranks
 from asyncrl.rollout.user_code.components import scored_by_teachers, with_source_number

@@ -26,11 +26,9 @@ from asyncrl.manager.messages import (
     HeldRollout,
     ReceivedRollout,
 )
-from asyncrl.manager.rollouts.ledger import Ledger
-from asyncrl.manager.rollouts.rollout_state import RolloutState
+from asyncrl.manager.rollouts.rollout_state import Ledger, RolloutState
 from asyncrl.manager.rollouts.staleness_gate import LiveRollout
-from asyncrl.master.data.collector import trained_rollout
-from asyncrl.master.data.sample_buffer import TrainBatch
+from asyncrl.master.data.sample_buffer import TrainBatch, trained_rollout
 from asyncrl.master.metrics_log import batch_statistics
 from asyncrl.observe.samples import forget_after, rows_of, write_samples
 from asyncrl.trainer.messages import RolloutRecord
@@ -80,7 +78,7 @@ class Launch:
             BATCH,
             ETA,
             DataOrder(ROWS, SEED),
-            self.ledger.add,
+            self.ledger,
             lambda: self.now,
             version=state.version,
             checkpoint=state.gate,
@@ -153,7 +151,6 @@ class Launch:
         self.rollouts.train(self.version, trained)
         self.gate.advance(self.version)
         books = self.gate.counts()
-        self.ledger.step(self.version, trained, books)
         write_counts(self.folder, self.version, books)
         failed = books.dropped.get("invalid_prompt", 0) - self.rows_dropped.get("invalid_prompt", 0)
         self.rows_dropped = dict(books.dropped)
@@ -172,7 +169,7 @@ class Launch:
                 file.write(json.dumps({"step": self.version} | row | measured) + "\n")
         else:
             self.rows.append({"step": self.version, "row": row})
-        self.kept = State(self.version, self.rollouts.checkpoint(self.ledger.lines), tuple(self.evaluations))
+        self.kept = State(self.version, self.rollouts.checkpoint(), tuple(self.evaluations))
 
     def save(self) -> State:
         """Write a checkpoint of the last step; return its state."""
@@ -207,9 +204,7 @@ class Launch:
     def end(self, total_steps: int = 0) -> None:
         if self.saved != self.version:
             self.save()
-        self.rollouts.abandon()
-        books = self.gate.counts()
-        self.ledger.end(self.version, books)
+        books = self.rollouts.end(self.version)
         self.ledger.close()
         newest: dict[str, Any] = {}
         if self.evaluations:

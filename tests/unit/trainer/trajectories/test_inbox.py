@@ -12,7 +12,8 @@ import pytest
 
 from asyncrl.api.trajectory import SharedPrompt, Trajectory
 from asyncrl.comm.trajectory_codec import decode_trajectories, encode_trajectories
-from asyncrl.trainer.rank.inbox import Inbox, InboxFull, InboxStore, bytes_of, record_of
+from asyncrl.trainer.rank.inbox import Inbox, InboxFull, bytes_of, record_of
+from asyncrl.trainer.rank.inbox_store import InboxStore
 
 MakeTrajectories = Callable[..., list[Trajectory]]
 

@@ -14,7 +14,7 @@ import pytest
 from asyncrl.api.trajectory import Trajectory
 from asyncrl.comm import files
 from asyncrl.comm.trajectory_codec import encode_trajectories
-from asyncrl.trainer.rank.inbox import InboxStore, StoredTrajectoryDamaged
+from asyncrl.trainer.rank.inbox_store import InboxStore, StoredTrajectoryDamaged
 from tests.refusing_disk import refusing
 
 MakeTrajectories = Callable[..., list[Trajectory]]

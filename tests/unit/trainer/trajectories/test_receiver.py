@@ -19,8 +19,8 @@ from asyncrl.comm.sockets import Frame
 from asyncrl.comm.trajectory_codec import encode_trajectories
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import PollBuffer
-from asyncrl.trainer.rank.inbox import InboxFull, InboxStore, StoredTrajectoryDamaged, bytes_of
-from asyncrl.trainer.rank.receiver import TrajectoryReceiver
+from asyncrl.trainer.rank.inbox import InboxFull, TrajectoryReceiver, bytes_of
+from asyncrl.trainer.rank.inbox_store import InboxStore, StoredTrajectoryDamaged
 from asyncrl.trainer.settings import TrainerConfig
 
 MakeTrajectories = Callable[..., list[Trajectory]]
@@ -145,7 +145,7 @@ def test_what_finds_no_room_is_not_kept(
     make_trajectories: MakeTrajectories,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("asyncrl.trainer.rank.receiver._ROOM_S", 0.0)
+    monkeypatch.setattr("asyncrl.trainer.rank.inbox._ROOM_S", 0.0)
     made = intake(memory_checkpoint, tmp_path, capacity=1)
     first, second = make_trajectories(groups=2)
     made.receive(first)

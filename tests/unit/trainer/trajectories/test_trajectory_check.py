@@ -16,7 +16,7 @@ from asyncrl.comm.push_pull import InvalidTrajectory
 from asyncrl.comm.trajectory_codec import decode_trajectories, encode_trajectories
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.models.model_config import RoutingShape
-from asyncrl.trainer.rank.receiver import TrajectoryCheck
+from asyncrl.trainer.rank.inbox import TrajectoryCheck
 
 VOCABULARY, NEWEST = 17, 3
 

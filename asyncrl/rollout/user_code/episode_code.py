@@ -1,21 +1,26 @@
-"""The agent of a run, and its place. Built-in agents do not block and run on the worker's event loop; for others see
-`hosted` and `in_processes`.
+"""The code that plays a run's episodes: its agent and its environments, and where they run.
+
+- Built-in ones do not block and run on the worker's event loop, unchanged.
+- Plain methods of the user's run in threads, and others on the users' event loop (`hosted`).
+- What may hang, crash or need too much memory has a process for its episode (`in_processes`).
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.api import Agent, ChatClient, Environment, Outcome, Prompt, RunIn
+from asyncrl.api import Agent, ChatClient, Environment, Outcome, Prompt, RewardFunction, RunIn
 from asyncrl.api.agent import agent_of, taken_by
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError, PluginConfig
 from asyncrl.data.prompt_format import PromptFormat
-from asyncrl.plugins.settings import AgentConfig
-from asyncrl.rollout.user_code_pool.runner import UserCodeRunner, built, is_async, is_built_in, loaded, place_of
+from asyncrl.plugins.settings import GYMNASIUM, GYMNASIUM_ENV, AgentConfig, EnvConfig
+from asyncrl.rollout.user_code_pool.call_records import Activity
+from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner, built, is_async, is_built_in, loaded, place_of
 
 if TYPE_CHECKING:
     from asyncrl.plugins.tools.toolbox import Toolbox
@@ -101,3 +106,62 @@ def adapted_agent(agent: Agent, runner: UserCodeRunner, in_process: Play | None 
         form = form if plain else "roll_out"
     adapted: Agent = type(name, (Agent,), {form: staticmethod(played)})()  # messages show the name of the agent's class
     return adapted
+
+
+class Environments:
+    """Environments by group.
+
+    Args:
+        config: the settings `env`.
+        reward: passed to environments with this parameter.
+        at_once: True if the agent plays a whole group at once.
+
+    Raises:
+        ConfigError: `env` does not name an environment, or one that cannot run where `run_in` says.
+    """
+
+    def __init__(self, config: EnvConfig, reward: RewardFunction, runner: UserCodeRunner, at_once: bool) -> None:
+        self._config, self._reward, self._runner, self._at_once = config, reward, runner, at_once
+        self._env: PluginConfig = config
+        if config.path.startswith(GYMNASIUM):  # the id of a registered environment
+            self._env = PluginConfig(GYMNASIUM_ENV, {"id": config.path.removeprefix(GYMNASIUM), **config.args})
+        found = loaded("env", self._env)
+        step = getattr(found, "step", found)
+        self._off_the_loop = not is_built_in(found) or not is_async(step)
+        self.place = place_of("env", config, found, step)
+
+    def check_group(self, agent: str, group_size: int) -> None:
+        """Check that a group of this size can have its environments.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+
+    def of_group(self, size: int) -> Callable[[], Environment]:
+        """Return a function that makes the environments of one group of `size` episodes, one per call, retries
+        included.
+        """
+        config = self._config
+        if not config.vectorized:
+            return self.one
+        from asyncrl.plugins.envs.gymnasium_vector import VectorGames  # gymnasium is an extra
+
+        code = Code(f"env {config.path}.step", Activity.env, config.timeout_s, RunIn.thread)
+        call = partial(self._runner.call, code)
+
+        def games(size: int) -> VectorGames:
+            return VectorGames(call, size, **self._env.args)
+
+        together, made = games(size), itertools.count()
+        return lambda: (together if next(made) < size else games(1)).member()  # a retried episode plays alone
+
+    def one(self) -> Environment:
+        """Make an environment for one episode. If its methods block, it is constructed on first use, where it runs."""
+        config = self._config
+        make = partial(built, "env", self._env, Environment, reward=self._reward)
+        if self._off_the_loop:
+            from asyncrl.rollout.user_code.hosted import HostedEnvironment
+
+            return HostedEnvironment(make, f"env {config.path}", config.timeout_s, self._runner)
+        made: Environment = make()
+        return made

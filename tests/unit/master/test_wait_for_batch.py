@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.master.data import batches as module
-from asyncrl.master.data.batches import HOLD_S, Batches
-from asyncrl.master.data.sample_buffer import SampleBuffer, TrainBatch
+from asyncrl.master import train_loop as module
+from asyncrl.master.data.sample_buffer import SampleBuffer
 from asyncrl.master.data.stall import PromptsUsedUp
 from asyncrl.master.settings import OnStale
+from asyncrl.master.train_loop import HOLD_S, Peers, TrainLoop
 from asyncrl.trainer.messages import RolloutRecord
 
 LIMIT_S = 120.0
@@ -47,14 +47,15 @@ class World:
         self.counted: list[tuple[int, float]] = []
         self.waits = 0
         self.ranked, self.told = dict[str, float](), list[str]()
-        self.batches = Batches(config, self.buffer, *[self] * 7)  # type: ignore[arg-type]
+        self.loop = Waits(config, self)
 
     async def next(self, version: int = 3) -> list[str]:
         async with asyncio.timeout(LIMIT_S):
-            return [each.rollout_id for each in (await self.batches.next(version)).records]
+            return [each.rollout_id for each in (await self.loop.next_batch(version)).records]
 
     async def dropped(self, version: int) -> None:
-        self.asked.append(("report", version, [drop.record.rollout_id for drop in self.buffer.pop_drops()]))
+        self.asked.append(("report", version, [drop.record.rollout_id for drop in self.buffer.drops]))
+        self.buffer.drops.clear()
 
     async def changed(self, missing: int) -> None:
         self.asked.append(("changed", missing))
@@ -106,11 +107,14 @@ class World:
     async def trained(self, records: list[RolloutRecord], version: int) -> None:
         self.told += [f"{each.rollout_id} at {version}" for each in records]
 
-    def metrics(self) -> dict[str, float]:
-        return {"order": 1.0}
 
-    def pop_metrics(self, batch: TrainBatch) -> dict[str, float]:
-        return {"ahead": float(len(batch.records))}
+class Waits(TrainLoop):
+    """The wait of a step for its batch, in a loop whose parts are those of a `World`."""
+
+    def __init__(self, config: ExperimentConfig, world: Any) -> None:
+        self.config, self.buffer = config, world.buffer
+        self.collector = self.reports = self.stall = self.turns = self.order = self.scorer = world
+        self.peers = Peers((), cast(Any, None), world, (), cast(Any, None))
 
 
 async def test_a_batch_that_is_there_is_taken_at_once() -> None:
@@ -221,10 +225,3 @@ async def test_the_users_order_chooses_the_batch_and_hears_what_is_trained() -> 
     world.ranked = {"r0": 2.0, "r1": 1.0, "r2": 0.0}
     assert await world.next() == ["r1", "r2"]
     assert world.told == ["r1 at 3", "r2 at 3"]
-
-
-async def test_the_metrics_are_the_orders_and_the_scorers() -> None:
-    world = World()
-    world.buffer.add([record(0), record(1)])
-    batch = await world.batches.next(3)
-    assert world.batches.pop_metrics(batch) == {"order": 1.0, "ahead": 2.0}
