@@ -174,7 +174,7 @@ class Backend:
     Attributes:
         label: name in messages.
         host: import path of a function (worker, *, scratch, guest) that returns the `EngineHost` of a GenerationServer
-            that starts its engine; `child_host.ChildHost` is all of it for a program but its command.
+            that starts its engine; `program_host.ChildHost` is all of it for a program but its command.
         checks: module of `check(config)` and `warnings(config)` for settings that concern this engine alone.
         server_check: import path of a function (url, config, security) that checks a server before it gets requests;
             empty: the engine itself refuses what it cannot do.

@@ -284,7 +284,7 @@ PROCESS_KINDS = {
         restart=Restart.alone,
     ),
     POLICY_SERVER: ProcessKind(
-        "asyncrl.inference.policy_server:PolicyServer",
+        "asyncrl.inference.process:PolicyServer",
         lambda config: 0 if config.samples.replay else len(config.policy_of_server),
         _policy_server,
         runs=_TRAIN | _EVALUATE,
