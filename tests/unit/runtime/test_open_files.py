@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
-from asyncrl.runtime.process.open_files import check_files, needs
+from asyncrl.runtime.checks import check_files, needs
 
 
 def config_of(workers: int) -> ExperimentConfig:
