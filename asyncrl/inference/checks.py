@@ -13,7 +13,7 @@ from asyncrl.config.memory import context_length, needed_context, single_answer
 from asyncrl.config.setting import Device
 from asyncrl.inference.settings import BACKENDS, GenerationConfig, ProgramConfig, guests_of
 from asyncrl.models.model_config import read_model_config
-from asyncrl.runtime.plan import WorkerPlan, plan_workers
+from asyncrl.runtime.plan import WorkerPlan, plan_if_valid
 from asyncrl.runtime.process.hardware import LOOPBACK, count_gpus
 from asyncrl.runtime.settings import SystemConfig
 
@@ -58,14 +58,8 @@ def warnings(config: ExperimentConfig) -> Iterator[str]:
 
 
 def has_servers_on_gpus(config: ExperimentConfig) -> bool:
-    """True if the plan puts a server on a GPU; False too if there is none: no layout, or no graph, of which the
-    trainer's checks and the launcher tell.
-    """
-    try:
-        plans = plan_workers(config)
-    except ValueError:
-        return False
-    return any(plan.kind == GENERATION_SERVER and plan.resources.gpus for plan in plans)
+    """True if the plan puts a server on a GPU."""
+    return any(plan.kind == GENERATION_SERVER and plan.resources.gpus for plan in plan_if_valid(config))
 
 
 def _quantised(config: ExperimentConfig) -> Iterator[str]:
@@ -119,10 +113,7 @@ def gpu_problems(config: ExperimentConfig) -> Iterator[str]:
         ranks = f"a server takes {wanted}, and " if wanted > shape.tensor else ""
         yield f"{shape.settings}: {ranks}this machine has {gpus} GPUs; use {gpus} or less"
         return
-    try:
-        plans = plan_workers(config)
-    except ValueError:  # no layout, or no graph
-        return  # reported by the trainer's checks and by the launcher
+    plans = plan_if_valid(config)
     servers = [plan for plan in plans if plan.kind == GENERATION_SERVER]
     least = min((len(plan.resources.gpus) for plan in servers if plan.resources.gpus), default=wanted)
     if least < wanted:

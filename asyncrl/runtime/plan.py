@@ -445,6 +445,14 @@ def plan_workers(
     return plans
 
 
+def plan_if_valid(config: ExperimentConfig) -> list[WorkerPlan]:
+    """As `plan_workers`; empty without a layout or a graph, which the trainer's checks and the launcher report."""
+    try:
+        return plan_workers(config)
+    except ValueError:
+        return []
+
+
 def _hosts_of(config: ExperimentConfig, kind: str) -> list[HostConfig]:
     """Return the hosts that run `kind`: those that name it, or the launcher's own if none does."""
     if kind == STAGING_SERVER:
