@@ -17,8 +17,8 @@ CHECKS = {
     "algorithm.teachers": "asyncrl.trainer.teacher_checks",
     "generation.guests": "asyncrl.colocated.checks",
 }
-"""By the setting that asks for it: a module whose `check` yields messages on settings, and its `code_problems`, if it has
-them, on user code.
+"""By the setting that asks for it: a module whose `check` yields messages on settings; its `code_problems`, if it has
+them, yield those on user code.
 """
 
 
