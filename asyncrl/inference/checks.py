@@ -17,7 +17,7 @@ from asyncrl.runtime.plan import WorkerPlan, plan_if_valid
 from asyncrl.runtime.process.hardware import LOOPBACK, count_gpus
 from asyncrl.runtime.settings import SystemConfig
 
-OF_STARTED = ("python", "args", "env", "tensor_parallel")
+OF_STARTED = ("args", "env", "tensor_parallel")
 """Settings of a program that only servers which the run starts have."""
 
 
