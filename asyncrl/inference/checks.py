@@ -5,6 +5,7 @@ from __future__ import annotations
 import pkgutil
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import Any
 from urllib.parse import urlsplit
 
 from asyncrl.comm.names import GENERATION_SERVER, MODEL_WORKER
@@ -16,9 +17,6 @@ from asyncrl.models.model_config import read_model_config
 from asyncrl.runtime.plan import WorkerPlan, plan_if_valid
 from asyncrl.runtime.process.hardware import LOOPBACK, count_gpus
 from asyncrl.runtime.settings import SystemConfig
-
-OF_STARTED = ("args", "env", "tensor_parallel")
-"""Settings of a program that only servers which the run starts have."""
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:
@@ -161,17 +159,18 @@ def _adopted(config: ExperimentConfig, program: ProgramConfig) -> Iterator[str]:
     servers = [url.rstrip("/") for url in program.urls]
     for url in sorted({url for url in servers if servers.count(url) > 1}):
         yield f"{named('urls')}={url!r}: given {servers.count(url)} times; name each server once"
-    default = type(program)()
-    unheard = {
-        named(name): getattr(program, name) for name in OF_STARTED if getattr(program, name) != getattr(default, name)
+    unheard: dict[str, Any] = {
+        "generation.max_running_requests": generation.max_running_requests,
+        named("args"): program.args,
+        named("env"): program.env,
+        named("tensor_parallel"): program.tensor_parallel if program.tensor_parallel > 1 else None,
     }
-    if generation.max_running_requests:
-        unheard["generation.max_running_requests"] = generation.max_running_requests
     for name, value in unheard.items():
-        yield (
-            f"{name}={value!r}: a server in {named('urls')} has what it was started with; give it to the server, and "
-            "leave it out here"
-        )
+        if value:
+            yield (
+                f"{name}={value!r}: a server in {named('urls')} has what it was started with; give it to the server, "
+                "and leave it out here"
+            )
 
 
 def _unused_urls(generation: GenerationConfig) -> Iterator[str]:

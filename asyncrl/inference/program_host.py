@@ -15,7 +15,7 @@ A server may be several processes; SGLang is the HTTP server that we start, a de
 run below a reaper (`asyncrl.runtime.reaper`), our child, that ends all of them when its standard input, a pipe from
 here, is closed: by `stop`, or by the kernel when this process dies. Any of the processes may die by itself. The event
 loop is notified of each: of the HTTP server's end by the reaper's exit, of the others' by pidfds, which become readable
-when their process ends. Nothing polls.
+when their process ends; nothing polls for it.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import pkgutil
-import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +19,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.runtime.backends import backend_class
 from asyncrl.runtime.plan import PROCESS_KINDS
-from asyncrl.runtime.process.hardware import LOOPBACK, OTHER_FILES, interface_of
+from asyncrl.runtime.process.hardware import LOOPBACK, OTHER_FILES, interface_of, most_open_files
 from asyncrl.runtime.settings import ETCD_CHECK, HOSTS_CHECK, LOCAL, etcd_access
 
 _PER_CHILD = 4
@@ -111,15 +110,15 @@ def check_files(config: ExperimentConfig) -> list[str]:
     Raises:
         ConfigError: one needs more.
     """
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    short = [need for need in needs(config) if hard != resource.RLIM_INFINITY and need.files > hard]
+    hard = most_open_files()
+    short = [need for need in needs(config) if need.files > hard]
     for need in short:
         if need.certain:
             raise ConfigError(f"{_described(need, hard)}: {need.process} could not start")
     return [f"{_described(need, hard)}: at its busiest {need.process} may run out" for need in short]
 
 
-def _described(need: FileNeed, hard: int) -> str:
+def _described(need: FileNeed, hard: float) -> str:
     return (
         f"{need.process} needs up to {need.files} open files ({need.why}) and the hard limit is {hard} (ulimit -Hn "
         f"{need.files} raises it, in the shell or the service that starts the run)"

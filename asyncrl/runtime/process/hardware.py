@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import math
 import os
 import resource
 import socket
@@ -184,6 +185,12 @@ def allow_all_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+def most_open_files() -> float:
+    """Return this process's hard limit of open files; infinite without one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return math.inf if hard == resource.RLIM_INFINITY else hard
+
+
 def allow_connections(connections: int, to_whom: str) -> None:
     """Let this process open as many files as its hard limit allows, and check that it allows this many connections.
 
@@ -191,7 +198,7 @@ def allow_connections(connections: int, to_whom: str) -> None:
         OSError: the hard limit is too low; the message names the other ends of the connections, `to_whom`.
     """
     allow_all_files()
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    hard = most_open_files()
     if hard < (wanted := connections + OTHER_FILES):
         raise OSError(
             errno.EMFILE,

@@ -174,7 +174,7 @@ def test_settings_that_an_adopted_server_would_never_hear_of_are_refused(machine
     config = config_of("sglang")
     config.generation.sglang.urls, config.generation.max_running_requests = ["https://a:1"], 64
     config.generation.sglang.args, config.generation.sglang.tensor_parallel = {"mem_fraction_static": 0.3}, 2
-    args, ranks, limit = check(config)
+    limit, args, ranks = check(config)
     assert limit == (
         "generation.max_running_requests=64: a server in generation.sglang.urls has what it was started with; give it "
         "to the server, and leave it out here"
