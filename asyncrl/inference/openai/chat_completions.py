@@ -199,17 +199,42 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool = False
 
 
-class Body(msgspec.Struct):
-    """The parameters that are used; the second block is vLLM's and SGLang's."""
+class Sampling(msgspec.Struct):
+    """The sampling parameters that are used; the second block is vLLM's and SGLang's."""
 
-    messages: list[Json]
-    model: str
     max_tokens: int | None = None
-    max_completion_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     n: int = 1
     stop: str | list[str] | None = None
+
+    top_k: int | None = None
+    min_p: float | None = None
+    stop_token_ids: list[int] | None = None
+
+    def checked(self, most: int | None) -> Json:
+        """Return the parameters by the names of `SamplingParams`, with `most` as the longest answer.
+
+        Raises:
+            ApiError: a value with which sampling is impossible.
+        """
+        return sampling_of(
+            max_new_tokens=most,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            stop=self.stop,
+            stop_token_ids=None if self.stop_token_ids is None else tuple(self.stop_token_ids),
+        )
+
+
+class Body(Sampling, kw_only=True):
+    """The parameters that are used; the second block is vLLM's and SGLang's."""
+
+    messages: list[Json]
+    model: str
+    max_completion_tokens: int | None = None
     stream: bool = False
     stream_options: StreamOptions = msgspec.field(default_factory=StreamOptions)
     tools: list[Json] = msgspec.field(default_factory=list)
@@ -217,9 +242,6 @@ class Body(msgspec.Struct):
     logprobs: bool = False
     response_format: Json = msgspec.field(default_factory=dict)
 
-    top_k: int | None = None
-    min_p: float | None = None
-    stop_token_ids: list[int] | None = None
     return_token_ids: bool = False
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -339,15 +361,7 @@ def call_of(body: Body) -> ApiCall:
         )
     answer_format("response_format", body.response_format)
     most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    sampling = sampling_of(
-        max_new_tokens=most,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        min_p=body.min_p,
-        stop=body.stop,
-        stop_token_ids=None if body.stop_token_ids is None else tuple(body.stop_token_ids),
-    )
+    sampling = body.checked(most)
     asked = body.model, messages_of(body.messages), tools, str(body.tool_choice), sampling
     return ApiCall(*asked, body.n, body.stream, body.continue_final_message, body)
 
@@ -398,19 +412,6 @@ class Generate(msgspec.Struct):
 
     token_ids: list[int]
     sampling_params: Json = msgspec.field(default_factory=dict)
-
-
-class Sampling(msgspec.Struct):
-    """The sampling parameters that are used."""
-
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    n: int = 1
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
 
 
 class ChatTokens(Body):
@@ -499,16 +500,7 @@ def read_generate(body: bytes, session: SamplingParams) -> GenerationRequest:
     own = _SAMPLING.read(msgspec.json.encode(asked.sampling_params))
     if not 1 <= own.n <= MAX_ANSWERS:
         raise invalid("sampling_params.n", f"{own.n} answers; ask for 1 to {MAX_ANSWERS}")
-    sampling = sampling_of(
-        max_new_tokens=own.max_tokens,
-        temperature=own.temperature,
-        top_p=own.top_p,
-        top_k=own.top_k,
-        min_p=own.min_p,
-        stop=own.stop,
-        stop_token_ids=None if own.stop_token_ids is None else tuple(own.stop_token_ids),
-    )
-    call = ApiCall("", (), sampling=sampling)
+    call = ApiCall("", (), sampling=own.checked(own.max_tokens))
     return GenerationRequest(uuid.uuid4().hex, tuple(asked.token_ids), own.n, call.sampled_by(session))
 
 

@@ -52,9 +52,7 @@ def test_a_need_that_is_certain_is_refused_before_anything_starts(hard: list[int
         check_files(config_of(5000))
 
 
-def test_without_a_limit_any_number_of_connections_is_allowed(
-    hard: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_limit_any_number_of_connections_is_allowed(hard: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     hard[0] = resource.RLIM_INFINITY
     monkeypatch.setattr(resource, "setrlimit", lambda which, limits: None)
     allow_connections(100_000, "others")
