@@ -37,7 +37,9 @@ from asyncrl.inference.openai.api_call import (
 )
 
 
-class _Function(msgspec.Struct):
+class Function(msgspec.Struct):
+    """A function that may be called; the same in both of OpenAI's APIs."""
+
     name: str
     description: str | None = None
     parameters: Json | None = None
@@ -76,7 +78,7 @@ def tools_of(given: Sequence[Json]) -> list[ToolSchema]:
     for number, tool in enumerate(given):
         if tool.get("type") != "function":
             raise refused(f"tools[{number}].type", tool.get("type"), "functions alone are supported")
-        found = convert(tool.get("function"), _Function, f"tools[{number}].function")
+        found = convert(tool.get("function"), Function, f"tools[{number}].function")
         tools.append(function_tool(found.name, found.description, found.parameters))
     return tools
 
