@@ -333,23 +333,19 @@ class Agent:
         """
         samples, size = self._checked(prompt, samples), prompt.group_size
         episodes = {sample.episode for sample in samples}
-        if size == 1 or not samples:
-            numbered = list(samples)
-        elif episodes == {0} and len(samples) == size:
+        if size > 1 and episodes == {0} and len(samples) == size:
             return [replace(sample, episode=episode) for episode, sample in enumerate(samples)]
-        elif episodes == {0} and len(samples) > 1:
+        if size > 1 and episodes == {0} and len(samples) > 1:
             raise self._error(
                 prompt,
                 f"returned {len(samples)} samples for a group of group_size={size} without their "
                 f"episode numbers; set Sample.episode, from 0 to {size - 1}",
             )
-        else:
-            numbered = list(samples)
         if strays := sorted(episode for episode in episodes if episode >= size):
             raise self._error(
                 prompt, f"returned a sample of episode {strays[0]}; a group of {size} has episodes 0 to {size - 1}"
             )
-        return numbered
+        return list(samples)
 
     def _not_above(self, form: str) -> NotImplementedError:
         name = type(self).__name__

@@ -63,7 +63,8 @@ def with_columns(samples: Sequence[Sample], data: Mapping[str, Any], declared: S
             if name.partition("/")[2] not in there and name not in there:
                 listed = ", ".join(there) or "none"
                 raise ColumnError(
-                    f"rollout.columns: a sample of episode {sample.episode} lacks {name!r}; it has {listed}"
+                    f"rollout.columns, or a teacher's logprobs: a sample of episode {sample.episode} lacks {name!r}; "
+                    f"it has {listed}"
                 )
     return found
 

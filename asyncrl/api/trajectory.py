@@ -207,8 +207,8 @@ def compared_episodes(episodes: Sequence[int], groups: Sequence[str]) -> list[in
     """Return, for each sample of a rollout, the episode that it counts as in its comparison group.
 
     That is normally its own episode. If all samples of a named group belong to one episode, such as the solutions to a
-    problem posed in it, each solution counts as a separate episode,
-    because the solutions can only be compared with each other.
+    problem posed in it, each solution counts as a separate episode, because the solutions can only be compared with
+    each other.
 
     Args:
         groups: names of the samples' comparison groups; empty if none is named.

@@ -189,8 +189,10 @@ class FileLock:
             return False
 
     def close(self) -> None:
-        """Close the file, and release the lock unless another process has inherited it."""
-        os.close(self.descriptor)
+        """Close the file, and release the lock unless another process has inherited it. May be repeated."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def __enter__(self) -> Self:
         return self

@@ -1,6 +1,6 @@
 """Every setting of an RL experiment, composed from the packages that own them. `--help` prints these fields.
 
-A group is a dataclass in the `settings` module of its room; an experiment is a YAML file in `experiments/` that
+A group is a dataclass in the `settings` module of its package; an experiment is a YAML file in `experiments/` that
 overrides defaults.
 """
 

@@ -92,8 +92,7 @@ def load_experiment(
     """Compose experiment `name` with `overrides` and `values`, and check every value's type.
 
     The experiment, and every entry of its defaults list, is searched in the user's `folder`, then among the built-in
-    ones.
-    `${here:}` in an experiment's file stands for that file's folder.
+    ones. `${here:}` in an experiment's file stands for that file's folder.
 
     Args:
         overrides: `setting=value` texts, as on the command line.

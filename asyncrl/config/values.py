@@ -303,15 +303,13 @@ def _free(name: str, value: Any, wrong: list[str]) -> Any:
 def place(tree: dict[Any, Any], parts: Sequence[str], value: Any) -> None:
     """Set the value at `parts` of `tree`; a mapping is added to the one that is there, anything else replaces it."""
     first, *rest = parts
-    if rest or isinstance(value, dict):
-        inner = tree.get(first)
-        tree[first] = inner = inner if isinstance(inner, dict) else {}
-        if rest:
-            place(inner, rest, value)
-        for key, each in () if rest else value.items():
-            place(inner, [key], each)
-    else:
+    if not rest and not isinstance(value, dict):
         tree[first] = value
+        return
+    if not isinstance(tree.get(first), dict):
+        tree[first] = {}
+    for part, each in [(rest, value)] if rest else [([key], each) for key, each in value.items()]:
+        place(tree[first], part, each)
 
 
 def changed(name: str, before: T, given: Mapping[str, Any]) -> T:

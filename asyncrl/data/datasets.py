@@ -1,8 +1,8 @@
 """Datasets: rows of plain data that depend on nothing but their index, so that any process can compute them.
 
-A trial's data are recorded at its start, and a launch that continues the trial
-compares them (`DataRecord`): a prompt id contains a row's number, so if rows are removed, added or moved, the ids of
-used prompts name other rows, and some would silently be trained twice and some never.
+A trial's data are recorded at its start, and a launch that continues the trial compares them (`DataRecord`): a prompt
+id contains a row's number, so if rows are removed, added or moved, the ids of used prompts name other rows, and some
+would silently be trained twice and some never.
 """
 
 from __future__ import annotations

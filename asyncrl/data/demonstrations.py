@@ -17,12 +17,24 @@ P continues W, the turns are one sequence. If the template renders earlier turns
 reasoning), the conversation continues as another sequence. So each turn is learnt in the context that it will have.
 
 Pictures are in the turns of users, tools and the system. Their placeholders carry no loss.
+
+Preference training has judged answers, in TRL's forms, of which the first is verl's too:
+
+    {"prompt": "1+2=", "chosen": "#3", "rejected": "#4"}            a pair, as text
+    {"prompt": [...], "chosen": [...], "rejected": [...]}           a pair, as messages
+    {"chosen": [..., ...], "rejected": [..., ...]}                  the prompt is what both begin with
+    {"prompt": "1+2=", "completion": "#3", "label": true}           a labelled answer
+
+A pair may have a `margin`. A pair becomes two sequences, a labelled answer one: the prompt and one answer, whose turns
+carry loss as in a demonstration. A sequence ends with its last loss token, like an answer that the model wrote, and a
+reward model scores it there.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -32,6 +44,7 @@ from asyncrl.api.picture import Picture, PictureError, PlacedPicture
 from asyncrl.config.plugin_code.import_paths import PluginError
 from asyncrl.data.chat_template import ChatError, StandIns
 from asyncrl.data.datasets import DemonstrationDataset, Placed, load_dataset
+from asyncrl.data.files import CHOSEN, COMPLETION_FIELDS, REJECTED, without_none
 from asyncrl.data.picture_parts import (
     PictureRules,
     expanded,
@@ -44,7 +57,7 @@ from asyncrl.data.picture_parts import (
 )
 from asyncrl.data.prompt_format import PromptFormat
 from asyncrl.data.prompt_queue import epoch_order
-from asyncrl.data.settings import TrainOn, is_data_path
+from asyncrl.data.settings import IMAGE_FIELDS, TrainOn, is_data_path
 from asyncrl.data.tokenizers import ChatTokenizer
 
 
@@ -383,3 +396,146 @@ def demonstration_batches(
     order = itertools.islice(itertools.chain.from_iterable(epochs), begin * batch_size, None)
     for _ in range(begin, steps):
         yield [demonstration for _ in range(batch_size) for demonstration in rows[next(order)]]
+
+
+LABEL, MARGIN = "label", "margin"
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedAnswer(Demonstration):
+    """A prompt and an answer to it; `loss_mask` is the answer's.
+
+    Attributes:
+        preferred: True for a pair's chosen answer, or an answer labelled true.
+        margin: margin of its pair.
+    """
+
+    preferred: bool = True
+    margin: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedText:
+    """An answer of a row before it is tokenised: text, or messages that the assistant ends."""
+
+    prompt: str | Sequence[Any]
+    answer: str | Sequence[Any]
+    field: str
+    preferred: bool
+    margin: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceFormat:
+    """Conversion of rows to judged answers.
+
+    Attributes:
+        labelled: True if the loss takes answers one by one: a row may then have a label, and a pair counts as two
+            answers.
+    """
+
+    prompts: PromptFormat
+    labelled: bool = False
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of an ordinary row."""
+        return 2
+
+    def encode(self, dataset: DemonstrationDataset, row: Mapping[str, Any]) -> list[Demonstration]:
+        """Return the chosen and the rejected answer of `row`, or its one labelled answer.
+
+        Raises:
+            BadDemonstration: the row has no answer, or an answer cannot be rendered; the message names the field.
+        """
+        if _has_pictures(row):
+            raise BadDemonstration("it has pictures, which judged answers do not support yet: leave the row out")
+        tools = tools_of(row)
+        answers: list[Demonstration] = []
+        for judged in judged_answers(row, labelled=self.labelled):
+            try:
+                encoded = self._encode(judged, tools)
+            except ValueError as error:
+                raise BadDemonstration(f"{judged.field!r}: {error}") from None
+            answers.append(JudgedAnswer(*encoded, preferred=judged.preferred, margin=judged.margin))
+        if len(answers) == 2 and answers[0].token_ids == answers[1].token_ids:
+            raise BadDemonstration(f"{CHOSEN!r} and {REJECTED!r} are the same answer: leave the row out")
+        return answers
+
+    def _encode(self, judged: JudgedText, tools: Sequence[Message]) -> tuple[list[int], list[bool]]:
+        """Return tokens and loss mask of an answer, up to its last token that carries loss."""
+        if self.prompts.chat is None:
+            plain = DemonstrationFormat(self.prompts).text(judged.prompt, judged.answer)
+            return plain.token_ids, plain.loss_mask
+        prompt = _as_messages("user", judged.prompt)
+        answer = _as_messages("assistant", judged.answer)
+        if (wrong := wrong_conversation([*prompt, *answer])) is not None:
+            raise BadDemonstration(wrong)
+        form = DemonstrationFormat(self.prompts, TrainOn.last if len(answer) == 1 else TrainOn.all)
+        found = form.conversation([*prompt, *answer], tools, first=len(prompt))
+        if len(found) > 1:
+            raise BadDemonstration(
+                "its turns are several sequences, as the template shows earlier turns otherwise than they were "
+                "written; judge the last turn alone: move the turns before it into 'prompt'"
+            )
+        end = len(found[0].loss_mask) - found[0].loss_mask[::-1].index(True)
+        return found[0].token_ids[:end], found[0].loss_mask[:end]
+
+
+def judged_answers(row: Mapping[str, Any], *, labelled: bool) -> list[JudgedText]:
+    """Return the answers of `row`: chosen and rejected, or the labelled one.
+
+    Raises:
+        BadDemonstration: a field is missing or of the wrong kind; the message names the field.
+    """
+    if CHOSEN in row or REJECTED in row or not labelled:
+        return _pair(row)
+    label = row.get(LABEL)
+    if isinstance(label, int) and label in (0, 1):
+        label = bool(label)
+    if not isinstance(label, bool):
+        raise BadDemonstration(
+            f"its {LABEL!r} is {label!r}: give true or false, or a pair under {CHOSEN!r} and {REJECTED!r}"
+        )
+    field = next((name for name in COMPLETION_FIELDS if name in row), COMPLETION_FIELDS[0])
+    return [JudgedText(row["prompt"], _answer(row, field), field, label)]
+
+
+def _pair(row: Mapping[str, Any]) -> list[JudgedText]:
+    prompt = row["prompt"]
+    answers = {name: _answer(row, name) for name in (CHOSEN, REJECTED)}
+    if isinstance(answers[CHOSEN], str) != isinstance(answers[REJECTED], str):
+        raise BadDemonstration(f"of {CHOSEN!r} and {REJECTED!r} one is text and one messages: give both alike")
+    margin = row.get(MARGIN)
+    margin = 0.0 if margin is None else margin
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise BadDemonstration(f"its {MARGIN!r} is {margin!r}: give a number, or leave it out")
+    return [JudgedText(prompt, answers[name], name, name == CHOSEN, float(margin)) for name in (CHOSEN, REJECTED)]
+
+
+def _answer(row: Mapping[str, Any], field: str) -> str | Sequence[Any]:
+    """Return the answer under `field`. If it is a conversation that repeats the row's prompt, return the part after the
+    prompt.
+    """
+    answer = row.get(field)
+    if not isinstance(answer, str | list | tuple) or not answer:
+        raise BadDemonstration(f"its {field!r} is {answer!r}: give an answer, as text or as messages")
+    if isinstance(answer, str):
+        return answer
+    prompt, answer = row["prompt"], [without_none(turn) for turn in answer]
+    if isinstance(prompt, list) and len(answer) > len(prompt) and answer[: len(prompt)] == prompt:
+        answer = answer[len(prompt) :]
+    if (wrong := wrong_conversation(answer)) is not None:
+        raise BadDemonstration(f"{field!r}: {wrong}")
+    return answer
+
+
+def _has_pictures(row: Mapping[str, Any]) -> bool:
+    prompt = row.get("prompt")
+    if any(name in row for name in IMAGE_FIELDS):
+        return True
+    return isinstance(prompt, list) and any(True for _ in pictures_of(prompt))
+
+
+def _as_messages(role: str, given: str | Sequence[Any]) -> list[Any]:
+    return [{"role": role, "content": given}] if isinstance(given, str) else list(given)

@@ -61,7 +61,7 @@ from asyncrl.hosts.link import (
     Start,
     Stop,
 )
-from asyncrl.runtime.backends import LauncherBackend, WorkerHandle, last_lines, open_backend
+from asyncrl.runtime.backends import LauncherBackend, WorkerHandle, backend_class, last_lines
 from asyncrl.runtime.plan import HOST_VARIABLE, WorkerPlan, plan_workers
 from asyncrl.runtime.settings import EXIT_FAILED, EXIT_LOST, HostConfig
 from asyncrl.runtime.trials.claim import TrialError
@@ -108,7 +108,7 @@ class AgentBackend(LauncherBackend):
         self.config = read_run_config(run_dir)
         self.arguments = self.config.system.launcher_args
         """Arguments that the user adds to the command."""
-        self._local = open_backend("local", run_dir)
+        self._local = backend_class("local")(run_dir)
         self._agents: dict[str, _Agent] = {}
         self._given_up: set[tuple[str, int]] = set()
         self._server: HttpServer | None = None

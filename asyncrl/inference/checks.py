@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from importlib import import_module
-from types import ModuleType
+from typing import Any
 from urllib.parse import urlsplit
 
 from asyncrl.comm.names import GENERATION_SERVER, MODEL_WORKER
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.memory import context_length, needed_context, single_answer
 from asyncrl.config.setting import Device
-from asyncrl.inference.settings import BACKENDS, GenerationConfig, guests_of
+from asyncrl.inference.settings import BACKENDS, GenerationConfig, ProgramConfig, guests_of
 from asyncrl.models.model_config import read_model_config
-from asyncrl.runtime.plan import WorkerPlan, plan_workers
+from asyncrl.runtime.plan import WorkerPlan, plan_if_valid
 from asyncrl.runtime.process.hardware import LOOPBACK, count_gpus
 from asyncrl.runtime.settings import SystemConfig
 
@@ -41,21 +41,23 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         yield f"generation.max_total_tokens={limit}: one sample may take {needed}; use {needed} or more"
     yield from _quantised(config)
     yield from _unused_urls(generation)
-    yield from _checks_of(generation).check(config)
-    if generation.engine.urls:
-        yield from _urls(config)
+    if generation.engine.checks:
+        yield from pkgutil.resolve_name(generation.engine.checks)(config)
+    if (program := generation.engine.program) is not None and program.urls:
+        yield from _adopted(config, program)
     else:
         yield from gpu_problems(config)
 
 
 def warnings(config: ExperimentConfig) -> Iterator[str]:
     """Yield a warning for each valid setting with a surprising effect."""
-    yield from _checks_of(config.generation).warnings(config)
+    if (remark := config.generation.engine.slow_on_gpus) and has_servers_on_gpus(config):
+        yield f"generation.backend={str(config.generation.backend)!r}: {remark}"
 
 
-def _checks_of(generation: GenerationConfig) -> ModuleType:
-    """Return the checks of settings that concern the chosen back end alone."""
-    return import_module(generation.engine.checks)
+def has_servers_on_gpus(config: ExperimentConfig) -> bool:
+    """True if the plan puts a server on a GPU."""
+    return any(plan.kind == GENERATION_SERVER and plan.resources.gpus for plan in plan_if_valid(config))
 
 
 def _quantised(config: ExperimentConfig) -> Iterator[str]:
@@ -109,10 +111,7 @@ def gpu_problems(config: ExperimentConfig) -> Iterator[str]:
         ranks = f"a server takes {wanted}, and " if wanted > shape.tensor else ""
         yield f"{shape.settings}: {ranks}this machine has {gpus} GPUs; use {gpus} or less"
         return
-    try:
-        plans = plan_workers(config)
-    except ValueError:  # no layout, or no graph
-        return  # reported by the trainer's checks and by the launcher
+    plans = plan_if_valid(config)
     servers = [plan for plan in plans if plan.kind == GENERATION_SERVER]
     least = min((len(plan.resources.gpus) for plan in servers if plan.resources.gpus), default=wanted)
     if least < wanted:
@@ -151,13 +150,27 @@ def first_shared_gpu(plans: list[WorkerPlan]) -> tuple[str, tuple[str, str]] | N
     return None
 
 
-def _urls(config: ExperimentConfig) -> Iterator[str]:
-    """Yield an error message for each of the adopted servers that the run cannot use."""
-    setting, urls = config.generation.engine.named("urls"), config.generation.engine.urls
-    yield from addresses(setting, urls, config.system)
-    servers = [url.rstrip("/") for url in urls]
+def _adopted(config: ExperimentConfig, program: ProgramConfig) -> Iterator[str]:
+    """Yield an error message for each adopted server that the run cannot use, and for each setting that adopted servers
+    never hear of.
+    """
+    generation, named = config.generation, config.generation.engine.named
+    yield from addresses(named("urls"), program.urls, config.system)
+    servers = [url.rstrip("/") for url in program.urls]
     for url in sorted({url for url in servers if servers.count(url) > 1}):
-        yield f"{setting}={url!r}: given {servers.count(url)} times; name each server once"
+        yield f"{named('urls')}={url!r}: given {servers.count(url)} times; name each server once"
+    unheard: dict[str, Any] = {
+        "generation.max_running_requests": generation.max_running_requests,
+        named("args"): program.args,
+        named("env"): program.env,
+        named("tensor_parallel"): program.tensor_parallel if program.tensor_parallel > 1 else None,
+    }
+    for name, value in unheard.items():
+        if value:
+            yield (
+                f"{name}={value!r}: a server in {named('urls')} has what it was started with; give it to the server, "
+                "and leave it out here"
+            )
 
 
 def _unused_urls(generation: GenerationConfig) -> Iterator[str]:

@@ -28,12 +28,12 @@ from asyncrl.observe import observer
 from asyncrl.observe.observer import EVERY_S, Activity
 from asyncrl.runtime.plan import COLOCATED_SERVER, MODEL
 from asyncrl.runtime.process.waiting import StopRequested, cancel, or_stop
-from asyncrl.runtime.process.worker import AsyncWorker, CannotContinue, lasting_imports
+from asyncrl.runtime.process.worker import AsyncWorker, CannotContinue, WorkerSpec, lasting_imports
 from asyncrl.runtime.run_log import RestartBudget, notice
 
 BASE_VERSION: Final = "0"
 """Label of the weights that an engine starts with: policy version 0 is the initial model."""
-ADOPTED_HOST: Final = "asyncrl.inference.adopted:AdoptedHost"
+ADOPTED_HOST: Final = "asyncrl.inference.program_host:AdoptedHost"
 """What stands for a server that already runs; other servers do not load it."""
 TIMEOUT_S = 5.0
 """Limit of a question for the engine's figures."""
@@ -206,3 +206,38 @@ class GenerationServer(AsyncWorker):
         adopted: Callable[..., EngineHost] = pkgutil.resolve_name(ADOPTED_HOST)
         limit_s = self.config.generation.start_timeout_s
         return adopted(url, model_dir=model_dir, security=self.http_security, timeout_s=limit_s)
+
+
+class PolicyServer(GenerationServer):
+    """A server of one of `policies`: a further trained policy, a fixed model, or older versions.
+
+    It begins with the folder `path`, or with the run's initial model. The GserverManager drains a server of older
+    versions before each update, so an answer is of one version. A server of a trained policy is updated like the run's
+    own. A server at `url` is not the run's: nothing is loaded there, and it counts as version 0.
+    """
+
+    _scratch = "policy"
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        super().__init__(spec)
+        policy = self.config.policy_of_server[self.index]
+        if policy.path is not None:
+            self.config.model.path = str(Path(policy.path).expanduser())
+        self.config.moe.replay_routing = False  # its tokens are not trained
+        self._trained, self._url = policy.trained, policy.url
+
+    _is_colocated = False
+
+    @property
+    def _key(self) -> str:
+        return f"{names.POLICY_SERVERS}/{self.index}"
+
+    def _make_host(self) -> EngineHost:
+        if self._url is None:
+            return super()._make_host()
+        return self._adopted(self._url, None)
+
+    async def _check(self, url: str) -> None:
+        """Check a trained policy only: no answer of the others spans a weight update. All of them read text."""
+        if self._trained:
+            await super()._check(url)

@@ -1,8 +1,8 @@
 """Settings of the GenerationServers, and the back ends: what each engine can do, in one table.
 
-All others ask `generation.engine` and know no engine by its name. To add one, write its folder (`host`, `checks`), its
-class here, and its name in `GenerationBackend` and `BACKENDS`; for a program of its own also its `ProgramConfig`, as a
-field of this name in `GenerationConfig`.
+All others ask `generation.engine` and know no engine by its name. To add one, write its folder, its class here, and its
+name in `GenerationBackend` and `BACKENDS`; for a program of its own also its `ProgramConfig`, as a field of this name
+in `GenerationConfig`.
 """
 
 from __future__ import annotations
@@ -174,8 +174,9 @@ class Backend:
     Attributes:
         label: name in messages.
         host: import path of a function (worker, *, scratch, guest) that returns the `EngineHost` of a GenerationServer
-            that starts its engine; `child_host.ChildHost` is all of it for a program but its command.
-        checks: module of `check(config)` and `warnings(config)` for settings that concern this engine alone.
+            that starts its engine; `program_host.ChildHost` is all of it for a program but its command.
+        checks: function `check(config)` of the settings that concern this engine alone; empty if there is none.
+        slow_on_gpus: remark for a run that has its servers on GPUs; empty: none.
         server_check: import path of a function (url, config, security) that checks a server before it gets requests;
             empty: the engine itself refuses what it cannot do.
         package: the Python package that the interpreter of `program` has to have; `asyncrl install` has scripts of this
@@ -196,8 +197,7 @@ class Backend:
 
     label: str
     host: str
-    checks: str
-    server_check = package = memory_flag = ""
+    checks = slow_on_gpus = server_check = package = memory_flag = ""
     memory_is_counted = keeps_pictures = pause_ends_requests = False
     same_arithmetic = tells_experts = loads_adapters = loads_quantised = verifies_files = False
     weight_transports: Sequence[str] = ("disk",)
@@ -278,7 +278,10 @@ class Embedded(Backend):
 
     label = "the embedded engine"
     host = "asyncrl.inference.embedded.host:make_host"
-    checks = "asyncrl.inference.embedded.checks"
+    slow_on_gpus = (
+        "on a GPU it is for tests and small models, as a token costs some thirty operators a layer, each started by "
+        "the CPU; use generation.backend=sglang for speed"
+    )
     memory_is_counted = keeps_pictures = pause_ends_requests = True
     same_arithmetic = tells_experts = loads_adapters = verifies_files = finds_stop_strings = True
 
@@ -291,7 +294,7 @@ class SGLang(Backend):
 
     label = "SGLang"
     host = "asyncrl.inference.sglang.host:SGLangHost.of_worker"
-    checks = "asyncrl.inference.sglang.checks"
+    checks = "asyncrl.inference.sglang.checks:check"
     server_check = "asyncrl.inference.sglang.host:check_server"
     package = "sglang"
     memory_flag = "mem_fraction_static"

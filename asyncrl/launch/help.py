@@ -41,7 +41,7 @@ options:
 
 
 def help_page(folder: Path | None) -> str:
-    """Return the usage, and every experiment with its one-line description, those of the user's `folder` first.
+    """Return the usage, and `list_experiments(folder)`.
 
     Raises:
         ConfigError: there is no such folder.

@@ -43,7 +43,7 @@ from asyncrl.manager.settings import UpdateMode
 from asyncrl.observe import observer
 from asyncrl.rollout.settings import Pacing
 from asyncrl.runtime.plan import COLOCATED_SERVERS, DEADLINE_PACING, MANAGER_PART, PROCESS_KINDS
-from asyncrl.runtime.process.open_files import allow_connections
+from asyncrl.runtime.process.hardware import allow_connections
 from asyncrl.runtime.process.worker import AsyncWorker, WorkerSpec
 from asyncrl.runtime.run_log import notice
 from asyncrl.trainer.client import PublisherClient

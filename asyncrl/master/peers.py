@@ -22,7 +22,7 @@ from asyncrl.comm.name_resolve import NameEntryNotFound, NameResolver
 from asyncrl.comm.request_reply import PeerGone, R, Request, RequestClient, RequestTimeout
 from asyncrl.comm.sockets import DESCRIPTORS_PER_CONNECTION, PeerRouter
 from asyncrl.comm.waits import ASK_S, LOOK_S
-from asyncrl.runtime.process.open_files import allow_connections
+from asyncrl.runtime.process.hardware import allow_connections
 from asyncrl.runtime.process.starting import BUSY_SHARE
 from asyncrl.runtime.process.waiting import cancel
 from asyncrl.runtime.process.worker import AsyncWorker, CannotContinue

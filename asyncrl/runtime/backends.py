@@ -251,8 +251,3 @@ def backend_class(name: str) -> type[LauncherBackend]:
     """Return the class of the back end with this name, a value of `system.launcher`."""
     backend: type[LauncherBackend] = pkgutil.resolve_name(LAUNCHERS[name])
     return backend
-
-
-def open_backend(name: str, run_dir: Path) -> LauncherBackend:
-    """Return the back end with this name for the run in `run_dir`."""
-    return backend_class(name)(run_dir)

@@ -41,9 +41,10 @@ from asyncrl.inference.settings import guests_of
 from asyncrl.observe import observer
 from asyncrl.observe.display import Display
 from asyncrl.observe.status import StepSizes
-from asyncrl.runtime.backends import LauncherBackend, WorkerHandle, open_backend
+from asyncrl.runtime.backends import LauncherBackend, WorkerHandle, backend_class
+from asyncrl.runtime.checks import check_files
 from asyncrl.runtime.plan import PROCESS_KINDS, Purpose, Restart, WorkerPlan, plan_workers
-from asyncrl.runtime.process.open_files import allow_all_files, check_files
+from asyncrl.runtime.process.hardware import allow_all_files
 from asyncrl.runtime.run_log import BRAIN, WHOLE_RUN, RestartBudget, note_restart, note_resumed
 from asyncrl.runtime.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STATE_LOST
 from asyncrl.runtime.supervisor import STOP_SIGNAL
@@ -59,7 +60,7 @@ class Launcher:
     """Runs one experiment from its resolved config, in which `model.path` is a folder.
 
     Args:
-        run: purpose of the launch.
+        purpose: of the launch.
         detached: this launcher has no terminal, and terminals may attach to it.
         check_checkpoint: see `Trial`.
     """
@@ -68,13 +69,13 @@ class Launcher:
         self,
         config: ExperimentConfig,
         display: Display,
-        run: Purpose = Purpose.train,
+        purpose: Purpose = Purpose.train,
         *,
         detached: bool = False,
         check_checkpoint: CheckFolder | None = None,
     ) -> None:
         self.config = config
-        self._run_of = run
+        self._purpose = purpose
         self.run_dir = run_dir_of(config)
         self._display = display
         self._policy = RestartPolicy(config.system.restarts_per_process, config.system.restart_window_s)
@@ -95,7 +96,7 @@ class Launcher:
             self._display.note(warning)
         allow_all_files()
         self._trial.prepare()
-        if self._run_of is Purpose.train:
+        if self._purpose is Purpose.train:
             self._output.skip()
 
     def release(self) -> None:
@@ -104,7 +105,7 @@ class Launcher:
 
     def run(self) -> int:
         """Run all processes to the end. Return the exit code."""
-        backend = open_backend(self.config.system.launcher, self.run_dir)
+        backend = backend_class(self.config.system.launcher)(self.run_dir)
         backend.lock = self._trial.claim.lock.descriptor
         observer.start(self.run_dir, "launcher", 0)
         try:
@@ -119,7 +120,7 @@ class Launcher:
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._interrupt)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._terminate)
         sizes = StepSizes(self.config.total_train_steps, self.config.train_batch_size, self.config.group_size)
-        showing = asyncio.create_task(self._output.follow(sizes if self._run_of is Purpose.train else None))
+        showing = asyncio.create_task(self._output.follow(sizes if self._purpose is Purpose.train else None))
         guarding = asyncio.create_task(self._guard_claim())
         try:
             while (code := await self._run_processes()) is None:
@@ -149,7 +150,7 @@ class Launcher:
         began = time.time()
         if self._claim_lost:
             return EXIT_FAILED
-        for plan in plan_workers(self.config, run=self._run_of):
+        for plan in plan_workers(self.config, purpose=self._purpose):
             await self._processes.start(plan)
         if self._interrupts:  # the request came before the leading process started
             self._processes.terminate_leader()

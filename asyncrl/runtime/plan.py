@@ -284,7 +284,7 @@ PROCESS_KINDS = {
         restart=Restart.alone,
     ),
     POLICY_SERVER: ProcessKind(
-        "asyncrl.inference.policy_server:PolicyServer",
+        "asyncrl.inference.process:PolicyServer",
         lambda config: 0 if config.samples.replay else len(config.policy_of_server),
         _policy_server,
         runs=_TRAIN | _EVALUATE,
@@ -407,7 +407,7 @@ class WorkerPlan:
 
 
 def plan_workers(
-    config: ExperimentConfig, gpus: Sequence[str] | None = None, run: Purpose = Purpose.train
+    config: ExperimentConfig, gpus: Sequence[str] | None = None, purpose: Purpose = Purpose.train
 ) -> list[WorkerPlan]:
     """Plan every process of the launch, in the order of `PROCESS_KINDS`.
 
@@ -418,13 +418,13 @@ def plan_workers(
     Args:
         config: the experiment.
         gpus: GPUs of the launcher's host that may be assigned; default: the visible ones.
-        run: purpose of the launch.
+        purpose: of the launch.
     """
     gpus = visible_gpus() if gpus is None else gpus
 
     def placed(name: str) -> list[HostConfig]:
         kind = PROCESS_KINDS[name]
-        count = kind.count(config) if run in kind.runs else 0
+        count = kind.count(config) if purpose in kind.runs else 0
         hosts = _hosts_of(config, kind.placed_as or name)
         if name == GENERATION_SERVER:
             hosts = _by_room(config, hosts, [share_of(host) for host in hosts])
@@ -445,6 +445,14 @@ def plan_workers(
     return plans
 
 
+def plan_if_valid(config: ExperimentConfig) -> list[WorkerPlan]:
+    """As `plan_workers`; empty without a layout or a graph, which the trainer's checks and the launcher report."""
+    try:
+        return plan_workers(config)
+    except ValueError:
+        return []
+
+
 def _hosts_of(config: ExperimentConfig, kind: str) -> list[HostConfig]:
     """Return the hosts that run `kind`: those that name it, or the launcher's own if none does."""
     if kind == STAGING_SERVER:
@@ -462,13 +470,13 @@ def _by_room(config: ExperimentConfig, hosts: list[HostConfig], shares: list[Sha
 _HERE = HostConfig()
 
 
-def with_types(config: ExperimentConfig, run: Purpose = Purpose.train) -> ExperimentConfig:
+def with_types(config: ExperimentConfig, purpose: Purpose = Purpose.train) -> ExperimentConfig:
     """Return `config` with `auto` in `model.dtype` and `generation.dtype` replaced by a type.
 
     The type follows from the plan, so that every process of the run reads the same. The type of servers that the user
     started is not known and stays `auto`.
     """
-    plans = plan_workers(config, run=run)
+    plans = plan_workers(config, purpose=purpose)
 
     def device_of(kind: str) -> str:
         return "cuda" if any(plan.resources.gpus for plan in plans if plan.kind == kind) else "cpu"

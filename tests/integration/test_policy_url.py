@@ -23,7 +23,7 @@ from asyncrl.data.datasets import DataRecord
 from asyncrl.data.tokenizers import CharTokenizer
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.server import Server, serve
-from asyncrl.inference.policy_server import PolicyServer
+from asyncrl.inference.process import PolicyServer
 from asyncrl.launch.before_start.machine import check_reachable
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.process import GserverManager

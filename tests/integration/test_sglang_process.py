@@ -25,8 +25,8 @@ from aiohttp import ClientSession, TCPConnector, web
 
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.inference.adopted import AdoptedHost, wait_ready
 from asyncrl.inference.process import EngineStartError
+from asyncrl.inference.program_host import AdoptedHost, wait_ready
 from asyncrl.inference.sglang.host import SGLangHost
 from asyncrl.runtime import supervisor
 
@@ -265,7 +265,7 @@ async def test_a_port_taken_in_the_meantime_costs_another_attempt_only(make: Mak
 async def test_a_server_that_ignores_sigterm_is_killed(
     make: Make, started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.inference.child_host._STOP_GRACE_S", 0.2)
+    monkeypatch.setattr("asyncrl.inference.program_host._STOP_GRACE_S", 0.2)
     host = make("stubborn")
     await host.start()
     tree = started()

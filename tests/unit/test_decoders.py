@@ -49,7 +49,7 @@ from asyncrl.data.prompt_queue import DataOrder, UsedPrompts
 from asyncrl.inference import messages as serving
 from asyncrl.inference.embedded import http_requests as embedded
 from asyncrl.inference.embedded.engine_io import RequestError
-from asyncrl.inference.openai import anthropic, chat_completions, responses, token_calls
+from asyncrl.inference.openai import anthropic, chat_completions, responses
 from asyncrl.inference.openai.api_call import ApiError
 from asyncrl.manager import messages as m
 from asyncrl.manager.rollouts.rollout_state import Ledger
@@ -517,8 +517,8 @@ def cases() -> Iterator[Case]:
     count = {key: ANTHROPIC[key] for key in ("model", "messages", "tools")}
     yield Case("/messages/count_tokens", anthropic.read_count, [js(count)], (ApiError,))
     yield Case("/responses", responses.Responses().read, [js(RESPONSES)], (ApiError,))
-    yield Case("/tokenize", token_calls.read_tokenize, [js({"messages": CHAT, "tools": [TOOL]})], (ApiError,))
-    ids = token_calls.ChatFromTokens(lambda messages, *, tools=(): (1, 2))
+    yield Case("/tokenize", chat_completions.read_tokenize, [js({"messages": CHAT, "tools": [TOOL]})], (ApiError,))
+    ids = chat_completions.ChatFromTokens(lambda messages, *, tools=(): (1, 2))
     yield Case("/chat/completions/tokens", ids.read, [js(chat | {"tokens": [1, 2]})], (ApiError,))
     schemas = chat_completions.tools_of([TOOL])
     calls = [

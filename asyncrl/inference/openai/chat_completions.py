@@ -1,15 +1,19 @@
-"""OpenAI's chat completions, and its chat messages, to which all APIs are translated."""
+"""OpenAI's chat completions and its chat messages, to which all APIs are translated, and vLLM's calls with token ids:
+`/tokenize`, and generation from ids, which `verifiers` uses.
+"""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 from typing import Any, Final, Literal
 
 import msgspec
 
 from asyncrl.api.chat import ChatFinish, ChatReply, Message, ToolCall, ToolSchema
+from asyncrl.api.generation import GenerationRequest, GenerationResult, SamplingParams
 from asyncrl.api.picture import PictureError
 from asyncrl.data.picture_parts import PICTURE_TYPES, Content, content_of
 from asyncrl.inference.openai.api_call import (
@@ -33,7 +37,9 @@ from asyncrl.inference.openai.api_call import (
 )
 
 
-class _Function(msgspec.Struct):
+class Function(msgspec.Struct):
+    """A function that may be called; the same in both of OpenAI's APIs."""
+
     name: str
     description: str | None = None
     parameters: Json | None = None
@@ -72,7 +78,7 @@ def tools_of(given: Sequence[Json]) -> list[ToolSchema]:
     for number, tool in enumerate(given):
         if tool.get("type") != "function":
             raise refused(f"tools[{number}].type", tool.get("type"), "functions alone are supported")
-        found = convert(tool.get("function"), _Function, f"tools[{number}].function")
+        found = convert(tool.get("function"), Function, f"tools[{number}].function")
         tools.append(function_tool(found.name, found.description, found.parameters))
     return tools
 
@@ -195,17 +201,42 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool = False
 
 
-class Body(msgspec.Struct):
-    """The parameters that are used; the second block is vLLM's and SGLang's."""
+class Sampling(msgspec.Struct):
+    """The sampling parameters that are used; the second block is vLLM's and SGLang's."""
 
-    messages: list[Json]
-    model: str
     max_tokens: int | None = None
-    max_completion_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     n: int = 1
     stop: str | list[str] | None = None
+
+    top_k: int | None = None
+    min_p: float | None = None
+    stop_token_ids: list[int] | None = None
+
+    def checked(self, most: int | None) -> Json:
+        """Return the parameters by the names of `SamplingParams`, with `most` as the longest answer.
+
+        Raises:
+            ApiError: a value with which sampling is impossible.
+        """
+        return sampling_of(
+            max_new_tokens=most,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            stop=self.stop,
+            stop_token_ids=None if self.stop_token_ids is None else tuple(self.stop_token_ids),
+        )
+
+
+class Body(Sampling, kw_only=True):
+    """The parameters that are used; the second block is vLLM's and SGLang's."""
+
+    messages: list[Json]
+    model: str
+    max_completion_tokens: int | None = None
     stream: bool = False
     stream_options: StreamOptions = msgspec.field(default_factory=StreamOptions)
     tools: list[Json] = msgspec.field(default_factory=list)
@@ -213,9 +244,6 @@ class Body(msgspec.Struct):
     logprobs: bool = False
     response_format: Json = msgspec.field(default_factory=dict)
 
-    top_k: int | None = None
-    min_p: float | None = None
-    stop_token_ids: list[int] | None = None
     return_token_ids: bool = False
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -335,15 +363,7 @@ def call_of(body: Body) -> ApiCall:
         )
     answer_format("response_format", body.response_format)
     most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    sampling = sampling_of(
-        max_new_tokens=most,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        min_p=body.min_p,
-        stop=body.stop,
-        stop_token_ids=None if body.stop_token_ids is None else tuple(body.stop_token_ids),
-    )
+    sampling = body.checked(most)
     asked = body.model, messages_of(body.messages), tools, str(body.tool_choice), sampling
     return ApiCall(*asked, body.n, body.stream, body.continue_final_message, body)
 
@@ -373,3 +393,128 @@ def _logprobs(reply: ChatReply) -> Json:
     """
     answer = reply.completion
     return {"content": token_logprobs(answer.token_ids, answer.logprobs), "refusal": None}
+
+
+PromptIds = Callable[..., tuple[int, ...]]
+"""`ChatClient.prompt_ids`: the ids that the policy continues."""
+
+
+class Tokenize(msgspec.Struct):
+    """A conversation to be rendered: up to the place where the policy continues, or without the beginning of an
+    answer.
+    """
+
+    messages: list[Json]
+    tools: list[Json] = msgspec.field(default_factory=list)
+    add_generation_prompt: bool = True
+
+
+class Generate(msgspec.Struct):
+    """A request to continue ids."""
+
+    token_ids: list[int]
+    sampling_params: Json = msgspec.field(default_factory=dict)
+
+
+class ChatTokens(Body):
+    """A chat completion that also has the prompt's ids."""
+
+    tokens: list[int] = msgspec.field(default_factory=list)
+
+
+_TOKENIZE: Final = SupportedParameters(
+    Tokenize,
+    ignored=frozenset({"model", "return_token_strs", "add_special_tokens"}),
+    neutral={"continue_final_message": (False,), "chat_template_kwargs": ({},)},
+    hints={
+        "prompt": "give messages",
+        "chat_template_kwargs": SURFACE.hints["chat_template_kwargs"],
+    },
+)
+_GENERATE: Final = SupportedParameters(
+    Generate,
+    ignored=frozenset({"model", "request_id", "stream_options", "cache_salt", "priority"}),
+    neutral={"stream": (False,), "features": ({},)},
+)
+_SAMPLING: Final = SupportedParameters(
+    Sampling,
+    ignored=frozenset({"logprobs", "seed", "output_kind", "routed_experts_prompt_start"})
+    | {"detokenize", "skip_special_tokens", "spaces_between_special_tokens"},  # of text, which the answer lacks
+    neutral={
+        name: SURFACE.neutral[name]
+        for name in (
+            *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"),
+            *("min_tokens", "ignore_eos", "prompt_logprobs", "include_stop_str_in_output"),
+        )
+    },
+)
+_CHAT: Final = SupportedParameters(
+    ChatTokens,
+    SURFACE.ignored,
+    SURFACE.neutral,
+    SURFACE.hints,
+)
+
+
+class ChatFromTokens(ChatCompletions):
+    """Chat completions of a client that sends the prompt's ids besides the messages.
+
+    The session's records determine the ids of the messages. A client that sends others gets an error, since the policy
+    would continue another text than the client expects.
+    """
+
+    def __init__(self, prompt_ids: PromptIds) -> None:
+        self._prompt_ids = prompt_ids
+
+    def read(self, body: bytes) -> ApiCall:
+        asked = _CHAT.read(body)
+        call = call_of(asked)
+        ids = self._prompt_ids(call.messages, tools=call.tools)
+        if list(ids) != asked.tokens:
+            same = takewhile(lambda pair: pair[0] == pair[1], zip(ids, asked.tokens, strict=False))
+            where = f"position {sum(1 for _ in same)}"
+            raise invalid(
+                "tokens", f"not the ids of these messages, which differ from {where} on; ask /tokenize for them"
+            )
+        return call
+
+
+def read_tokenize(body: bytes) -> tuple[list[Message], list[ToolSchema], bool]:
+    """Return the messages and tools to be rendered, and whether an answer is to follow.
+
+    Raises:
+        ApiError: the request is invalid.
+    """
+    asked = _TOKENIZE.read(body)
+    messages, tools = messages_of(asked.messages), tools_of(asked.tools)
+    return messages, tools, asked.add_generation_prompt
+
+
+def read_generate(body: bytes, session: SamplingParams) -> GenerationRequest:
+    """Return the request for continuations of ids, with the sampling of `session` for parameters that it lacks.
+
+    Raises:
+        ApiError: the request is invalid.
+    """
+    asked = _GENERATE.read(body)
+    if not asked.token_ids or min(asked.token_ids) < 0:
+        raise invalid("token_ids", "give at least one id, none negative")
+    own = _SAMPLING.read(msgspec.json.encode(asked.sampling_params))
+    if not 1 <= own.n <= MAX_ANSWERS:
+        raise invalid("sampling_params.n", f"{own.n} answers; ask for 1 to {MAX_ANSWERS}")
+    call = ApiCall("", (), sampling=own.checked(own.max_tokens))
+    return GenerationRequest(uuid.uuid4().hex, tuple(asked.token_ids), own.n, call.sampled_by(session))
+
+
+def generated(result: GenerationResult) -> Json:
+    """Return the answer to a request for continuations."""
+    choices = [
+        {
+            "index": index,
+            "token_ids": list(each.token_ids),
+            "finish_reason": each.finish_reason.value,
+            "logprobs": {"content": token_logprobs(each.token_ids, each.logprobs)},
+        }
+        for index, each in enumerate(result.completions)
+    ]
+    return {"request_id": result.request_id, "choices": choices}

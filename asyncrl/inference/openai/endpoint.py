@@ -24,12 +24,11 @@ from asyncrl.chat.episode_client import ConversationEnded
 from asyncrl.comm.http_server import Refused, careful_runner, read_body, refusal
 from asyncrl.comm.names import url_host
 from asyncrl.comm.waits import CLOSE_S
-from asyncrl.inference.openai import anthropic, api_call, token_calls
+from asyncrl.inference.openai import anthropic, api_call, chat_completions
 from asyncrl.inference.openai.anthropic import Messages
 from asyncrl.inference.openai.api_call import ERROR_HEADERS, Api, ApiCall, ApiError
-from asyncrl.inference.openai.chat_completions import ChatCompletions
+from asyncrl.inference.openai.chat_completions import ChatCompletions, ChatFromTokens, PromptIds
 from asyncrl.inference.openai.responses import Responses
-from asyncrl.inference.openai.token_calls import ChatFromTokens, PromptIds
 
 _T = TypeVar("_T")
 
@@ -363,7 +362,7 @@ class Endpoint:
     async def _generate(self, request: web.BaseRequest, session: Session, path: str) -> web.StreamResponse:
         body = await self._body(request)
         key = hashlib.sha256(path.encode() + b"\0" + body).digest()
-        wanted = token_calls.read_generate(body, session.sampling)
+        wanted = chat_completions.read_generate(body, session.sampling)
         result = session.delivered(key) if _is_repeat(request) else None
         if result is None:
             work = session.calls.begin(lambda: session.client.generate(wanted))
@@ -372,12 +371,12 @@ class Endpoint:
             except BaseException:
                 _drop(work, session)
                 raise
-        answer = _json(token_calls.generated(result))
+        answer = _json(chat_completions.generated(result))
         await self._send(request, session, key, result, answer, ())
         return answer
 
     async def _tokenize(self, request: web.BaseRequest, session: Session, path: str) -> web.StreamResponse:
-        messages, tools, to_answer = token_calls.read_tokenize(await self._body(request))
+        messages, tools, to_answer = chat_completions.read_tokenize(await self._body(request))
         client = session.client
         ids = _ids(client.prompt_ids if to_answer else client.shown_ids, messages, tools)
         limit = client.max_context or sys.maxsize  # clients need a number

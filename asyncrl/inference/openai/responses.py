@@ -33,6 +33,7 @@ from asyncrl.inference.openai.api_call import (
     sampling_of,
 )
 from asyncrl.inference.openai.chat_completions import (
+    Function,
     arguments_of,
     assistant_call,
     finished_at_length,
@@ -97,12 +98,6 @@ class _Item(msgspec.Struct):
     arguments: str = "{}"
     output: str | list[Json] = ""
     summary: list[Json] = msgspec.field(default_factory=list)
-
-
-class _Tool(msgspec.Struct):
-    name: str
-    description: str | None = None
-    parameters: Json | None = None
 
 
 @dataclass(frozen=True)
@@ -243,7 +238,7 @@ def _tools(given: Sequence[Json]) -> list[ToolSchema]:
             continue
         if kind != "function":
             raise refused(f"tools[{number}].type", kind, "functions alone are supported")
-        found = convert(tool, _Tool, f"tools[{number}]")
+        found = convert(tool, Function, f"tools[{number}]")
         tools.append(function_tool(found.name, found.description, found.parameters))
     return tools
 

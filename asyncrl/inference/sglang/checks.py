@@ -7,12 +7,12 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from asyncrl.comm.names import GENERATION_SERVER
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
+from asyncrl.inference.checks import has_servers_on_gpus
 from asyncrl.inference.sglang.host import check_args, missing_for_pictures, pictures_served
 from asyncrl.models.model_config import read_model_config
-from asyncrl.runtime.plan import plan_workers, with_types
+from asyncrl.runtime.plan import with_types
 from asyncrl.trainer.settings import VisionMode
 
 ANY_TYPE = ("bitsandbytes", "gguf")
@@ -55,11 +55,6 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         )
 
 
-def warnings(config: ExperimentConfig) -> Iterator[str]:
-    """Yield a warning for each valid setting with a surprising effect: none."""
-    yield from ()
-
-
 def _quantised(config: ExperimentConfig) -> Iterator[str]:
     """Yield an error message for each setting that does not go with quantised weights."""
     generation, quant = config.generation, config.generation.engine.quantised
@@ -86,11 +81,7 @@ def _float32(config: ExperimentConfig) -> Iterator[str]:
     generation = config.generation
     if generation.dtype != Dtype.float32 or any(flag.endswith("attention_backend") for flag in generation.engine.flags):
         return
-    try:
-        plans = plan_workers(config)
-    except ValueError:  # no layout, or no graph
-        return  # reported by the trainer's checks and by the launcher
-    if any(plan.kind == GENERATION_SERVER and plan.resources.gpus for plan in plans):
+    if has_servers_on_gpus(config):
         yield (
             "generation.dtype='float32': SGLang's attention kernels for GPUs compute in 16 bits; use auto or bfloat16, "
             "or choose kernels that take float32 by generation.sglang.args={attention_backend: triton}"

@@ -35,9 +35,9 @@ from asyncrl.comm.security import HttpSecurity
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.memory import context_length, in_order, is_out_of_memory
 from asyncrl.config.setting import Device
-from asyncrl.inference.child_host import ChildHost, PortBlock, ServerCommand
 from asyncrl.inference.client import GenerationServerClient, connect
 from asyncrl.inference.process import BASE_VERSION, EngineStartError
+from asyncrl.inference.program_host import ChildHost, PortBlock, ServerCommand
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.models.model_config import placeholder_id, read_model_config
 from asyncrl.models.picture_rules import PictureRules, PictureRulesError
@@ -121,7 +121,7 @@ def build_command(
     flags: dict[str, Any] = {
         "model_path": str(model_dir),
         "host": config.system.host,
-        "port": ports.http,
+        "port": ports.base,
         "nccl_port": ports.base + 1,
         "tp_size": generation.sglang.tensor_parallel,
         "dtype": generation.dtype.on(device),
@@ -162,7 +162,7 @@ def build_command(
         env["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     env |= user_env
     scheme = "http" if secrets_file is None else "https"
-    return ServerCommand(tuple(argv), env, f"{scheme}://{url_host(config.system.host)}:{ports.http}")
+    return ServerCommand(tuple(argv), env, f"{scheme}://{url_host(config.system.host)}:{ports.base}")
 
 
 def _served_context(config: ExperimentConfig, model_config: Mapping[str, Any]) -> int:

@@ -12,33 +12,33 @@ from asyncrl.master.graph import load_graph
 from asyncrl.observe.tail import read_rows
 from asyncrl.rollout.user_code.prompts import load_train_set
 from asyncrl.runtime.trials.claim import TrialError
-from asyncrl.runtime.trials.resume import ADVICE, newest_progress
+from asyncrl.runtime.trials.resume import ADVICE, StoredProgress, newest_progress
 from asyncrl.verify.audit.ledger_files import read_ledger
 
 
 def check_continued(config: ExperimentConfig) -> Iterator[str]:
-    """Check that the trial can continue with `config`; yield a line for each part of its past that is damaged or gone.
+    """Check that the trial can continue with `config` from its newest checkpoint, if it has one; yield a line for each
+    part of its past that is damaged or gone.
 
     Raises:
         TrialError: see `check_same_data` and `check_same_roles`.
         DamagedFile: see `check_same_data`.
     """
-    yield from check_same_data(config)
-    check_same_roles(config)
-    yield from missing_history(config)
+    if (progress := newest_progress(run_dir_of(config))) is not None:
+        yield from check_same_data(config, progress)
+        check_same_roles(config, progress)
+        yield from missing_history(config, progress)
 
 
-def check_same_data(config: ExperimentConfig) -> Iterator[str]:
-    """Compare the training data with the data at the trial's start, if there is a checkpoint to continue from. Yield a
-    line if the record of those is gone: `keep_data_record` writes it again.
+def check_same_data(config: ExperimentConfig, progress: StoredProgress) -> Iterator[str]:
+    """Compare the training data with the data at the trial's start. Yield a line if the record of those is gone:
+    `keep_data_record` writes it again.
 
     Raises:
         TrialError: the data differ; the message names the file and the first line that differs.
         DamagedFile: the record is not the one that the checkpoint was made with.
     """
     file = run_dir_of(config) / DATA_RECORD_FILE
-    if (progress := newest_progress(run_dir_of(config))) is None:
-        return
     train_set = load_train_set(config)
     try:
         record = DataRecord.read(file)
@@ -62,14 +62,12 @@ def check_same_data(config: ExperimentConfig) -> Iterator[str]:
         )
 
 
-def check_same_roles(config: ExperimentConfig) -> None:
-    """Check that the checkpoint to continue from has every role whose weights change in this run.
+def check_same_roles(config: ExperimentConfig, progress: StoredProgress) -> None:
+    """Check that the checkpoint has every role whose weights change in this run.
 
     Raises:
         TrialError: it lacks one: the arguments or the code of the graph have changed.
     """
-    if (progress := newest_progress(run_dir_of(config))) is None:
-        return
     wanted = [role for role in load_graph(config).roles() if is_changing(config, role)]
     if missing := [role for role in wanted if role not in progress.roles]:
         raise TrialError(
@@ -79,11 +77,9 @@ def check_same_roles(config: ExperimentConfig) -> None:
         )
 
 
-def missing_history(config: ExperimentConfig) -> Iterator[str]:
+def missing_history(config: ExperimentConfig, progress: StoredProgress) -> Iterator[str]:
     """Yield a line for each part of a continued trial's history that is damaged or gone; its checkpoint needs none."""
     run_dir, found = run_dir_of(config), list[str]()
-    if (progress := newest_progress(run_dir)) is None:
-        return
     known = progress.held_rows.union(row.get("step") for row in read_rows(run_dir / METRICS_FILE))
     if missing := [step for step in range(1, progress.version + 1) if step not in known]:
         yield (

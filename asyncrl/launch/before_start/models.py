@@ -110,13 +110,13 @@ def whole_models(folders: Iterator[WantedFolder]) -> Iterator[Callable[[], None]
             process.wait()
 
 
-def check_models(config: Config, *, evaluates: bool = False) -> None:
-    """As `whole_models`, for the models of `config` and at once.
+def check_models(config: SFTConfig) -> None:
+    """As `whole_models`, for the model of `config` and at once.
 
     Raises:
         ConfigError: see `whole_models`.
     """
-    with whole_models(loaded_folders(config, evaluates=evaluates)) as wait:
+    with whole_models(loaded_folders(config)) as wait:
         wait()
 
 

@@ -92,8 +92,7 @@ def detach(command: Sequence[str], run_dir: Path) -> int:
             break
     print(
         f"pid {launcher.pid} continues in the background; the same command, or `attach {run_dir}`, shows it, and "
-        f"Ctrl-C there "
-        "ends it",
+        "Ctrl-C there ends it",
         flush=True,
     )
     return EXIT_OK

@@ -31,7 +31,7 @@ from asyncrl.comm.name_resolve import NameEntryExists, NameEntryNotFound, NameRe
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import CONFIG_FILE, read_run_config
 from asyncrl.launch.commands import refuse
-from asyncrl.runtime.backends import WorkerHandle, open_backend
+from asyncrl.runtime.backends import WorkerHandle, backend_class
 from asyncrl.runtime.plan import PROCESS_KINDS, Share, WorkerPlan
 from asyncrl.runtime.process.hardware import LOOPBACK, visible_gpus
 from asyncrl.runtime.run_log import RestartBudget
@@ -131,7 +131,7 @@ class _Joined:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._stop.set)
-        self._backend = open_backend("local", self._run_dir)
+        self._backend = backend_class("local")(self._run_dir)
         try:
             for offset in range(count):
                 index = await asyncio.to_thread(self._take_index, kind)

@@ -1,9 +1,12 @@
-"""Hardware of this machine, read without torch: GPUs and network."""
+"""What this machine has, without torch: GPUs, network, and the open files that it allows a process."""
 
 from __future__ import annotations
 
+import errno
 import ipaddress
+import math
 import os
+import resource
 import socket
 import subprocess
 from dataclasses import dataclass
@@ -19,6 +22,8 @@ _CPU_INFO = Path("/proc/cpuinfo")
 _GPUS = Path("/proc/driver/nvidia/gpus")
 _DEVICES = Path("/dev")
 _NVIDIA_SMI = "nvidia-smi"
+OTHER_FILES = 128
+"""Open files of a process beside its connections: logs, journals, name resolution, HTTP servers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,3 +174,34 @@ def connect_error(host: str, port: int) -> str:
     except OSError as error:
         return error.strerror or str(error)
     return ""
+
+
+def allow_all_files() -> None:
+    """Let this process open as many files as its hard limit allows.
+
+    The soft limit, mostly 1,024, is for programs that wait with `select`; none of a run's processes does.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def most_open_files() -> float:
+    """Return this process's hard limit of open files; infinite without one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return math.inf if hard == resource.RLIM_INFINITY else hard
+
+
+def allow_connections(connections: int, to_whom: str) -> None:
+    """Let this process open as many files as its hard limit allows, and check that it allows this many connections.
+
+    Raises:
+        OSError: the hard limit is too low; the message names the other ends of the connections, `to_whom`.
+    """
+    allow_all_files()
+    hard = most_open_files()
+    if hard < (wanted := connections + OTHER_FILES):
+        raise OSError(
+            errno.EMFILE,
+            f"the connections to {to_whom} take {wanted} open files and the hard limit is {hard}: raise it, here and "
+            f"for whatever starts the run (ulimit -Hn {wanted})",
+        )

@@ -46,7 +46,7 @@ from asyncrl.config.run_dir import SECRET_FILE, read_run_config
 from asyncrl.config.setting import ConfigError
 from asyncrl.observe import observer
 from asyncrl.observe.observer import Activity
-from asyncrl.runtime.process.open_files import allow_all_files
+from asyncrl.runtime.process.hardware import allow_all_files
 from asyncrl.runtime.process.starting import ReportedStatus, StartLimit, StartWait
 from asyncrl.runtime.process.waiting import LEAVE_LIMIT_S, await_name, explain_delay
 from asyncrl.runtime.settings import EXIT_FAILED, EXIT_LOST, EXIT_OK, EXIT_STATE_LOST

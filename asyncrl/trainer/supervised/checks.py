@@ -11,9 +11,8 @@ from asyncrl.config.plugin_code.import_paths import PluginError
 from asyncrl.config.setting import ChoiceConfig, ConfigError, Device, did_you_mean
 from asyncrl.data.checks import source_problems
 from asyncrl.data.datasets import Placed
-from asyncrl.data.demonstrations import conversation_of, load_demonstrations, wrong_conversation
+from asyncrl.data.demonstrations import conversation_of, judged_answers, load_demonstrations, wrong_conversation
 from asyncrl.data.files import FileDataset
-from asyncrl.data.preferences import judged_answers
 from asyncrl.data.settings import TrainOn, is_data_path
 from asyncrl.models.folder_checks import hugging_face_folder
 from asyncrl.runtime.process.hardware import count_gpus

@@ -25,8 +25,7 @@ from asyncrl.algorithms.preference_losses import AnswerPairs, LabelledAnswers, S
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.config.setting import Dtype
-from asyncrl.data.demonstrations import Demonstration
-from asyncrl.data.preferences import JudgedAnswer
+from asyncrl.data.demonstrations import Demonstration, JudgedAnswer
 from asyncrl.models.model_config import placeholder_in
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.step_batch import StepBatch

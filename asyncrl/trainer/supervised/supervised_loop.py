@@ -47,13 +47,13 @@ from asyncrl.data.demonstrations import (
     DemonstrationFormat,
     EncodedRows,
     LazyRows,
+    PreferenceFormat,
     RowFormat,
     Rows,
     demonstration_batches,
     load_demonstrations,
     shown_with_loss,
 )
-from asyncrl.data.preferences import PreferenceFormat
 from asyncrl.data.prompt_format import PromptFormat, load_chat_template, shown
 from asyncrl.data.tokenizers import (
     CharTokenizer,

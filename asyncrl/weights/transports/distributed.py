@@ -30,7 +30,7 @@ from asyncrl.comm.names import GENERATION_SERVER, MODEL_WORKER
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
 from asyncrl.inference.client import UpdateFailed
-from asyncrl.runtime.plan import WorkerPlan, plan_workers
+from asyncrl.runtime.plan import WorkerPlan, plan_if_valid
 from asyncrl.runtime.process.hardware import LOOPBACK
 from asyncrl.weights.transports.from_memory import BUCKET_BYTES, MemoryTransport, ServerConnection, sending_rank
 
@@ -230,10 +230,7 @@ def nccl_problems(config: ExperimentConfig) -> Iterator[str]:
     engine = config.generation.engine
     if engine.program is None or engine.urls:
         return  # unknown for servers that asyncrl did not start
-    try:
-        plans = plan_workers(config)
-    except ValueError:  # no layout, or no graph
-        return  # reported by the trainer's checks and by the launcher
+    plans = plan_if_valid(config)
     yield from _shared_gpu(config, plans)
     on_gpus = {plan.kind for plan in plans if plan.resources.gpus and not plan.host.name}
     if not {MODEL_WORKER, GENERATION_SERVER} <= on_gpus:

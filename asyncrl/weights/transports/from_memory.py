@@ -36,7 +36,7 @@ from asyncrl.comm.names import GENERATION_SERVER, MODEL_WORKER
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.client import GenerationServerClient, UpdateFailed
-from asyncrl.runtime.plan import WorkerPlan, plan_workers
+from asyncrl.runtime.plan import WorkerPlan, plan_if_valid
 from asyncrl.runtime.process.hardware import LOOPBACK
 from asyncrl.trainer.client import PublisherClient
 from asyncrl.trainer.messages import SendWeights
@@ -320,10 +320,7 @@ class TensorTransport(MemoryTransport):
         yield from super().check(config)
         if config.generation.engine.urls:
             return
-        try:
-            plans = plan_workers(config)
-        except ValueError:  # no layout, or no graph
-            return  # reported by the trainer's checks and by the launcher
+        plans = plan_if_valid(config)
         sender = sending_rank(config, plans)
         for plan in plans:
             if sender and plan.kind == GENERATION_SERVER and plan.host.name != sender.host.name:

@@ -31,6 +31,14 @@ def test_one_has_it_and_another_gets_it_when_the_first_is_closed(two: tuple[File
     assert second.take(LIMIT_S)
 
 
+def test_a_lock_that_is_closed_again_closes_no_other_file(tmp_path: Path) -> None:
+    lock = FileLock(tmp_path / "lock")
+    lock.close()
+    with (tmp_path / "other").open("w") as other:
+        lock.close()
+        assert os.fstat(other.fileno())
+
+
 def test_a_lock_that_is_shared_is_had_by_several_and_shuts_out_one_that_is_not(two: tuple[FileLock, FileLock]) -> None:
     first, second = two
     assert first.take(shared=True)

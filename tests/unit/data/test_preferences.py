@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 
 from asyncrl.config.setting import ChoiceConfig, ConfigError
-from asyncrl.data.demonstrations import BadDemonstration, EncodedRows, load_demonstrations
-from asyncrl.data.preferences import JudgedAnswer, PreferenceFormat
+from asyncrl.data.demonstrations import (
+    BadDemonstration,
+    EncodedRows,
+    JudgedAnswer,
+    PreferenceFormat,
+    load_demonstrations,
+)
 from asyncrl.data.prompt_format import PromptFormat, load_chat_template
 from asyncrl.data.tokenizers import CharTokenizer, ChatTokenizer, load_tokenizer
 from asyncrl.launch.before_start.data import check_data

@@ -14,8 +14,8 @@ import pytest
 import asyncrl
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
-from asyncrl.inference.adopted import AdoptedHost
 from asyncrl.inference.process import GenerationServer
+from asyncrl.inference.program_host import AdoptedHost
 from asyncrl.inference.settings import BACKENDS, Backend, GenerationBackend, ProgramConfig
 from asyncrl.launch.before_start import setting_checks as checks
 from asyncrl.launch.before_start.machine import check_reachable, device_lines
@@ -135,10 +135,8 @@ def test_no_code_but_the_table_compares_with_a_back_ends_name() -> None:
 def test_the_table_has_each_value_of_the_setting_and_its_code() -> None:
     assert list(BACKENDS) == list(GenerationBackend)
     for kind in BACKENDS.values():
-        assert all(map(callable, map(pkgutil.resolve_name, filter(None, [kind.host, kind.server_check]))))
-        module = pkgutil.resolve_name(kind.checks)
-        assert callable(module.check)
-        assert callable(module.warnings)
+        code = filter(None, [kind.host, kind.checks, kind.server_check])
+        assert all(map(callable, map(pkgutil.resolve_name, code)))
 
 
 class Pretend(Backend):
@@ -146,7 +144,7 @@ class Pretend(Backend):
 
     label = "Pretend"
     host = "pretend_engine:make_host"
-    checks = "pretend_engine"
+    checks = "pretend_engine:check"
     memory_flag = "memory"
 
 
@@ -154,7 +152,7 @@ class Pretend(Backend):
 def config(monkeypatch: pytest.MonkeyPatch) -> ExperimentConfig:
     """The default experiment with a third back end, which is one folder and one line in the table."""
     module = ModuleType("pretend_engine")
-    vars(module).update(check=lambda config: ["pretend: checked"], warnings=lambda config: ["pretend: warned"])
+    vars(module)["check"] = lambda config: ["pretend: checked"]
     monkeypatch.setitem(sys.modules, "pretend_engine", module)
     monkeypatch.setitem(BACKENDS, "pretend", Pretend)
     config = ExperimentConfig()
@@ -190,7 +188,6 @@ def test_another_back_end_passes_the_plan_and_every_check(config: ExperimentConf
     assert [plan.name for plan in plan_workers(config)] == [plan.name for plan in plan_workers(ExperimentConfig())]
     assert with_types(config).generation.dtype == with_types(ExperimentConfig()).generation.dtype
     assert messages_of(config) == [*messages_of(ExperimentConfig()), "pretend: checked"]
-    assert "pretend: warned" in checks.warnings(config)
     assert any("pretend server" in line for line in device_lines(config))
 
 

@@ -13,8 +13,8 @@ from aiohttp.test_utils import TestServer
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.memory import context_length
 from asyncrl.config.setting import Device, Dtype
-from asyncrl.inference.child_host import BLOCK_SIZE, FIRST_PORT, NoFreePorts, PortBlock, reserve_ports
 from asyncrl.inference.process import EngineStartError
+from asyncrl.inference.program_host import BLOCK_SIZE, FIRST_PORT, NoFreePorts, PortBlock, reserve_ports
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.inference.sglang.host import (
     DROPPED_FLAGS,
@@ -271,7 +271,7 @@ def test_a_released_block_can_be_reserved_again() -> None:
         reserve_ports("127.0.0.1", first=base, last=last)
     first.release()
     second = reserve_ports("127.0.0.1", first=base, last=last)
-    assert second.http == base
+    assert second.base == base
     second.release()
     other.release()
 

@@ -18,9 +18,9 @@ from asyncrl.api.picture import PlacedPicture
 from asyncrl.comm.http_client import JsonHttp
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.checks import check
-from asyncrl.inference.child_host import PortBlock, reserve_ports
 from asyncrl.inference.client import GenerationServerClient, MalformedReply, PictureSender
 from asyncrl.inference.messages import GenerateRequest, inline_picture
+from asyncrl.inference.program_host import PortBlock, reserve_ports
 from asyncrl.inference.settings import SGLANG_PICTURES, GenerationBackend
 from asyncrl.inference.sglang import host
 from asyncrl.inference.sglang.host import build_command, fault_in_pictures

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from asyncrl.config.load import settings
-from asyncrl.runtime.backends import LauncherBackend, WorkerHandle, backend_class, open_backend
+from asyncrl.runtime.backends import LauncherBackend, WorkerHandle, backend_class
 from asyncrl.runtime.settings import LAUNCHERS, SystemConfig
 
 
@@ -29,7 +29,7 @@ def test_a_run_on_one_box_imports_nothing_of_other_hosts(tmp_path: Path) -> None
         "from asyncrl.config.experiment import ExperimentConfig\n"
         "from asyncrl.runtime import backends, checks\n"
         "assert not list(checks.check(ExperimentConfig())), 'the defaults have no fault'\n"
-        "backends.open_backend('local', Path(sys.argv[1]))\n"
+        "backends.backend_class('local')(Path(sys.argv[1]))\n"
         "print([name for name in sys.modules if 'asyncrl.hosts' in name])"
     )
     assert run_script(program, tmp_path) == "[]\n"
@@ -44,7 +44,7 @@ def test_a_new_back_end_is_one_file_and_a_row(tmp_path: Path, monkeypatch: pytes
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(LAUNCHERS, "toy", "toy:Backend")
-    backend = open_backend("toy", tmp_path)
+    backend = backend_class("toy")(tmp_path)
     assert isinstance(backend, LauncherBackend)
     assert backend.run_dir == tmp_path
 

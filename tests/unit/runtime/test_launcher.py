@@ -136,7 +136,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: dict[str, Proce
         (tmp_path / "memory").mkdir()
         monkeypatch.setattr(memory_checkpoint_module, "_MEMORY", tmp_path / "memory")
         stage, display = Stage(tmp_path, {f"{kind}/0": action for kind, action in script.items()}), Notes()
-        monkeypatch.setattr(launcher_module, "open_backend", lambda name, run_dir: stage)
+        monkeypatch.setattr(launcher_module, "backend_class", lambda name: lambda run_dir: stage)
         launcher = Launcher(config, display)
         launcher.prepare()
         code = launcher.run()
@@ -167,7 +167,8 @@ def test_a_launch_shows_the_rows_of_its_own_steps_alone(tmp_path: Path, monkeypa
     shown: list[tuple[int, int]] = []
     display = Notes()
     monkeypatch.setattr(display, "row", lambda row: shown.append((row["step"], row["launch"])))
-    monkeypatch.setattr(launcher_module, "open_backend", lambda name, run_dir: Stage(tmp_path, {"leader/0": train}))
+    stage = Stage(tmp_path, {"leader/0": train})
+    monkeypatch.setattr(launcher_module, "backend_class", lambda name: lambda run_dir: stage)
     launcher = Launcher(config, display)
     launcher.prepare()
     assert launcher.run() == EXIT_OK

@@ -8,7 +8,8 @@ import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
-from asyncrl.runtime.process.open_files import check_files, needs
+from asyncrl.runtime.checks import check_files, needs
+from asyncrl.runtime.process.hardware import allow_connections
 
 
 def config_of(workers: int) -> ExperimentConfig:
@@ -49,3 +50,10 @@ def test_a_need_that_depends_on_the_load_is_warned_of(hard: list[int]) -> None:
 def test_a_need_that_is_certain_is_refused_before_anything_starts(hard: list[int]) -> None:
     with pytest.raises(ConfigError, match=r"master_worker needs up to 5129 open files .1 training ranks, 5000 Rollout"):
         check_files(config_of(5000))
+
+
+def test_without_a_limit_any_number_of_connections_is_allowed(hard: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    hard[0] = resource.RLIM_INFINITY
+    monkeypatch.setattr(resource, "setrlimit", lambda which, limits: None)
+    allow_connections(100_000, "others")
+    assert check_files(config_of(5000)) == []

@@ -26,6 +26,7 @@ from asyncrl.runtime.plan import with_types
 from asyncrl.runtime.settings import EXIT_CONFIG, EXIT_OK
 from asyncrl.runtime.trials.claim import TrialError
 from asyncrl.trainer.supervised.base_model import existing_base_model
+from asyncrl.trainer.supervised.settings import SFTConfig
 
 INDENT = 14
 """Width of a check's mark and name."""
@@ -102,7 +103,7 @@ def _data(config: Config, folder: Path | None) -> Outcome:
     return Outcome(["readable"])
 
 
-def _models(config: Config) -> Outcome:
+def _models(config: SFTConfig) -> Outcome:
     check_models(config)
     return Outcome(["the files of each hold all of it"])
 

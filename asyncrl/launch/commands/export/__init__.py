@@ -23,9 +23,10 @@ def main(argv: Sequence[str], program: str) -> int:
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; it must not exist")
     args = parser.parse_intermixed_args(argv)
     # These import torch: not for --help or a wrong option.
-    from asyncrl.launch.commands.export.policy import ExportError, export
+    from asyncrl.launch.commands.export.policy import export
     from asyncrl.weights.loading import WeightUpdateError
     from asyncrl.weights.manifest import ManifestError
+    from asyncrl.weights.stored import ExportError
 
     try:
         run, out = args.run.expanduser(), args.out.expanduser()

@@ -36,8 +36,7 @@ from asyncrl.weights.folder_tensors import folder_tensors
 from asyncrl.weights.logprob_probe import PROBE_FILE
 from asyncrl.weights.manifest import ADAPTERS_FILE, MANIFEST_FILE, Manifest, TensorEntry, are_adapters, verify
 from asyncrl.weights.publishing import tokenizer_assets, write_model
-from asyncrl.weights.stored import ExportError as ExportError  # known by this name too
-from asyncrl.weights.stored import MergedModel, Read, StoredModel, from_folder
+from asyncrl.weights.stored import ExportError, MergedModel, Read, StoredModel, from_folder
 from asyncrl.weights.tensor_file import DTYPE_NAMES, DTYPES
 from asyncrl.weights.whole_folder import HEAD, read_tensor
 

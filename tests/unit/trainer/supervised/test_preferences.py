@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from asyncrl.config.setting import ChoiceConfig
-from asyncrl.data.preferences import JudgedAnswer
+from asyncrl.data.demonstrations import JudgedAnswer
 from asyncrl.data.tokenizers import CharTokenizer
 from asyncrl.trainer.engines.flat import FlatLoader
 from asyncrl.trainer.parallel.world import RankPosition
