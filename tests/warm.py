@@ -80,7 +80,7 @@ PRELOADED = (
     "asyncrl.algorithms.objective",
     "asyncrl.algorithms.corrections",
     "asyncrl.algorithms.critic",
-    "asyncrl.algorithms.gae",
+    "asyncrl.algorithms.grpo",
     "asyncrl.algorithms.policy_losses",
     "asyncrl.launch.train",
     "asyncrl.launch.before_start.setting_checks",

@@ -78,16 +78,15 @@ RANK = (
     "asyncrl.trainer.functions.advantage",
     "asyncrl.trainer.functions.logprobs",
     "asyncrl.trainer.functions.training",
-    "asyncrl.algorithms.advantages",
-    "asyncrl.algorithms.corrections",
-    "asyncrl.algorithms.policy_losses",
+    "asyncrl.algorithms.grpo",
 )
 """What a rank of the default settings imports."""
 OPTIONAL = (
+    "asyncrl.algorithms.advantages",
+    "asyncrl.algorithms.corrections",
     "asyncrl.algorithms.critic",
-    "asyncrl.algorithms.gae",
     "asyncrl.algorithms.kl",
-    "asyncrl.algorithms.selections",
+    "asyncrl.algorithms.policy_losses",
     "asyncrl.models.fused_norms",
     "asyncrl.models.picture_rules",
     "asyncrl.models.pictures",
