@@ -9,19 +9,33 @@ from operator import attrgetter
 from asyncrl.config.experiment import ExperimentConfig
 
 CHECKS = {
-    "rollout.chat": "asyncrl.chat.checks",
-    "tools": "asyncrl.plugins.tools.checks",
-    "mcp": "asyncrl.plugins.tools.checks",
-    "policies": "asyncrl.launch.before_start.policy_checks",
-    "algorithm.teachers": "asyncrl.trainer.teacher_checks",
-    "generation.guests": "asyncrl.colocated.checks",
+    "asyncrl.trainer.feature_checks": (
+        "algorithm",
+        "model.attn_implementation",
+        "model.publish_dtype",
+        "moe",
+        "profile",
+        "rollout.filters",
+        "rollout.shaping",
+        "trainer.activations_on",
+        "trainer.train_every",
+        "trainer.train_offset",
+    ),
+    "asyncrl.trainer.model.lora_checks": ("model.lora",),
+    "asyncrl.trainer.teacher_checks": ("algorithm.teachers",),
+    "asyncrl.observe.checks": ("logging.wandb_project", "samples"),
+    "asyncrl.chat.checks": ("rollout.chat",),
+    "asyncrl.plugins.tools.checks": ("mcp", "tools"),
+    "asyncrl.launch.before_start.policy_checks": ("policies",),
+    "asyncrl.colocated.checks": ("generation.guests",),
 }
-"""By the setting that asks for it: a module whose `check` yields messages on settings, `code_problems` on user code."""
+"""Modules whose `check` yields messages on settings, `code_problems` on user code, with the settings that ask for them.
+"""
 
 
 def optional_problems(config: ExperimentConfig, kind: str = "check") -> Iterator[str]:
     """Yield an error message for each problem that `kind` finds, of the features that `config` has."""
     default = ExperimentConfig()
-    asked = [module for name, module in CHECKS.items() if attrgetter(name)(config) != attrgetter(name)(default)]
-    for module in dict.fromkeys(asked):
-        yield from getattr(import_module(module), kind, lambda config: ())(config)
+    for module, settings in CHECKS.items():
+        if any(attrgetter(name)(config) != attrgetter(name)(default) for name in settings):
+            yield from getattr(import_module(module), kind, lambda config: ())(config)

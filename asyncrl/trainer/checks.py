@@ -1,8 +1,7 @@
-"""Checks of ModelWorkers' settings: the policy's model and its computation, layouts, optimizers, trained policies."""
+"""Checks of ModelWorkers' settings in every run: models, layouts, devices, optimizers; `feature_checks` has others."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
@@ -11,18 +10,14 @@ from asyncrl.algorithms.registry import WHOLE_DISTRIBUTIONS, ProximalMode, Value
 from asyncrl.comm.names import ACTOR, MODEL_WORKER
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError, Device, Dtype
-from asyncrl.inference.settings import backends_that
 from asyncrl.master.graph import GraphError, load_graph
 from asyncrl.models.folder_checks import hugging_face_folder
-from asyncrl.models.model_config import placeholder_in, read_model_config, routing_shape
+from asyncrl.models.model_config import placeholder_in
 from asyncrl.runtime.plan import plan_workers, with_types
 from asyncrl.runtime.process.hardware import count_gpus, uncounted_gpus
-from asyncrl.trainer import algorithm_checks
 from asyncrl.trainer.engines import ENGINES
-from asyncrl.trainer.model import lora_checks
 from asyncrl.trainer.parallel.placement import Placement, engine_of, placement, role_placement
 from asyncrl.trainer.settings import (
-    AttentionImplementation,
     KeptOn,
     OptimizerConfig,
     OptimizerName,
@@ -38,9 +33,7 @@ CUTS = "asyncrl.trainer.parallel.checks"
 def check(config: ExperimentConfig) -> Iterator[str]:
     """Yield an error message for each invalid setting: `setting=value: what is wrong; what to do`."""
     yield from _model(config)
-    yield from _profile(config)
     yield from of_policy(config)
-    yield from _turns(config)
 
 
 def of_policy(config: ExperimentConfig) -> Iterator[str]:
@@ -52,37 +45,12 @@ def of_policy(config: ExperimentConfig) -> Iterator[str]:
         if path is not None:
             yield from hugging_face_folder(name, path)
     yield from _layouts(config)
-    yield from algorithm_checks.check(config)
     for name, optimizer in (
         ("optimizer", config.optimizer),
         ("algorithm.critic.optimizer", config.algorithm.critic.optimizer),
     ):
         yield from _warmup(name, optimizer)
         yield from _muon(name, optimizer, config)
-
-
-def _profile(config: ExperimentConfig) -> Iterator[str]:
-    profile = config.profile
-    if not profile.steps:
-        return
-    last = config.total_train_steps
-    for step in profile.steps:
-        if not 1 <= step <= last:
-            yield f"profile.steps={profile.steps}: {step} is not a step of the run; use 1 to {last}"
-    try:
-        ranks = placement(config, load_graph(config)).workers
-    except ValueError:  # no layout, or no graph
-        return  # other checks report the error
-    for rank in profile.ranks:
-        if not 0 <= rank < ranks:
-            yield f"profile.ranks={profile.ranks}: there is no model_worker/{rank}; use 0 to {ranks - 1}"
-    if profile.stacks:
-        from asyncrl.runtime.process.stacks import py_spy
-
-        if py_spy() is None:
-            yield (
-                "profile.stacks=true: py-spy is not installed; install the `profile` extra, or use profile.stacks=false"
-            )
 
 
 def _warmup(name: str, optimizer: OptimizerConfig) -> Iterator[str]:
@@ -189,7 +157,6 @@ def _layouts(config: ExperimentConfig) -> Iterator[str]:
     if placed.is_cut:
         yield from import_module(CUTS).problems(config, graph, placed)
     yield from _not_supported(config, placed)
-    yield from lora_checks.problems(config)
     yield from _too_few_gpus(config, placed)
 
 
@@ -247,54 +214,10 @@ def _too_few_gpus(config: ExperimentConfig, placed: Placement) -> Iterator[str]:
 
 
 def _model(config: ExperimentConfig) -> Iterator[str]:
-    """Yield an error message for each fault of the policy's model, and of the settings of its computation."""
+    """Yield an error message for each fault of the policy's model."""
     if config.model.path is not None:
         yield from hugging_face_folder("model.path", config.model.path)
-    yield from _routing(config)
     yield from _pictures(config)
-    yield from _attention(config)
-    yield from _activations(config)
-    yield from _publish_dtype(config)
-
-
-def _routing(config: ExperimentConfig) -> Iterator[str]:
-    """Refuse routing replay for a model without routers, or with servers that do not report expert choices."""
-    setting, path = "moe.replay_routing=True", config.model.path
-    if not config.moe.replay_routing:
-        return
-    if not config.generation.engine.tells_experts:
-        yield (
-            f"{setting}: generation.backend={str(config.generation.backend)!r} does not tell which experts it chose in "
-            "a way that is shown to be right here; use generation.backend="
-            f"{backends_that(lambda kind: kind.tells_experts)}, or set moe.replay_routing=false"
-        )
-    if config.samples.replay:
-        yield f"{setting}: kept samples do not tell which experts there were; set it to false to replay them"
-    if path is None:
-        yield f"{setting}: model.path=null is the demo's dense model, which has no experts; set it to false"
-        return
-    try:
-        shape = routing_shape(read_model_config(path))
-    except (OSError, ValueError):
-        return  # `hugging_face_folder` reports the error
-    if isinstance(shape, str):
-        yield f"{setting}: model.path={path!r}: {shape}; set it to false"
-
-
-def _attention(config: ExperimentConfig) -> Iterator[str]:
-    device, gpus, attention = config.trainer.device, count_gpus(), config.model.attn_implementation
-    if attention != AttentionImplementation.flash_attention_2:
-        return
-    if importlib.util.find_spec("flash_attn") is None:
-        yield (
-            f"model.attn_implementation={str(attention)!r}: the package flash-attn is not installed; install it, or "
-            "use sdpa"
-        )
-    if device == Device.cpu or (device == Device.auto and not gpus):
-        yield (
-            f"model.attn_implementation={str(attention)!r}: it computes on a GPU only and trainer.device="
-            f"{str(device)!r} is a CPU here; use sdpa"
-        )
 
 
 def _pictures(config: ExperimentConfig) -> Iterator[str]:
@@ -319,35 +242,3 @@ def _pictures(config: ExperimentConfig) -> Iterator[str]:
         name, path = others[role]
         if path is not None and placeholder_in(path) != placeholder:
             yield f"{name}={path!r}: {other} a model that takes pictures at the same token of the prompt"
-
-
-def _activations(config: ExperimentConfig) -> Iterator[str]:
-    if config.trainer.activations_on == KeptOn.host and not config.trainer.gradient_checkpointing:
-        yield (
-            "trainer.activations_on='host': it moves the inputs of layers that are recomputed in the backward pass, "
-            "and trainer.gradient_checkpointing=false recomputes none; set that to true, or use device"
-        )
-
-
-def _publish_dtype(config: ExperimentConfig) -> Iterator[str]:
-    chosen = config.model.publish_dtype
-    if chosen == Dtype.float32 and with_types(config).model.dtype == Dtype.bfloat16:
-        yield (
-            "model.publish_dtype='float32': training in bfloat16 would publish the same values in twice the bytes; use "
-            "auto"
-        )
-
-
-def _turns(config: ExperimentConfig) -> Iterator[str]:
-    """Yield an error message if no step trains the run's own policy, or some train none."""
-    trainer = config.trainer
-    if trainer.train_offset >= trainer.train_every:
-        yield (
-            f"trainer.train_offset={trainer.train_offset}: it is never the remainder of a version divided by "
-            f"trainer.train_every={trainer.train_every}; use 0 to {trainer.train_every - 1}"
-        )
-    if not config.trained_policies and trainer.train_every > 1:
-        yield (
-            f"trainer.train_every={trainer.train_every}: other steps would train nothing; use 1, or train another "
-            "one of `policies` too"
-        )

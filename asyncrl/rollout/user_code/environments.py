@@ -14,8 +14,8 @@ from collections.abc import Callable
 from asyncrl.api import Environment, RewardFunction, RunIn
 from asyncrl.config.setting import PluginConfig
 from asyncrl.plugins.settings import GYMNASIUM, GYMNASIUM_ENV, EnvConfig
-from asyncrl.rollout.user_code_pool.call_records import Activity
-from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner, built, is_async, is_built_in, loaded, place_of
+from asyncrl.rollout.user_code_pool.call_records import Activity, Code
+from asyncrl.rollout.user_code_pool.runner import UserCodeRunner, built, is_async, is_built_in, loaded, place_of
 
 
 class Environments:

@@ -1,16 +1,24 @@
-"""Checks of `algorithm`, filters and shaping: the functions that they name, how choices go together."""
+"""Checks of what a run need not set: the functions that `algorithm`, filters and shaping name and how they go together,
+experts, profiles, attention, activations, turns of training. `config/optional_checks.py` says which settings ask.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 
 from asyncrl.algorithms.registry import KINDS, WHOLE_DISTRIBUTIONS, KLPlace, ProximalMode
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code import catalog
-from asyncrl.config.setting import ChoiceConfig
+from asyncrl.config.setting import ChoiceConfig, Device, Dtype
 from asyncrl.data.tokenizers import vocabulary_difference
+from asyncrl.inference.settings import backends_that
 from asyncrl.master.graph import GraphError, load_graph
-from asyncrl.trainer.settings import AlgorithmConfig
+from asyncrl.models.model_config import read_model_config, routing_shape
+from asyncrl.runtime.plan import with_types
+from asyncrl.runtime.process.hardware import count_gpus
+from asyncrl.trainer.parallel.placement import placement
+from asyncrl.trainer.settings import AlgorithmConfig, AttentionImplementation, KeptOn
 
 NEEDS_VALUES = frozenset({"gae", "gae_turn"})
 """Advantages that are estimated from a critic's values; a test compares this list with the estimators' errors."""
@@ -18,6 +26,17 @@ NEEDS_VALUES = frozenset({"gae", "gae_turn"})
 
 def check(config: ExperimentConfig) -> Iterator[str]:
     """Yield an error message for each invalid setting: `setting=value: what is wrong; what to do`."""
+    yield from of_algorithm(config)
+    yield from _routing(config)
+    yield from _profile(config)
+    yield from _attention(config)
+    yield from _activations(config)
+    yield from _publish_dtype(config)
+    yield from _turns(config)
+
+
+def of_algorithm(config: ExperimentConfig) -> Iterator[str]:
+    """Yield the same for the algorithm of a policy."""
     yield from _proximal(config)
     yield from _kl_target(config.algorithm)
     yield from other_tokenizers(config)
@@ -171,3 +190,99 @@ def other_tokenizers(config: ExperimentConfig) -> Iterator[str]:
     for setting, path in scoring.items():
         if policy is not None and path is not None and (difference := vocabulary_difference(policy, path)):
             yield f"{setting}={path!r}: {difference}"
+
+
+def _profile(config: ExperimentConfig) -> Iterator[str]:
+    profile = config.profile
+    if not profile.steps:
+        return
+    last = config.total_train_steps
+    for step in profile.steps:
+        if not 1 <= step <= last:
+            yield f"profile.steps={profile.steps}: {step} is not a step of the run; use 1 to {last}"
+    try:
+        ranks = placement(config, load_graph(config)).workers
+    except ValueError:  # no layout, or no graph
+        return  # other checks report the error
+    for rank in profile.ranks:
+        if not 0 <= rank < ranks:
+            yield f"profile.ranks={profile.ranks}: there is no model_worker/{rank}; use 0 to {ranks - 1}"
+    if profile.stacks:
+        from asyncrl.runtime.process.stacks import py_spy
+
+        if py_spy() is None:
+            yield (
+                "profile.stacks=true: py-spy is not installed; install the `profile` extra, or use profile.stacks=false"
+            )
+
+
+def _routing(config: ExperimentConfig) -> Iterator[str]:
+    """Refuse routing replay for a model without routers, or with servers that do not report expert choices."""
+    setting, path = "moe.replay_routing=True", config.model.path
+    if not config.moe.replay_routing:
+        return
+    if not config.generation.engine.tells_experts:
+        yield (
+            f"{setting}: generation.backend={str(config.generation.backend)!r} does not tell which experts it chose in "
+            "a way that is shown to be right here; use generation.backend="
+            f"{backends_that(lambda kind: kind.tells_experts)}, or set moe.replay_routing=false"
+        )
+    if config.samples.replay:
+        yield f"{setting}: kept samples do not tell which experts there were; set it to false to replay them"
+    if path is None:
+        yield f"{setting}: model.path=null is the demo's dense model, which has no experts; set it to false"
+        return
+    try:
+        shape = routing_shape(read_model_config(path))
+    except (OSError, ValueError):
+        return  # `hugging_face_folder` reports the error
+    if isinstance(shape, str):
+        yield f"{setting}: model.path={path!r}: {shape}; set it to false"
+
+
+def _attention(config: ExperimentConfig) -> Iterator[str]:
+    device, gpus, attention = config.trainer.device, count_gpus(), config.model.attn_implementation
+    if attention != AttentionImplementation.flash_attention_2:
+        return
+    if importlib.util.find_spec("flash_attn") is None:
+        yield (
+            f"model.attn_implementation={str(attention)!r}: the package flash-attn is not installed; install it, or "
+            "use sdpa"
+        )
+    if device == Device.cpu or (device == Device.auto and not gpus):
+        yield (
+            f"model.attn_implementation={str(attention)!r}: it computes on a GPU only and trainer.device="
+            f"{str(device)!r} is a CPU here; use sdpa"
+        )
+
+
+def _activations(config: ExperimentConfig) -> Iterator[str]:
+    if config.trainer.activations_on == KeptOn.host and not config.trainer.gradient_checkpointing:
+        yield (
+            "trainer.activations_on='host': it moves the inputs of layers that are recomputed in the backward pass, "
+            "and trainer.gradient_checkpointing=false recomputes none; set that to true, or use device"
+        )
+
+
+def _publish_dtype(config: ExperimentConfig) -> Iterator[str]:
+    chosen = config.model.publish_dtype
+    if chosen == Dtype.float32 and with_types(config).model.dtype == Dtype.bfloat16:
+        yield (
+            "model.publish_dtype='float32': training in bfloat16 would publish the same values in twice the bytes; use "
+            "auto"
+        )
+
+
+def _turns(config: ExperimentConfig) -> Iterator[str]:
+    """Yield an error message if no step trains the run's own policy, or some train none."""
+    trainer = config.trainer
+    if trainer.train_offset >= trainer.train_every:
+        yield (
+            f"trainer.train_offset={trainer.train_offset}: it is never the remainder of a version divided by "
+            f"trainer.train_every={trainer.train_every}; use 0 to {trainer.train_every - 1}"
+        )
+    if not config.trained_policies and trainer.train_every > 1:
+        yield (
+            f"trainer.train_every={trainer.train_every}: other steps would train nothing; use 1, or train another "
+            "one of `policies` too"
+        )
