@@ -8,6 +8,7 @@ from operator import attrgetter
 
 from asyncrl.config.experiment import ExperimentConfig
 
+POLICY_CHECKS = "asyncrl.launch.before_start.policy_checks"
 CHECKS = {
     "asyncrl.trainer.feature_checks": (
         "algorithm",
@@ -22,11 +23,10 @@ CHECKS = {
         "trainer.train_offset",
     ),
     "asyncrl.trainer.model.lora_checks": ("model.lora",),
-    "asyncrl.trainer.teacher_checks": ("algorithm.teachers",),
     "asyncrl.observe.checks": ("logging.wandb_project", "samples"),
     "asyncrl.chat.checks": ("rollout.chat",),
     "asyncrl.plugins.tools.checks": ("mcp", "tools"),
-    "asyncrl.launch.before_start.policy_checks": ("policies",),
+    POLICY_CHECKS: ("policies",),
     "asyncrl.colocated.checks": ("generation.guests",),
 }
 """Modules whose `check` yields messages on settings, `code_problems` on user code, with the settings that ask for them.

@@ -33,7 +33,7 @@ from asyncrl.runtime.run_log import RestartBudget, notice
 
 BASE_VERSION: Final = "0"
 """Label of the weights that an engine starts with: policy version 0 is the initial model."""
-ADOPTED_HOST: Final = "asyncrl.inference.adopted:AdoptedHost"
+ADOPTED_HOST: Final = "asyncrl.inference.child_host:AdoptedHost"
 """What stands for a server that already runs; other servers do not load it."""
 TIMEOUT_S = 5.0
 """Limit of a question for the engine's figures."""

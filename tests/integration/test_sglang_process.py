@@ -25,7 +25,7 @@ from aiohttp import ClientSession, TCPConnector, web
 
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.inference.adopted import AdoptedHost, wait_ready
+from asyncrl.inference.child_host import AdoptedHost, wait_ready
 from asyncrl.inference.process import EngineStartError
 from asyncrl.inference.sglang.host import SGLangHost
 from asyncrl.runtime import supervisor

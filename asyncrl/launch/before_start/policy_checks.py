@@ -21,7 +21,6 @@ from asyncrl.master.graph import TRAINED_ROLES, GraphError, load_graph
 from asyncrl.models.folder_checks import hugging_face_folder
 from asyncrl.models.model_config import placeholder_in, read_model_config
 from asyncrl.trainer import feature_checks
-from asyncrl.trainer import teacher_checks as teachers
 from asyncrl.trainer.checks import of_policy
 from asyncrl.trainer.model import lora_checks
 from asyncrl.trainer.parallel.placement import engine_of
@@ -185,7 +184,6 @@ def _of_training(config: ExperimentConfig) -> Iterator[str]:
     yield from of_policy(config)
     yield from lora_checks.check(config)
     yield from feature_checks.of_algorithm(config)
-    yield from teachers.check(config)
 
 
 def _shared_critic(config: ExperimentConfig, name: str) -> Iterator[str]:

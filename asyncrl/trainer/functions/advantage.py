@@ -70,7 +70,7 @@ def advantage(ctx: CallContext, batch: StepBatch) -> StatValues:
     if penalty_T is not None and place == KLPlace.advantage:
         advantages_T = advantages_T + penalty_T
     for teacher in algorithm.teachers:
-        from asyncrl.trainer.functions.teachers import of_teacher  # only with teachers
+        from asyncrl.trainer.functions.rewards import of_teacher  # only with teachers
 
         penalty_T, own_stats = of_teacher(ctx, batch, teacher, mask_T)
         advantages_T, stats = advantages_T + penalty_T, stats | own_stats

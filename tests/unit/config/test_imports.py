@@ -97,7 +97,6 @@ OPTIONAL = (
     "asyncrl.trainer.engines.sharded",
     "asyncrl.trainer.functions.critic",
     "asyncrl.trainer.functions.rewards",
-    "asyncrl.trainer.functions.teachers",
     "asyncrl.trainer.model.layers",
     "asyncrl.trainer.model.lora",
     "asyncrl.trainer.model.value_models",

@@ -14,7 +14,7 @@ import pytest
 import asyncrl
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
-from asyncrl.inference.adopted import AdoptedHost
+from asyncrl.inference.child_host import AdoptedHost
 from asyncrl.inference.process import GenerationServer
 from asyncrl.inference.settings import BACKENDS, Backend, GenerationBackend, ProgramConfig
 from asyncrl.launch.before_start import setting_checks as checks
