@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 
-from asyncrl.algorithms.registry import WHOLE_DISTRIBUTIONS, ProximalMode, ValueNormalisation
+from asyncrl.algorithms.registry import ProximalMode
 from asyncrl.comm.names import ACTOR, MODEL_WORKER
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError, Device, Dtype
@@ -15,13 +15,9 @@ from asyncrl.models.folder_checks import hugging_face_folder
 from asyncrl.models.model_config import placeholder_in
 from asyncrl.runtime.plan import plan_workers, with_types
 from asyncrl.runtime.process.hardware import count_gpus, uncounted_gpus
-from asyncrl.trainer.engines import ENGINES
-from asyncrl.trainer.parallel.placement import Placement, engine_of, placement, role_placement
+from asyncrl.trainer.parallel.placement import Placement, placement, role_placement
 from asyncrl.trainer.settings import (
-    KeptOn,
     OptimizerConfig,
-    OptimizerName,
-    ReferenceMode,
     RoleRanks,
     VisionMode,
 )
@@ -50,7 +46,6 @@ def of_policy(config: ExperimentConfig) -> Iterator[str]:
         ("algorithm.critic.optimizer", config.algorithm.critic.optimizer),
     ):
         yield from _warmup(name, optimizer)
-        yield from _muon(name, optimizer, config)
 
 
 def _warmup(name: str, optimizer: OptimizerConfig) -> Iterator[str]:
@@ -59,22 +54,6 @@ def _warmup(name: str, optimizer: OptimizerConfig) -> Iterator[str]:
             f"{name}.warmup_ratio={optimizer.warmup_ratio}: {name}.warmup_steps={optimizer.warmup_steps} says it in "
             "steps; give one of them"
         )
-
-
-def _muon(name: str, optimizer: OptimizerConfig, config: ExperimentConfig) -> Iterator[str]:
-    if optimizer.name != OptimizerName.muon:
-        if optimizer.muon_lr is not None:
-            yield f"{name}.muon_lr={optimizer.muon_lr:g}: {name}.name='adamw' has no Muon; set {name}.lr, or name=muon"
-        return
-    setting = f"{name}.name='muon'"
-    if optimizer.lr == 0.0 and optimizer.muon_lr:
-        yield f"{name}.lr=0: Muon's rate follows its schedule, so muon_lr={optimizer.muon_lr:g} would be 0 too"
-    if ENGINES[engine_of(config)].in_parts:
-        yield f"{setting}: it moves whole matrices, which no rank of trainer.engine=sharded has; use flat, or adamw"
-    if optimizer.moments_on == KeptOn.host:
-        yield f"{setting}: {name}.moments_on='host' is for AdamW's moments; use moments_on=device, or adamw"
-    if config.model.lora.rank:
-        yield f"{setting}: model.lora.rank={config.model.lora.rank}: adapters are trained by AdamW; use adamw"
 
 
 def warnings(config: ExperimentConfig) -> Iterator[str]:
@@ -156,42 +135,7 @@ def _layouts(config: ExperimentConfig) -> Iterator[str]:
         )
     if placed.is_cut:
         yield from import_module(CUTS).problems(config, graph, placed)
-    yield from _not_supported(config, placed)
     yield from _too_few_gpus(config, placed)
-
-
-def _not_supported(config: ExperimentConfig, placed: Placement) -> Iterator[str]:
-    """Yield an error message for each setting that works only in another layout."""
-    algorithm, actor = config.algorithm, placed.actor
-    together = placed.grid("ref") == actor
-    if (
-        algorithm.kl_estimator.name in WHOLE_DISTRIBUTIONS
-        and algorithm.kl_coef
-        and (ENGINES[engine_of(config)].in_parts or not together)
-    ):
-        yield (
-            f"algorithm.kl={algorithm.kl_estimator.name!r}: whole distributions are compared where each rank has the "
-            "whole model; use trainer.engine=flat with the reference on the actor's ranks, or another estimator, for "
-            "example k3"
-        )
-    if config.trainer.compile and ENGINES[engine_of(config)].in_parts:
-        yield (
-            "trainer.compile=true: compiled parts of sharded layers are not supported; use trainer.engine=flat, or "
-            "trainer.compile=false"
-        )
-    if algorithm.reference.mode == ReferenceMode.ema:
-        if not together:
-            yield (
-                "algorithm.reference.mode='ema': the reference follows the actor part by part, so it needs the actor's "
-                "layout; leave algorithm.reference.parallel null and its ranks shared"
-            )
-        if config.model.lora.rank:
-            yield "algorithm.reference.mode='ema': the base of adapters does not move; use frozen, or model.lora.rank=0"
-    if algorithm.critic.value_norm != ValueNormalisation.none and actor.first not in placed.grid("critic").members:
-        yield (
-            f"algorithm.critic.value_norm={str(algorithm.critic.value_norm)!r}: it is kept on the actor's first rank; "
-            "use algorithm.critic.ranks=shared, or value_norm=none"
-        )
 
 
 def _too_few_gpus(config: ExperimentConfig, placed: Placement) -> Iterator[str]:

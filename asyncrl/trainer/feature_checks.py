@@ -1,5 +1,7 @@
-"""Checks of what a run need not set: the functions that `algorithm`, filters and shaping name and how they go together,
-experts, profiles, attention, activations, turns of training. `config/optional_checks.py` says which settings ask.
+"""Checks of what a run need not set. For each policy: the functions that `algorithm`, filters and shaping name and how
+they go together, teachers, Muon. Of the run: experts, profiles, attention, activations, turns of training.
+
+`config/optional_checks.py` has the settings that ask for them.
 """
 
 from __future__ import annotations
@@ -8,11 +10,11 @@ import importlib.util
 import re
 from collections.abc import Iterator
 
-from asyncrl.algorithms.registry import KINDS, WHOLE_DISTRIBUTIONS, KLPlace, ProximalMode
+from asyncrl.algorithms.registry import KINDS, WHOLE_DISTRIBUTIONS, KLPlace, ProximalMode, ValueNormalisation
 from asyncrl.api.columns import TOKEN, check_name
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code import catalog
-from asyncrl.config.setting import ChoiceConfig, Device, Dtype
+from asyncrl.config.setting import ChoiceConfig, ConfigError, Device, Dtype
 from asyncrl.data.tokenizers import vocabulary_difference
 from asyncrl.inference.settings import backends_that
 from asyncrl.master.graph import GraphError, load_graph
@@ -20,12 +22,16 @@ from asyncrl.models.folder_checks import hugging_face_folder
 from asyncrl.models.model_config import read_model_config, routing_shape
 from asyncrl.runtime.plan import with_types
 from asyncrl.runtime.process.hardware import count_gpus
-from asyncrl.trainer.parallel.placement import placement
+from asyncrl.trainer.engines import ENGINES
+from asyncrl.trainer.parallel.placement import engine_of, placement
 from asyncrl.trainer.settings import (
     SOURCE_NUMBER,
     AlgorithmConfig,
     AttentionImplementation,
     KeptOn,
+    OptimizerConfig,
+    OptimizerName,
+    ReferenceMode,
     RoleRanks,
     TeacherConfig,
 )
@@ -46,10 +52,13 @@ def check(config: ExperimentConfig) -> Iterator[str]:
 
 
 def of_algorithm(config: ExperimentConfig) -> Iterator[str]:
-    """Yield the same for the algorithm of a policy."""
+    """Yield the same for the algorithm and the optimizers of a policy."""
     yield from _proximal(config)
     yield from _kl_target(config.algorithm)
     yield from _teachers(config)
+    yield from _of_layout(config)
+    yield from _muon("optimizer", config.optimizer, config)
+    yield from _muon("algorithm.critic.optimizer", config.algorithm.critic.optimizer, config)
     yield from other_tokenizers(config)
     unknown = list(_unknown(config))
     yield from unknown
@@ -167,6 +176,60 @@ def _combinations(algorithm: AlgorithmConfig) -> Iterator[str]:
                 f"algorithm.kl_target={algorithm.kl_target:g}: the coefficient of algorithm.kl_in=advantage is fixed; "
                 "set kl_target=0"
             )
+
+
+def _muon(name: str, optimizer: OptimizerConfig, config: ExperimentConfig) -> Iterator[str]:
+    if optimizer.name != OptimizerName.muon:
+        if optimizer.muon_lr is not None:
+            yield f"{name}.muon_lr={optimizer.muon_lr:g}: {name}.name='adamw' has no Muon; set {name}.lr, or name=muon"
+        return
+    setting = f"{name}.name='muon'"
+    if optimizer.lr == 0.0 and optimizer.muon_lr:
+        yield f"{name}.lr=0: Muon's rate follows its schedule, so muon_lr={optimizer.muon_lr:g} would be 0 too"
+    if ENGINES[engine_of(config)].in_parts:
+        yield f"{setting}: it moves whole matrices, which no rank of trainer.engine=sharded has; use flat, or adamw"
+    if optimizer.moments_on == KeptOn.host:
+        yield f"{setting}: {name}.moments_on='host' is for AdamW's moments; use moments_on=device, or adamw"
+    if config.model.lora.rank:
+        yield f"{setting}: model.lora.rank={config.model.lora.rank}: adapters are trained by AdamW; use adamw"
+
+
+def _of_layout(config: ExperimentConfig) -> Iterator[str]:
+    """Yield an error message for each setting that works only in another layout."""
+    try:
+        placed = placement(config, load_graph(config))
+    except (GraphError, ConfigError):
+        return  # other checks report the error
+    algorithm, actor = config.algorithm, placed.actor
+    together = placed.grid("ref") == actor
+    if (
+        algorithm.kl_estimator.name in WHOLE_DISTRIBUTIONS
+        and algorithm.kl_coef
+        and (ENGINES[engine_of(config)].in_parts or not together)
+    ):
+        yield (
+            f"algorithm.kl={algorithm.kl_estimator.name!r}: whole distributions are compared where each rank has the "
+            "whole model; use trainer.engine=flat with the reference on the actor's ranks, or another estimator, for "
+            "example k3"
+        )
+    if config.trainer.compile and ENGINES[engine_of(config)].in_parts:
+        yield (
+            "trainer.compile=true: compiled parts of sharded layers are not supported; use trainer.engine=flat, or "
+            "trainer.compile=false"
+        )
+    if algorithm.reference.mode == ReferenceMode.ema:
+        if not together:
+            yield (
+                "algorithm.reference.mode='ema': the reference follows the actor part by part, so it needs the actor's "
+                "layout; leave algorithm.reference.parallel null and its ranks shared"
+            )
+        if config.model.lora.rank:
+            yield "algorithm.reference.mode='ema': the base of adapters does not move; use frozen, or model.lora.rank=0"
+    if algorithm.critic.value_norm != ValueNormalisation.none and actor.first not in placed.grid("critic").members:
+        yield (
+            f"algorithm.critic.value_norm={str(algorithm.critic.value_norm)!r}: it is kept on the actor's first rank; "
+            "use algorithm.critic.ranks=shared, or value_norm=none"
+        )
 
 
 def _gdpo(config: ExperimentConfig) -> Iterator[str]:
