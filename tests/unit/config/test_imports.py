@@ -99,6 +99,7 @@ OPTIONAL = (
     "asyncrl.trainer.functions.rewards",
     "asyncrl.trainer.model.layers",
     "asyncrl.trainer.model.lora",
+    "asyncrl.trainer.model.lora_checks",
     "asyncrl.trainer.model.value_models",
     "asyncrl.trainer.parallel.process_groups",
     "asyncrl.trainer.rank.profile",
