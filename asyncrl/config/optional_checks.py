@@ -2,43 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from operator import attrgetter
+from typing import Final
 
 from asyncrl.config.experiment import ExperimentConfig
 
-POLICY_CHECKS = "asyncrl.launch.before_start.policy_checks"
-CHECKS = {
-    "asyncrl.trainer.feature_checks": (
-        "algorithm",
-        "model.attn_implementation",
-        "model.publish_dtype",
-        "moe",
-        "profile",
-        "rollout.filters",
-        "rollout.shaping",
-        "optimizer.muon_lr",
-        "optimizer.name",
-        "trainer.activations_on",
-        "trainer.compile",
-        "trainer.train_every",
-        "trainer.train_offset",
-    ),
-    "asyncrl.trainer.model.lora_checks": ("model.lora",),
-    "asyncrl.observe.checks": ("logging.wandb_project", "samples"),
-    "asyncrl.chat.checks": ("rollout.chat",),
-    "asyncrl.plugins.tools.checks": ("mcp", "tools"),
-    POLICY_CHECKS: ("policies",),
-    "asyncrl.colocated.checks": ("generation.guests",),
+POLICY_CHECKS: Final = "asyncrl.launch.before_start.policy_checks"
+_TOOLS: Final = "asyncrl.plugins.tools.checks"
+_TRAINER: Final = "asyncrl.trainer.feature_checks"
+CHECKS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "check": {
+        _TRAINER: (
+            "algorithm",
+            "model.attn_implementation",
+            "model.path",
+            "model.publish_dtype",
+            "moe",
+            "optimizer.muon_lr",
+            "optimizer.name",
+            "profile",
+            "rollout.filters",
+            "rollout.shaping",
+            "trainer.activations_on",
+            "trainer.compile",
+            "trainer.train_every",
+            "trainer.train_offset",
+        ),
+        "asyncrl.trainer.model.lora_checks": ("model.lora",),
+        "asyncrl.observe.checks": ("logging.wandb_project", "samples"),
+        "asyncrl.chat.checks": ("rollout.chat",),
+        _TOOLS: ("mcp", "tools"),
+        POLICY_CHECKS: ("policies",),
+        "asyncrl.colocated.checks": ("generation.guests",),
+    },
+    "code_problems": {_TOOLS: ("mcp", "tools")},
+    "other_tokenizers": {_TRAINER: ("algorithm",)},
 }
-"""Modules whose `check` yields messages on settings, `code_problems` on user code, with the settings that ask for them.
-"""
+"""By function: the modules that have it, each with the settings that ask for it."""
 
 
-def optional_problems(config: ExperimentConfig, kind: str = "check") -> Iterator[str]:
-    """Yield an error message for each problem that `kind` finds, of the features that `config` has."""
+def optional_problems(config: ExperimentConfig, function: str = "check") -> Iterator[str]:
+    """Yield an error message for each problem that `function` finds, of the features that `config` has.
+
+    Args:
+        function: `check` of settings, `code_problems` of user code, `other_tokenizers` once the base model exists.
+    """
     default = ExperimentConfig()
-    for module, settings in CHECKS.items():
+    for module, settings in CHECKS[function].items():
         if any(attrgetter(name)(config) != attrgetter(name)(default) for name in settings):
-            yield from getattr(import_module(module), kind, lambda config: ())(config)
+            yield from getattr(import_module(module), function)(config)

@@ -12,14 +12,12 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError, Device, Dtype
 from asyncrl.master.graph import GraphError, load_graph
 from asyncrl.models.folder_checks import hugging_face_folder
-from asyncrl.models.model_config import placeholder_in
 from asyncrl.runtime.plan import plan_workers, with_types
 from asyncrl.runtime.process.hardware import count_gpus, uncounted_gpus
 from asyncrl.trainer.parallel.placement import Placement, placement, role_placement
 from asyncrl.trainer.settings import (
     OptimizerConfig,
     RoleRanks,
-    VisionMode,
 )
 
 CUTS = "asyncrl.trainer.parallel.checks"
@@ -161,28 +159,3 @@ def _model(config: ExperimentConfig) -> Iterator[str]:
     """Yield an error message for each fault of the policy's model."""
     if config.model.path is not None:
         yield from hugging_face_folder("model.path", config.model.path)
-    yield from _pictures(config)
-
-
-def _pictures(config: ExperimentConfig) -> Iterator[str]:
-    """Refuse settings that do not work with pictures yet."""
-    model = config.model
-    placeholder = None if model.path is None else placeholder_in(model.path)
-    if placeholder is None or model.vision == VisionMode.none:
-        return
-    other = f"model.path={model.path!r} takes pictures; use model.vision=none, with which it is used for text alone, or"
-    if config.moe.replay_routing:
-        yield f"moe.replay_routing=true: {other} false: choices of experts are not replayed with pictures"
-    try:
-        roles = {call.role for call in load_graph(config).calls}
-    except GraphError:
-        return
-    trained = {policy.name for policy in config.policies}  # the check of `policies` refuses these
-    for role in sorted(roles - {ACTOR, "ref", "critic"} - trained):
-        yield f"algorithm.graph={config.algorithm.graph!r}: {other} a graph without the role {role}, which reads text"
-    others = {"ref": ("algorithm.reference.path", config.algorithm.reference.path)}
-    others["critic"] = ("algorithm.critic.path", config.algorithm.critic.path)
-    for role in sorted(roles & others.keys()):
-        name, path = others[role]
-        if path is not None and placeholder_in(path) != placeholder:
-            yield f"{name}={path!r}: {other} a model that takes pictures at the same token of the prompt"

@@ -1,5 +1,5 @@
 """Checks of what a run need not set. For each policy: the functions that `algorithm`, filters and shaping name and how
-they go together, teachers, Muon. Of the run: experts, profiles, attention, activations, turns of training.
+they go together, teachers, Muon. Of the run: experts, pictures, profiles, attention, activations, turns of training.
 
 `config/optional_checks.py` has the settings that ask for them.
 """
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from asyncrl.algorithms.registry import KINDS, WHOLE_DISTRIBUTIONS, KLPlace, ProximalMode, ValueNormalisation
 from asyncrl.api.columns import TOKEN, check_name
+from asyncrl.comm.names import ACTOR
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code import catalog
 from asyncrl.config.setting import ChoiceConfig, ConfigError, Device, Dtype
@@ -19,7 +20,7 @@ from asyncrl.data.tokenizers import vocabulary_difference
 from asyncrl.inference.settings import backends_that
 from asyncrl.master.graph import GraphError, load_graph
 from asyncrl.models.folder_checks import hugging_face_folder
-from asyncrl.models.model_config import read_model_config, routing_shape
+from asyncrl.models.model_config import placeholder_in, read_model_config, routing_shape
 from asyncrl.runtime.plan import with_types
 from asyncrl.runtime.process.hardware import count_gpus
 from asyncrl.trainer.engines import ENGINES
@@ -34,6 +35,7 @@ from asyncrl.trainer.settings import (
     ReferenceMode,
     RoleRanks,
     TeacherConfig,
+    VisionMode,
 )
 
 NEEDS_VALUES = frozenset({"gae", "gae_turn"})
@@ -45,6 +47,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     yield from of_algorithm(config)
     yield from _routing(config)
     yield from _profile(config)
+    yield from _pictures(config)
     yield from _attention(config)
     yield from _activations(config)
     yield from _publish_dtype(config)
@@ -312,6 +315,30 @@ def _routing(config: ExperimentConfig) -> Iterator[str]:
         return  # `hugging_face_folder` reports the error
     if isinstance(shape, str):
         yield f"{setting}: model.path={path!r}: {shape}; set it to false"
+
+
+def _pictures(config: ExperimentConfig) -> Iterator[str]:
+    """Refuse settings that do not work with pictures yet."""
+    model = config.model
+    placeholder = None if model.path is None else placeholder_in(model.path)
+    if placeholder is None or model.vision == VisionMode.none:
+        return
+    other = f"model.path={model.path!r} takes pictures; use model.vision=none, with which it is used for text alone, or"
+    if config.moe.replay_routing:
+        yield f"moe.replay_routing=true: {other} false: choices of experts are not replayed with pictures"
+    try:
+        roles = {call.role for call in load_graph(config).calls}
+    except GraphError:
+        return
+    trained = {policy.name for policy in config.policies}  # the check of `policies` refuses these
+    for role in sorted(roles - {ACTOR, "ref", "critic"} - trained):
+        yield f"algorithm.graph={config.algorithm.graph!r}: {other} a graph without the role {role}, which reads text"
+    others = {"ref": ("algorithm.reference.path", config.algorithm.reference.path)}
+    others["critic"] = ("algorithm.critic.path", config.algorithm.critic.path)
+    for role in sorted(roles & others.keys()):
+        name, path = others[role]
+        if path is not None and placeholder_in(path) != placeholder:
+            yield f"{name}={path!r}: {other} a model that takes pictures at the same token of the prompt"
 
 
 def _attention(config: ExperimentConfig) -> Iterator[str]:
