@@ -15,10 +15,7 @@ from asyncrl.models.folder_checks import hugging_face_folder
 from asyncrl.runtime.plan import plan_workers, with_types
 from asyncrl.runtime.process.hardware import count_gpus, uncounted_gpus
 from asyncrl.trainer.parallel.placement import Placement, placement, role_placement
-from asyncrl.trainer.settings import (
-    OptimizerConfig,
-    RoleRanks,
-)
+from asyncrl.trainer.settings import OptimizerConfig, RoleRanks
 
 CUTS = "asyncrl.trainer.parallel.checks"
 """Checks of layouts in which some rank has a part of a model, or of the tokens of a sequence."""
@@ -26,7 +23,8 @@ CUTS = "asyncrl.trainer.parallel.checks"
 
 def check(config: ExperimentConfig) -> Iterator[str]:
     """Yield an error message for each invalid setting: `setting=value: what is wrong; what to do`."""
-    yield from _model(config)
+    if config.model.path is not None:
+        yield from hugging_face_folder("model.path", config.model.path)
     yield from of_policy(config)
 
 
@@ -153,9 +151,3 @@ def _too_few_gpus(config: ExperimentConfig, placed: Placement) -> Iterator[str]:
         f"trainer.parallel={config.trainer.parallel!r}: {ranks} training ranks{also} want a GPU each and there are "
         f"{gpus}; {fits}, or trainer.device=cpu"
     )
-
-
-def _model(config: ExperimentConfig) -> Iterator[str]:
-    """Yield an error message for each fault of the policy's model."""
-    if config.model.path is not None:
-        yield from hugging_face_folder("model.path", config.model.path)
