@@ -15,7 +15,6 @@ import torch
 from asyncrl.algorithms.inputs import AdvantageInputs
 from asyncrl.algorithms.registry import ProximalMode
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.optional_checks import optional_problems
 from asyncrl.config.plugin_code.catalog import known, resolve
 from asyncrl.config.setting import ChoiceConfig, Device, Dtype
 from asyncrl.inference.settings import GenerationBackend
@@ -24,6 +23,7 @@ from asyncrl.runtime.plan import plan_workers
 from asyncrl.trainer import checks, feature_checks
 from asyncrl.trainer.checks import warnings
 from asyncrl.trainer.feature_checks import NEEDS_VALUES
+from asyncrl.trainer.model import lora_checks
 from asyncrl.trainer.parallel.placement import engine_of
 from asyncrl.trainer.settings import (
     AttentionImplementation,
@@ -43,8 +43,8 @@ SetInstalled = Callable[[bool], None]
 
 def check(config: ExperimentConfig) -> Iterator[str]:
     """Yield the problems of a training rank's settings, those of optional features included."""
-    yield from checks.check(config)
-    yield from optional_problems(config)
+    for module in (checks, feature_checks, lora_checks):
+        yield from module.check(config)
 
 
 NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
