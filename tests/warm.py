@@ -80,7 +80,7 @@ PRELOADED = (
     "asyncrl.algorithms.objective",
     "asyncrl.algorithms.corrections",
     "asyncrl.algorithms.critic",
-    "asyncrl.algorithms.gae",
+    "asyncrl.algorithms.grpo",
     "asyncrl.algorithms.policy_losses",
     "asyncrl.launch.train",
     "asyncrl.launch.before_start.setting_checks",
@@ -103,11 +103,11 @@ MODULES = (
     "asyncrl.launch",
     "asyncrl.launch.before_start.rehearsal",
     "asyncrl.runtime.main",
-    "asyncrl.trainer.supervised",
+    "asyncrl.trainer.supervised.child",
     "asyncrl.weights.whole_folder",
 )
 """Modules that are forked, beside supervisors, where a launcher starts them."""
-BUILD_ENGINES = ("asyncrl.runtime.main", "asyncrl.trainer.supervised")
+BUILD_ENGINES = ("asyncrl.runtime.main", "asyncrl.trainer.supervised.child")
 """Those of them whose processes build engines, and take what others have proven of a model (`tests/proofs.py`)."""
 _TITLE_SPACE = "-" * 400  # an argument, over which processes write their titles
 _ENVIRONMENT_SPACE = 64 * 1024  # bytes, over which processes write their environments

@@ -1,221 +1,31 @@
-"""Advantage estimators over groups, and others without a critic: `(AdvantageInputs, *, params) -> AdvantageOutput`.
+"""Advantage estimators other than `grpo`: `(AdvantageInputs, *, params) -> AdvantageOutput`.
 
-A group has any number of episodes, also one, and an episode any number of samples, also one. Baselines and standard
-deviations are over *episodes*: the return of an episode is the mean of its samples' returns, so each episode counts
-once, whatever its number of conversations. With R_e the return of episode e, E episodes in the group, and sample i of
-episode e:
+Estimators over groups count each episode once, and compare turns if they have a `turn_discount`: see `grpo`.
 
-    mean = 1/E sum_e R_e        std^2 = 1/(E - 1) sum_e mean_{i in e} (r_i - mean)^2        A_i = (r_i - mean)/std
+The last three, `gae`, `gae_turn` and `reinforce_pp`, estimate along one sequence, without groups. Generalised advantage
+estimation is over actions; an action is a token (`gae`) or a turn (`gae_turn`). Per sequence with actions k = 0..K-1,
+state values V_k, rewards r_k:
 
-With one sample per episode these are the estimators of the papers. Samples of one episode with different rewards keep
-the difference, because each is compared with the same baseline. The deviation is that of the samples, with the same
-weight for each episode. So it is not 0 if all episodes have the same mean but their samples differ, as in a zero-sum
-game between copies of the policy. With n_e samples in the episode of i it bounds the advantage:
+    delta_k = r_k + gamma V_{k+1} - V_k,    A_k = delta_k + gamma lambda A_{k+1},    R_k = A_k + V_k
 
-    std^2 >= (r_i - mean)^2 / (n_e (E - 1)), so |A_i| <= sqrt(n_e (E - 1))
+V_K is 0 if the model ended the answer, and the bootstrap value if a length limit cut it off: the limit says nothing
+about the state's value. (Schulman et al. 2016, arXiv:1506.02438, eq. 11 to 16.)
 
-A group of one episode has nothing to compare with: its advantages are 0, however many samples it gives, except under
-leave-one-out (`rloo`), where its baseline is 0.
-
-A `turn_discount` g compares turns in place of samples. Turn k of a sample is its k-th unbroken run of policy tokens.
-Its return covers the rewards q_j of turns from k on (token rewards, and at the last turn the sample's reward):
-
-    G_k = sum_{j >= k} g^(j - k) q_j
-
-The return is compared with turn k of the group's other episodes that reached turn k. A baseline of other episodes'
-turns depends on no token of the turn itself, so the gradient stays unbiased under leave-one-out, as over whole samples.
-
-Group ids are any integers; members need not be adjacent and may stem from different policy versions.
+Shape suffixes: K = actions of all sequences, N = policy tokens of all sequences.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.arithmetic import (
-    as_float,
-    discounted_suffix_sum,
-    segment_sum,
-    sequence_lengths,
-    turn_starts,
-    whiten,
-)
+from asyncrl.algorithms.arithmetic import as_float, discounted_suffix_sum, segment_sum, sequence_lengths, turn_starts
+from asyncrl.algorithms.arithmetic import whiten as whiten_tokens
+from asyncrl.algorithms.grpo import check_std_eps, compared, grpo, is_last, token_rewards
 from asyncrl.algorithms.inputs import AdvantageInputs, AdvantageOutput
 from asyncrl.algorithms.registry import advantage
-
-
-class Units:
-    """What an estimator compares within groups: U samples, or U turns, with statistics over the groups' episodes.
-
-    Args:
-        returns_U: in fp64. Equal rewards must centre to zero: in fp32 the mean of equal numbers is off by a rounding
-            error, which a division by a tiny standard deviation would turn into an advantage.
-        group_ids_U, episodes_U: any integers; an episode belongs to one group, and its number is local to the group.
-            Without episodes each unit is one.
-        units_T: the unit of each policy token.
-
-    Attributes:
-        size_E: number of episodes of each episode's group.
-    """
-
-    def __init__(
-        self,
-        inputs: AdvantageInputs,
-        returns_U: Tensor,
-        group_ids_U: Tensor,
-        episodes_U: Tensor | None,
-        units_T: Tensor,
-    ) -> None:
-        self.returns_U, self._inputs, self._units_T = returns_U, inputs, units_T
-        ids_G, group_U = torch.unique(group_ids_U, return_inverse=True)
-        own_U = torch.arange(len(group_ids_U), device=group_ids_U.device) if episodes_U is None else episodes_U
-        own_U = torch.unique(own_U, return_inverse=True)[1]
-        ids_E, self._episode_U = torch.unique(group_U * len(own_U) + own_U, return_inverse=True)
-        self._group_E = ids_E // len(own_U)
-        self.num_groups, self._num_episodes = len(ids_G), len(ids_E)
-        self.size_E = self.sum(returns_U.new_ones(len(ids_E)))
-
-    def episode_sums(self, values_U: Tensor) -> Tensor:
-        """Return the sum over each episode, shape [E]."""
-        return segment_sum(values_U, self._episode_U, self._num_episodes)
-
-    def episodes(self, values_U: Tensor) -> Tensor:
-        """Return the mean over each episode, shape [E]."""
-        return self.episode_sums(values_U) / self.episode_sums(torch.ones_like(values_U))
-
-    def spread(self, values_E: Tensor) -> Tensor:
-        """Return for each unit the value of its episode, shape [U]."""
-        return values_E[self._episode_U]
-
-    def totals(self, values_E: Tensor) -> Tensor:
-        """Sum per group, shape [G]."""
-        return segment_sum(values_E, self._group_E, self.num_groups)
-
-    def sum(self, values_E: Tensor) -> Tensor:
-        """Sum over each episode's group, shape [E]."""
-        return self.totals(values_E)[self._group_E]
-
-    def mean(self, values_U: Tensor) -> Tensor:
-        """Mean over each episode's group, shape [E]; see the module's docstring."""
-        return self.sum(self.episodes(values_U)) / self.size_E
-
-    def std(self, values_U: Tensor) -> Tensor:
-        """Deviation of each episode's group, shape [E]; see the module's docstring."""
-        squares_U = (values_U - self.spread(self.mean(values_U))).square()
-        return (self.sum(self.episodes(squares_U)) / (self.size_E - 1.0).clamp(min=1.0)).sqrt()
-
-    def centred(self, values_U: Tensor, baseline_E: Tensor | None = None) -> Tensor:
-        """Return the values minus the baseline of their episode (the group's mean), shape [U].
-
-        0 in a group of one episode.
-        """
-        baseline_E = self.mean(values_U) if baseline_E is None else baseline_E
-        return torch.where(self.spread(self.size_E == 1.0), 0, values_U - self.spread(baseline_E))
-
-    def over_tokens(self, advantages_U: Tensor) -> AdvantageOutput:
-        """Give the advantage of each unit to all of its policy tokens, 0 to the others."""
-        advantages_U = advantages_U.to(as_float(self._inputs.rewards_S).dtype)
-        if not len(advantages_U):
-            return AdvantageOutput(advantages_U.new_zeros(len(self._inputs.mask_T)))
-        return AdvantageOutput(torch.where(self._inputs.mask_T, advantages_U[self._units_T], 0))
-
-
-def compared(inputs: AdvantageInputs, turn_discount: float | None = None) -> Units:
-    """Return the samples, or with a discount their turns, as units to compare.
-
-    The return of a sample is its reward with its token rewards (rewards of turns, a KL penalty) added.
-
-    Raises:
-        ValueError: rewards, group ids or episodes are not one per sequence, or the discount is outside [0, 1].
-    """
-    for name, values in (
-        ("rewards_S", inputs.rewards_S),
-        ("group_ids_S", inputs.group_ids_S),
-        ("episodes_S", inputs.episodes_S),
-    ):
-        if values is not None and values.shape != (inputs.num_seqs,):
-            raise ValueError(f"{name} has shape {tuple(values.shape)}, expected one per sequence: ({inputs.num_seqs},)")
-    if turn_discount is not None:
-        return _turns(inputs, turn_discount)
-    rewards_S = inputs.rewards_S.double()
-    if inputs.token_rewards_T is not None:
-        rewards_S = rewards_S + segment_sum(inputs.token_rewards_T.double(), inputs.seq_ids_T, inputs.num_seqs)
-    return Units(inputs, rewards_S, inputs.group_ids_S, inputs.episodes_S, inputs.seq_ids_T)
-
-
-def _turns(inputs: AdvantageInputs, discount: float) -> Units:
-    """Return the K turns of all samples, grouped with the turns of the same number."""
-    if not 0.0 <= discount <= 1.0:
-        raise ValueError(f"turn_discount is {discount}; it is a discount per turn, set it within 0 to 1")
-    starts_T = turn_starts(inputs.mask_T, inputs.seq_ids_T)
-    turns_T = starts_T.cumsum(0) - 1
-    seq_ids_K, action_T = inputs.seq_ids_T[starts_T], inputs.mask_T.nonzero().flatten()
-    rewards_N = token_rewards(replace(inputs, rewards_S=inputs.rewards_S.double()), action_T)
-    rewards_K = segment_sum(rewards_N.double(), turns_T[action_T], len(seq_ids_K))
-    all_S = torch.arange(inputs.num_seqs, device=seq_ids_K.device)
-    number_K = torch.arange(len(seq_ids_K), device=seq_ids_K.device)
-    number_K = number_K - torch.searchsorted(seq_ids_K, all_S)[seq_ids_K]
-    group_K = torch.unique(inputs.group_ids_S, return_inverse=True)[1][seq_ids_K] * len(number_K) + number_K
-    episodes_K = (all_S if inputs.episodes_S is None else inputs.episodes_S)[seq_ids_K]
-    returns_K = discounted_suffix_sum(rewards_K, seq_ids_K, discount)
-    return Units(inputs, returns_K, group_K, episodes_K, turns_T.clamp(min=0))
-
-
-def token_rewards(inputs: AdvantageInputs, action_T: Tensor) -> Tensor:
-    """Return the reward at each policy token (indices `action_T`), shape [N].
-
-    It is the sum of token rewards from there up to the next policy token of the sequence. The last policy token also
-    has the sequence's reward. Token rewards before the first policy token have no action and are dropped.
-    """
-    seq_ids_N = inputs.seq_ids_T[action_T]
-    rewards_N = torch.where(is_last(seq_ids_N), as_float(inputs.rewards_S)[seq_ids_N], 0)
-    if inputs.token_rewards_T is None or not len(action_T):
-        return rewards_N
-    before_T = inputs.mask_T.cumsum(0) - 1
-    earned_T = (before_T >= 0) & (seq_ids_N[before_T.clamp(min=0)] == inputs.seq_ids_T)
-    return rewards_N.index_add(0, before_T[earned_T], inputs.token_rewards_T[earned_T].to(rewards_N.dtype))
-
-
-def is_last(seq_ids_N: Tensor) -> Tensor:
-    """Return True at the last action of each sequence, shape [N]."""
-    last_N = torch.ones_like(seq_ids_N, dtype=torch.bool)
-    last_N[:-1] = seq_ids_N[1:] != seq_ids_N[:-1]
-    return last_N
-
-
-@advantage("grpo")
-def grpo(
-    inputs: AdvantageInputs,
-    *,
-    divide_by_std: bool = True,
-    std_eps: float = 1e-6,
-    turn_discount: float | None = None,
-) -> AdvantageOutput:
-    """A_i = (r_i - mean(group)) / (std(group) + std_eps).
-
-    DeepSeekMath (arXiv:2402.03300) section 4.1.2; the sample standard deviation (n - 1), which
-    `divide_by_std=false` leaves out. A group of one episode, or of equal rewards, has advantage 0: there is nothing to
-    compare with. Mean and deviation count each episode once, so |A_i| <= sqrt(n (E - 1)) in a group of E episodes, if
-    the episode of sample i has n samples; `turn_discount` compares turns (see the module's docstring).
-
-    Raises:
-        ValueError: std_eps is not positive, or the discount is outside [0, 1].
-    """
-    _check_std_eps(std_eps)
-    units = compared(inputs, turn_discount)
-    advantages_U = units.centred(units.returns_U)
-    if divide_by_std:
-        advantages_U = advantages_U / units.spread(units.std(units.returns_U) + std_eps)
-    return units.over_tokens(advantages_U)
-
-
-def _check_std_eps(std_eps: float) -> None:
-    if std_eps <= 0.0:
-        raise ValueError(f"std_eps is {std_eps}; it keeps groups of equal rewards finite, set it above 0 (1e-6)")
 
 
 @advantage("dr_grpo")
@@ -256,7 +66,7 @@ def reinforce_pp_baseline(inputs: AdvantageInputs, *, turn_discount: float | Non
         ValueError: the discount is outside [0, 1].
     """
     centred = dr_grpo(inputs, turn_discount=turn_discount)
-    return AdvantageOutput(whiten(centred.advantages_T, inputs.mask_T, inputs.all_reduce))
+    return AdvantageOutput(whiten_tokens(centred.advantages_T, inputs.mask_T, inputs.all_reduce))
 
 
 @advantage("max_rl")
@@ -331,7 +141,7 @@ def gdpo(
     Raises:
         ValueError: a part is not a column, the numbers of weights and parts differ, or std_eps is not positive.
     """
-    _check_std_eps(std_eps)
+    check_std_eps(std_eps)
     samples = compared(inputs)
     columns = _parts(inputs.columns, parts) or [samples.returns_U]
     shares = [1.0] * len(columns) if weights is None else weights
@@ -342,7 +152,7 @@ def gdpo(
         values_U = values_U.to(total_U.dtype)
         total_U = total_U + share * samples.centred(values_U) / samples.spread(samples.std(values_U) + std_eps)
     summed = samples.over_tokens(total_U)
-    return AdvantageOutput(whiten(summed.advantages_T, inputs.mask_T, inputs.all_reduce))
+    return AdvantageOutput(whiten_tokens(summed.advantages_T, inputs.mask_T, inputs.all_reduce))
 
 
 def _parts(columns: Mapping[str, Tensor], wanted: Sequence[str] | None) -> list[Tensor]:
@@ -410,3 +220,80 @@ def zero(inputs: AdvantageInputs) -> AdvantageOutput:
     """A = 0: rewards are measured and never used, for distillation alone (`algorithm.kl_in=advantage`)."""
     samples = compared(inputs)
     return samples.over_tokens(torch.zeros_like(samples.returns_U))
+
+
+@advantage("gae")
+def gae(inputs: AdvantageInputs, *, gamma: float = 1.0, lam: float = 0.95, whiten: bool = True) -> AdvantageOutput:
+    """Generalised advantages with a critic; each policy token is an action, environment tokens are passed over.
+
+    Truncated sequences bootstrap. `whiten` normalises the advantages over the global batch (not the returns). A
+    sequence without policy tokens has no action to credit.
+
+    Raises:
+        ValueError: no values, truncation without bootstrap values, or a discount outside [0, 1].
+    """
+    return _over_actions(inputs, inputs.mask_T, gamma, lam, whiten)
+
+
+@advantage("gae_turn")
+def gae_turn(inputs: AdvantageInputs, *, gamma: float = 1.0, lam: float = 0.95, whiten: bool = True) -> AdvantageOutput:
+    """Generalised advantages with a critic; each turn (unbroken run of policy tokens) is one action.
+
+    A turn has the value of its first token and the sum of its token rewards; its advantage goes to all its tokens. The
+    critic is trained only on the turns' first tokens. Truncation and `whiten` as in `gae`.
+
+    Raises:
+        ValueError: no values, truncation without bootstrap values, or a discount outside [0, 1].
+    """
+    return _over_actions(inputs, turn_starts(inputs.mask_T, inputs.seq_ids_T), gamma, lam, whiten)
+
+
+@advantage("reinforce_pp")
+def reinforce_pp(inputs: AdvantageInputs, *, gamma: float = 1.0) -> AdvantageOutput:
+    """Reward to go, A_t = sum_{k >= t} gamma^(k-t) r_k over policy tokens, whitened over the global batch.
+
+    REINFORCE++ without a group baseline: Hu 2025 (arXiv:2501.03262). r_k holds the token rewards (-beta KL) and, at the
+    last token, the sequence's reward. Groups are not used, so groups of one are as good as others.
+
+    Raises:
+        ValueError: gamma outside [0, 1].
+    """
+    _check_discounts(gamma=gamma)
+    action_T = inputs.mask_T.nonzero().flatten()
+    to_go_N = discounted_suffix_sum(token_rewards(inputs, action_T), inputs.seq_ids_T[action_T], gamma)
+    to_go_T = to_go_N.new_zeros(len(inputs.mask_T)).index_copy(0, action_T, to_go_N)
+    return AdvantageOutput(whiten_tokens(to_go_T, inputs.mask_T, inputs.all_reduce))
+
+
+def _over_actions(inputs: AdvantageInputs, starts_T: Tensor, gamma: float, lam: float, whiten: bool) -> AdvantageOutput:
+    """Return A_k at all tokens of the action k; actions begin at `starts_T`, on which the critic is trained."""
+    _check_discounts(gamma=gamma, lam=lam)
+    if inputs.values_T is None:
+        raise ValueError("values_T is None but GAE needs a critic; add the critic to the graph or choose grpo or rloo")
+    values_T = as_float(inputs.values_T).detach()
+    action_T = inputs.mask_T.nonzero().flatten()
+    of_action_N = starts_T.cumsum(0)[action_T] - 1
+    values_K, seq_ids_K = values_T[starts_T], inputs.seq_ids_T[starts_T]
+    rewards_K = segment_sum(token_rewards(inputs, action_T).to(values_T.dtype), of_action_N, len(values_K))
+    next_K = torch.where(is_last(seq_ids_K), _terminal_values(inputs)[seq_ids_K], values_K.roll(-1))
+    advantages_K = discounted_suffix_sum(rewards_K + gamma * next_K - values_K, seq_ids_K, gamma * lam)
+    advantages_T = torch.zeros_like(values_T).index_copy(0, action_T, advantages_K[of_action_N])
+    returns_T = torch.zeros_like(values_T).index_copy(0, action_T, (advantages_K + values_K)[of_action_N])
+    if whiten:
+        advantages_T = whiten_tokens(advantages_T, inputs.mask_T, inputs.all_reduce)
+    return AdvantageOutput(advantages_T, returns_T, starts_T)
+
+
+def _check_discounts(**discounts: float) -> None:
+    for name, value in discounts.items():
+        if not 0.0 <= value <= 1.0:
+            raise ValueError(f"{name} is {value}; it is a discount per action, set it within 0 to 1")
+
+
+def _terminal_values(inputs: AdvantageInputs) -> Tensor:
+    """Return V_K per sequence, shape [S]."""
+    if inputs.truncated_S is None:
+        return torch.zeros_like(as_float(inputs.rewards_S))
+    if inputs.bootstrap_values_S is None:
+        raise ValueError("truncated_S is given without bootstrap_values_S; pass the critic's value at each last token")
+    return torch.where(inputs.truncated_S.bool(), as_float(inputs.bootstrap_values_S).detach(), 0)

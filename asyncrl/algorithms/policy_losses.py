@@ -1,14 +1,16 @@
-"""Policy losses: `(PolicyLossInputs, *, params) -> PolicyLossOutput`, one loss value per token.
+"""Policy losses other than the default: `(PolicyLossInputs, *, params) -> PolicyLossOutput`, one value per token.
 
 In every equation A is the token's advantage, r = pi / pi_old and l = log r, which is clamped to +-LOG_RATIO_LIMIT. sg
 stops the gradient; means, products and ratios of a sequence are over its loss tokens. pi_old is the behaviour policy,
 or the proximal one if a correction supplies prox / behave (`PolicyLossInputs.old_policy`).
+
+Other averages than the mean of all tokens, `(mask_T, seq_ids_T, num_seqs, *, params) -> Aggregation`, are at the end of
+the file.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,76 +18,14 @@ from torch import Tensor
 from asyncrl.algorithms.arithmetic import (
     LOG_RATIO_LIMIT,
     as_float,
-    log_ratio,
     mean_stat,
     segment_sum,
+    sequence_lengths,
     sequence_mean,
 )
-from asyncrl.algorithms.inputs import PolicyLossInputs, PolicyLossOutput
-from asyncrl.algorithms.registry import policy_loss
-
-
-def _log_ratio(inputs: PolicyLossInputs) -> Tensor:
-    return log_ratio(inputs.logprobs_T, inputs.old_logprobs_T, inputs.mask_T)
-
-
-def _check_clip(clip_low: float, clip_high: float) -> None:
-    if not 0.0 <= clip_low <= 1.0:
-        raise ValueError(f"clip_low is {clip_low}; the ratio's lower bound is 1 - clip_low, set it within 0 to 1")
-    if clip_high < 0.0:
-        raise ValueError(f"clip_high is {clip_high}; the ratio's upper bound is 1 + clip_high, set it to 0 or more")
-
-
-def _clip(x_T: Tensor, low: float, high: float, advantages_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Return -min(x A, clip(x, low, high) A), and True where the clip decides."""
-    plain_T = -x_T * advantages_T
-    clipped_T = -x_T.clamp(low, high) * advantages_T
-    # A selection, because the backward pass of torch.maximum costs many times as much.
-    is_clipped_T = clipped_T > plain_T
-    return torch.where(is_clipped_T, clipped_T, plain_T), is_clipped_T
-
-
-@policy_loss("ppo_clip")
-def ppo_clip(
-    inputs: PolicyLossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None
-) -> PolicyLossOutput:
-    """Clipped surrogate: L = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
-
-    Schulman et al. 2017 (arXiv:1707.06347) eq. 7; clip_high > clip_low is DAPO's clip-higher (arXiv:2503.14476 eq. 10).
-    With `dual_clip` = c > 1, tokens of negative advantage lose at most -c A: Ye et al. 2020 (arXiv:1912.09729).
-
-    Raises:
-        ValueError: clip_low outside [0, 1], clip_high below 0 or dual_clip not above 1.
-    """
-    _check_clip(clip_low, clip_high)
-    if dual_clip is not None and dual_clip <= 1.0:
-        raise ValueError(f"dual_clip is {dual_clip}; it bounds ratios from above, set it above 1 (3) or to null")
-    advantages_T = as_float(inputs.advantages_T)
-    loss_T, is_clipped_T = _clip(_log_ratio(inputs).exp(), 1.0 - clip_low, 1.0 + clip_high, advantages_T)
-    stats = {"ppo/clip_fraction": mean_stat(is_clipped_T, inputs.mask_T)}
-    if dual_clip is not None:
-        bound_T = torch.where(advantages_T < 0, -dual_clip * advantages_T, torch.inf)
-        is_bounded_T = loss_T > bound_T
-        stats["ppo/dual_clip_fraction"] = mean_stat(is_bounded_T, inputs.mask_T)
-        loss_T = torch.where(is_bounded_T, bound_T, loss_T)
-    return PolicyLossOutput(loss_T, inputs.mask_T, stats)
-
-
-@policy_loss("decoupled_ppo")
-def decoupled_ppo(
-    inputs: PolicyLossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None
-) -> PolicyLossOutput:
-    """Clipped surrogate around the proximal policy: L = -w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
-
-    r = pi / pi_prox whatever `old_policy` is, w = pi_prox / pi_behave. Hilton et al. 2022 (arXiv:2110.00641); AReaL
-    (arXiv:2505.24298) eq. 2. asyncrl's default. The weight w comes from the correction, which may cap or mask it. The
-    objective multiplies it in; this function's result does not contain it.
-
-    Raises:
-        ValueError: no proximal log-probabilities, or bounds as in `ppo_clip`.
-    """
-    around_prox = replace(inputs, old_policy="prox")
-    return ppo_clip(around_prox, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+from asyncrl.algorithms.grpo import check_clip, clipped, old_log_ratio
+from asyncrl.algorithms.inputs import Aggregation, PolicyLossInputs, PolicyLossOutput
+from asyncrl.algorithms.registry import aggregation, policy_loss
 
 
 @policy_loss("cpgd")
@@ -111,9 +51,9 @@ def cpgd(
     for name, value in (("clip_high", clip_high), ("drift_coef", drift_coef), ("drift_cap", drift_cap)):
         if value < 0.0:
             raise ValueError(f"{name} is {value}; set it to 0 or more")
-    log_ratio_T = _log_ratio(inputs)
+    log_ratio_T = old_log_ratio(inputs)
     low, high = math.log1p(-clip_low), math.log1p(clip_high)
-    surrogate_T, is_clipped_T = _clip(log_ratio_T, low, high, as_float(inputs.advantages_T))
+    surrogate_T, is_clipped_T = clipped(log_ratio_T, low, high, as_float(inputs.advantages_T))
     drift_T = torch.expm1(log_ratio_T.detach()).clamp(max=drift_cap) * log_ratio_T
     stats = {
         "ppo/clip_fraction": mean_stat(is_clipped_T, inputs.mask_T),
@@ -139,9 +79,9 @@ def gspo(inputs: PolicyLossInputs, *, clip_low: float = 3e-4, clip_high: float =
     Raises:
         ValueError: clip_low outside [0, 1] or clip_high below 0.
     """
-    _check_clip(clip_low, clip_high)
-    s_T = _sequence_ratio(_log_ratio(inputs), inputs)
-    loss_T, is_clipped_T = _clip(s_T, 1.0 - clip_low, 1.0 + clip_high, as_float(inputs.advantages_T))
+    check_clip(clip_low, clip_high)
+    s_T = _sequence_ratio(old_log_ratio(inputs), inputs)
+    loss_T, is_clipped_T = clipped(s_T, 1.0 - clip_low, 1.0 + clip_high, as_float(inputs.advantages_T))
     return PolicyLossOutput(loss_T, inputs.mask_T, {"ppo/clip_fraction": mean_stat(is_clipped_T, inputs.mask_T)})
 
 
@@ -160,7 +100,7 @@ def gmpo(inputs: PolicyLossInputs, *, clip_low: float = 0.4, clip_high: float = 
     for name, value in (("clip_low", clip_low), ("clip_high", clip_high)):
         if value < 0.0:
             raise ValueError(f"{name} is {value}; it bounds a log-ratio's size, set it to 0 or more (0.4)")
-    advantages_T, log_ratio_T = as_float(inputs.advantages_T), _log_ratio(inputs)
+    advantages_T, log_ratio_T = as_float(inputs.advantages_T), old_log_ratio(inputs)
     above_T, below_T = (advantages_T > 0) & (log_ratio_T > clip_high), (advantages_T < 0) & (log_ratio_T < -clip_low)
     clipped_T = torch.where(above_T, clip_high, torch.where(below_T, -clip_low, log_ratio_T))
     stats = {"ppo/clip_fraction": mean_stat(above_T | below_T, inputs.mask_T)}
@@ -181,7 +121,7 @@ def sapo(inputs: PolicyLossInputs, *, tau_positive: float = 1.0, tau_negative: f
         if value <= 0.0:
             raise ValueError(f"{name} is {value}; it is the gate's steepness, set it above 0 (1.0 is the paper's)")
     advantages_T = as_float(inputs.advantages_T)
-    ratio_T = _log_ratio(inputs).exp()
+    ratio_T = old_log_ratio(inputs).exp()
     tau_T = torch.full_like(advantages_T, tau_negative).masked_fill(advantages_T > 0, tau_positive)
     gate_T = 4.0 / tau_T * torch.sigmoid(tau_T * (ratio_T - 1.0))
     return PolicyLossOutput(-gate_T * advantages_T, inputs.mask_T)
@@ -201,7 +141,7 @@ def dppo(inputs: PolicyLossInputs, *, delta_low: float = 0.15, delta_high: float
         if not 0.0 <= value <= 1.0:
             raise ValueError(f"{name} is {value}; it bounds a difference of probabilities, set it within 0 to 1")
     mask_T, advantages_T = inputs.mask_T, as_float(inputs.advantages_T)
-    ratio_T = _log_ratio(inputs).exp()
+    ratio_T = old_log_ratio(inputs).exp()
     with torch.no_grad():
         shift_T = as_float(inputs.logprobs_T).exp() - as_float(inputs.old_logprobs_T).exp()
         outside_T = torch.where(advantages_T > 0, shift_T > delta_high, (advantages_T < 0) & (shift_T < -delta_low))
@@ -231,7 +171,7 @@ def dppo_kl(inputs: PolicyLossInputs, *, delta_low: float = 0.05, delta_high: fl
         if value < 0.0:
             raise ValueError(f"{name} is {value}; it bounds a divergence in nats, set it to 0 or more (0.05)")
     mask_T, advantages_T = inputs.mask_T, as_float(inputs.advantages_T)
-    log_ratio_T = _log_ratio(inputs)
+    log_ratio_T = old_log_ratio(inputs)
     with torch.no_grad():
         old_T, new_T = (
             torch.where(mask_T, as_float(logprobs_T), -1.0).exp().clamp(max=1.0)
@@ -280,8 +220,8 @@ def cispo(inputs: PolicyLossInputs, *, clip_low: float = 1.0, clip_high: float =
     Raises:
         ValueError: clip_low outside [0, 1] or clip_high below 0.
     """
-    _check_clip(clip_low, clip_high)
-    ratio_T = _log_ratio(inputs).detach().exp()
+    check_clip(clip_low, clip_high)
+    ratio_T = old_log_ratio(inputs).detach().exp()
     weight_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high)
     stats = {"ppo/clip_fraction": mean_stat(weight_T != ratio_T, inputs.mask_T)}
     return PolicyLossOutput(_weighted_reinforce(inputs, weight_T), inputs.mask_T, stats)
@@ -300,7 +240,7 @@ def topr(inputs: PolicyLossInputs, *, low: float = 0.0, high: float = 1.0) -> Po
     """
     if not 0.0 <= low <= high:
         raise ValueError(f"the taper is [{low}, {high}]; set 0 <= low <= high (0 and 1)")
-    log_w_S = segment_sum(_log_ratio(inputs).detach(), inputs.seq_ids_T, inputs.num_seqs)
+    log_w_S = segment_sum(old_log_ratio(inputs).detach(), inputs.seq_ids_T, inputs.num_seqs)
     tapered_T = log_w_S.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(low, high)[inputs.seq_ids_T]
     advantages_T = as_float(inputs.advantages_T)
     weight_T = torch.where(advantages_T >= 0, 1.0, tapered_T)
@@ -334,7 +274,7 @@ def vespo(
     for name, value in (*named, ("lambda_positive", lambda_positive), ("lambda_negative", lambda_negative)):
         if value <= 0.0:
             raise ValueError(f"{name} is {value}; it shapes a weight, set it above 0 (2 or 3)")
-    log_w_S = segment_sum(_log_ratio(inputs).detach(), inputs.seq_ids_T, inputs.num_seqs)
+    log_w_S = segment_sum(old_log_ratio(inputs).detach(), inputs.seq_ids_T, inputs.num_seqs)
     log_w_T = log_w_S.clamp(LOWEST, LOG_RATIO_LIMIT)[inputs.seq_ids_T]
     positive_T = as_float(inputs.advantages_T) >= 0
     k_T, lambda_T = (
@@ -344,3 +284,39 @@ def vespo(
     weight_T = (lambda_T + k_T * log_w_T - lambda_T * log_w_T.exp()).exp()
     stats = {"ppo/sequence_weight": mean_stat(weight_T, inputs.mask_T)}
     return PolicyLossOutput(_weighted_reinforce(inputs, weight_T), inputs.mask_T, stats)
+
+
+@aggregation("seq_mean_token_mean")
+def seq_mean_token_mean(mask_T: Tensor, seq_ids_T: Tensor, num_seqs: int) -> Aggregation:
+    """1/N sum_i 1/|y_i| sum_t loss_it over the N sequences that have loss tokens. GRPO (arXiv:2402.03300) eq. 3.
+
+    Every sequence has the same weight, so a token of a long answer counts less.
+    """
+    lengths_S = sequence_lengths(mask_T, seq_ids_T, num_seqs, torch.float64)
+    weight_T = torch.where(mask_T, 1.0 / lengths_S.clamp(min=1)[seq_ids_T], 0)
+    return Aggregation(weight_T, (lengths_S > 0).sum(dtype=torch.float64))
+
+
+@aggregation("seq_mean_token_sum")
+def seq_mean_token_sum(mask_T: Tensor, seq_ids_T: Tensor, num_seqs: int) -> Aggregation:
+    """1/N sum_i sum_t loss_it over the N sequences that have loss tokens: the policy gradient of whole sequences.
+
+    The gradient grows with the length of answers; choose the learning rate accordingly.
+    """
+    lengths_S = sequence_lengths(mask_T, seq_ids_T, num_seqs)
+    return Aggregation(mask_T.double(), (lengths_S > 0).sum(dtype=torch.float64))
+
+
+@aggregation("constant")
+def constant(mask_T: Tensor, seq_ids_T: Tensor, num_seqs: int, *, divisor: float) -> Aggregation:
+    """1/N sum_i 1/divisor sum_t loss_it: no length enters the normaliser. Dr. GRPO (arXiv:2503.20783) section 3.
+
+    `divisor` is in tokens; the longest allowed answer is usual. N counts the sequences that have loss tokens.
+
+    Raises:
+        ValueError: divisor is not positive.
+    """
+    if divisor <= 0.0:
+        raise ValueError(f"divisor is {divisor} tokens; set it above 0, the longest allowed answer is usual")
+    lengths_S = sequence_lengths(mask_T, seq_ids_T, num_seqs)
+    return Aggregation(mask_T.double() / divisor, (lengths_S > 0).sum(dtype=torch.float64))

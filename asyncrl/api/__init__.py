@@ -27,17 +27,20 @@ from asyncrl.api.generation import (
     SamplingParams,
 )
 from asyncrl.api.reward import Episode, EpisodeReward, GroupReward, RewardFunction, RunIn, run_in, scored, verdict
-from asyncrl.api.selection import BufferOrder, Curriculum, ReadyRollout
 from asyncrl.api.text import Tokenizer, answer_text, without_thoughts
 from asyncrl.api.trajectory import Sample, SampleColumns, Trajectory, with_turn_rewards
 
 if TYPE_CHECKING:
     from asyncrl.api.batch_agent import BatchAgent, BatchGroup
+    from asyncrl.api.selection import BufferOrder, Curriculum, ReadyRollout
     from asyncrl.api.tool import Tool, ToolResult, as_tool
 
 _ON_DEMAND = {
     "BatchAgent": "asyncrl.api.batch_agent",
     "BatchGroup": "asyncrl.api.batch_agent",
+    "BufferOrder": "asyncrl.api.selection",
+    "Curriculum": "asyncrl.api.selection",
+    "ReadyRollout": "asyncrl.api.selection",
     "Tool": "asyncrl.api.tool",
     "ToolResult": "asyncrl.api.tool",
     "as_tool": "asyncrl.api.tool",

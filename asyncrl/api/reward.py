@@ -19,11 +19,14 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from decimal import Decimal
 from enum import StrEnum
+from numbers import Real
 from typing import Any, Protocol, TypeVar
 
 from asyncrl.api.picture import Picture
@@ -206,3 +209,24 @@ def row_check(check: Callable[[Mapping[str, Any]], object]) -> Callable[[_T], _T
 def is_verdict(reward: object) -> bool:
     """True if `reward` is marked as a verdict."""
     return getattr(reward, _VERDICT, False) is True
+
+
+def right_answers(data: Mapping[str, Any]) -> list[str]:
+    """Return `data["answer"]` as a list of texts; it may be a text, a number or a list of these.
+
+    Raises:
+        ValueError: the row has no answer, or one that nothing can agree with, such as NaN or a mapping; otherwise every
+            completion would silently be wrong.
+    """
+    answer = data.get("answer")
+    answers = list(answer) if isinstance(answer, list | tuple) else [answer]
+    if not answers or any(each is None for each in answers):
+        wrong = f"answer is {answer!r}" if "answer" in data else f"fields are {', '.join(data)}, with no answer"
+        raise ValueError(f"the row's {wrong}: give each row one, or name its column in dataset.fields.answer")
+    for each in answers:
+        if not isinstance(each, str | Real | Decimal) or not (isinstance(each, str) or math.isfinite(each)):
+            raise ValueError(
+                f"the row's answer is {each!r:.60}, of the type {type(each).__name__}, which no text agrees with: give "
+                "a text, a finite number or a list of these, or name another column in dataset.fields.answer"
+            )
+    return [str(each) for each in answers]

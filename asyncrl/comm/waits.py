@@ -20,10 +20,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
+
+_T = TypeVar("_T")
 
 BURST_S = 0.01
 """For what ends together to become one message, while somebody waits: a hundredth of the shortest useful step."""
@@ -195,3 +197,14 @@ class RunningTimeout:
         if not self._paused():
             self._left_s -= slice_s
         self._slice = loop.call_later(slice_s, self._next_slice)
+
+
+async def run_on(loop: asyncio.AbstractEventLoop, work: Awaitable[_T]) -> _T:
+    """Run `work` on `loop` from any loop and return its result; cancelling the caller cancels `work`."""
+    if asyncio.get_running_loop() is loop:
+        return await work
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_awaited(work), loop))
+
+
+async def _awaited(work: Awaitable[_T]) -> _T:
+    return await work

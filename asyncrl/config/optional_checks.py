@@ -2,40 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from operator import attrgetter
-from types import ModuleType
+from typing import Final, Literal
 
 from asyncrl.config.experiment import ExperimentConfig
 
-CHECKS = {
-    "rollout.chat": "asyncrl.chat.checks",
-    "tools": "asyncrl.plugins.tools.checks",
-    "mcp": "asyncrl.plugins.tools.checks",
-    "policies": "asyncrl.launch.before_start.policy_checks",
-    "algorithm.teachers": "asyncrl.trainer.teacher_checks",
-    "generation.guests": "asyncrl.colocated.checks",
+POLICY_CHECKS: Final = "asyncrl.launch.before_start.policy_checks"
+_TOOLS: Final = "asyncrl.plugins.tools.checks"
+_TRAINER: Final = "asyncrl.trainer.feature_checks"
+CHECKS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "check": {
+        _TRAINER: (
+            "algorithm",
+            "model.attn_implementation",
+            "model.path",
+            "model.publish_dtype",
+            "moe",
+            "optimizer.muon_lr",
+            "optimizer.name",
+            "profile",
+            "rollout.filters",
+            "rollout.shaping",
+            "trainer.activations_on",
+            "trainer.compile",
+            "trainer.train_every",
+            "trainer.train_offset",
+        ),
+        "asyncrl.trainer.model.lora_checks": ("model.lora",),
+        "asyncrl.observe.checks": ("logging.wandb_project", "samples"),
+        "asyncrl.chat.checks": ("rollout.chat",),
+        _TOOLS: ("mcp", "tools"),
+        POLICY_CHECKS: ("policies",),
+        "asyncrl.colocated.checks": ("generation.guests",),
+    },
+    "code_problems": {_TOOLS: ("mcp", "tools")},
+    "other_tokenizers": {_TRAINER: ("algorithm",)},
 }
-"""By the setting that asks for it: a module whose `check` yields messages on settings; its `code_problems`, if it has
-them, yield those on user code.
-"""
+"""By function: the modules that have it, each with the settings that ask for it."""
 
 
-def optional_problems(config: ExperimentConfig) -> Iterator[str]:
-    """Yield an error message for each invalid setting of the optional features that `config` has."""
-    for module in _asked_for(config):
-        yield from module.check(config)
+def optional_problems(
+    config: ExperimentConfig, function: Literal["check", "code_problems", "other_tokenizers"] = "check"
+) -> Iterator[str]:
+    """Yield an error message for each problem that `function` finds, of the features that `config` has.
 
-
-def optional_code_problems(config: ExperimentConfig) -> Iterator[str]:
-    """Yield an error message for each problem of the user's code that these features call."""
-    for module in _asked_for(config):
-        if hasattr(module, "code_problems"):
-            yield from module.code_problems(config)
-
-
-def _asked_for(config: ExperimentConfig) -> list[ModuleType]:
+    Args:
+        function: `check` of settings, `code_problems` of user code, `other_tokenizers` once the base model exists.
+    """
     default = ExperimentConfig()
-    asked = [module for name, module in CHECKS.items() if attrgetter(name)(config) != attrgetter(name)(default)]
-    return [import_module(module) for module in dict.fromkeys(asked)]
+    for module, settings in CHECKS[function].items():
+        if any(attrgetter(name)(config) != attrgetter(name)(default) for name in settings):
+            yield from getattr(import_module(module), function)(config)

@@ -25,7 +25,8 @@ from typing import Any
 
 from asyncrl.api.generation import seed_from
 from asyncrl.config.plugin_code.import_paths import PluginError, load_plugin
-from asyncrl.config.plugin_code.interfaces import DaemonThreads, call_problems, plain_state
+from asyncrl.config.plugin_code.interfaces import call_problems
+from asyncrl.config.plugin_code.threads import DaemonThreads, plain_state
 from asyncrl.config.setting import ConfigError
 from asyncrl.data.prompt_queue import parse_prompt_id
 from asyncrl.data.settings import CurriculumConfig

@@ -15,7 +15,7 @@ from pathlib import Path
 from asyncrl.api.columns import check_name
 from asyncrl.api.reward import RunIn
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.optional_checks import optional_code_problems
+from asyncrl.config.optional_checks import optional_problems
 from asyncrl.config.plugin_code import interfaces
 from asyncrl.config.plugin_code.import_paths import PluginError, load_plugin, path_problems
 from asyncrl.config.setting import group_problems, token_ids
@@ -177,7 +177,7 @@ def code_problems(config: ExperimentConfig) -> Iterator[str]:
     """Yield an error message for each problem of the code that RolloutWorkers call; a replay calls none to train."""
     if not config.samples.replay:
         yield from _code_problems(config, CODE)
-        yield from optional_code_problems(config)
+        yield from optional_problems(config, "code_problems")
     for each in evaluation_sets(config):
         if each.interval:
             yield from (f"{each.group}.{problem}" for problem in _code_problems(with_code_of(config, each), each.code))

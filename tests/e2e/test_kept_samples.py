@@ -25,7 +25,7 @@ STEPS, BATCH = 4, 4
 HELD_LOSS = """
 from pathlib import Path
 from threading import Event
-from asyncrl.algorithms.policy_losses import decoupled_ppo
+from asyncrl.algorithms.grpo import decoupled_ppo
 from asyncrl.algorithms.registry import policy_loss
 
 @policy_loss("held")

@@ -42,7 +42,6 @@ from asyncrl.inference.embedded.served_models import check_parity, longest_seque
 from asyncrl.inference.embedded.step import ModelRunner, PrefixForward
 from asyncrl.inference.embedded.weights import ServedWeights, WeightUpdates
 from asyncrl.inference.messages import MemoryTag, PauseMode
-from asyncrl.models.fused_norms import fuse_norms
 from asyncrl.models.host_copies import own_storage
 from asyncrl.models.torch_device import shortage
 from asyncrl.models.transformers_internals import eos_token_ids
@@ -194,6 +193,8 @@ class GenerationEngine:
         self.model, self._pictures = model, pictures
         weights = ServedWeights(model, model_path)
         if model.device.type != "cpu":
+            from asyncrl.models.fused_norms import fuse_norms  # torch has the kernel on GPUs
+
             fuse_norms(model, gradients=False)
         runner = ModelRunner(model, running, record_routing=record_routing, pictures=pictures)
         forward = PrefixForward(runner)

@@ -15,7 +15,7 @@ from asyncrl.api import ToolSchema
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config
 from asyncrl.config.memory import context_length, turns
-from asyncrl.config.optional_checks import optional_code_problems
+from asyncrl.config.optional_checks import optional_problems
 from asyncrl.config.run_dir import DATA_RECORD_FILE, LOGS_DIR, run_dir_of
 from asyncrl.config.setting import ConfigError
 from asyncrl.config.variants import evaluation_sets, with_code_of
@@ -133,7 +133,7 @@ def check_prompts(config: ExperimentConfig, *, of_evaluation_alone: bool = False
         ConfigError: tools cannot be called, or no agent takes them; a set has no row that makes a prompt, one has
             pictures where the run takes none, or `dataset.overlong=refuse` and a prompt is too long.
     """
-    if messages := [*not_found_elsewhere(config), *optional_code_problems(config)]:
+    if messages := [*not_found_elsewhere(config), *optional_problems(config, "code_problems")]:
         raise ConfigError("\n".join(messages))
     prompt_format = load_prompt_format(config)
     if prompt_format.chat is not None:

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from asyncrl.comm.names import GENERATION_SERVER, MODEL_WORKER
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.machine import host_memory
-from asyncrl.config.optional_checks import CHECKS
+from asyncrl.config.optional_checks import POLICY_CHECKS
 from asyncrl.config.run_dir import run_dir_of, write_run_config
 from asyncrl.config.setting import ConfigError, Dtype
 from asyncrl.inference.settings import guests_of
@@ -166,7 +166,7 @@ def check_reachable(config: ExperimentConfig) -> list[str]:
     if faults := [*faults, *_servers(config)]:
         raise ConfigError("\n".join(faults))
     if any(policy.url is not None for policy in config.policies):
-        notes += import_module(CHECKS["policies"]).check_served(config)
+        notes += import_module(POLICY_CHECKS).check_served(config)
     return notes
 
 

@@ -20,13 +20,13 @@ from asyncrl.comm.names import ACTOR
 from asyncrl.comm.typed import decode_json
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config, load_supervised
+from asyncrl.config.optional_checks import optional_problems
 from asyncrl.config.setting import ConfigError
 from asyncrl.config.variants import CRITIC, REFERENCE, config_of_policy, policy_and_role
 from asyncrl.launch.before_start.setting_checks import resolve_hub_names, supervised_checks, validate
 from asyncrl.master.graph import load_graph
 from asyncrl.models.folder_checks import ModelPart, WantedFolder, hugging_face_folder
 from asyncrl.runtime.plan import with_types
-from asyncrl.trainer.checks import other_tokenizers
 from asyncrl.trainer.supervised.base_model import ensure_base_model, existing_base_model
 from asyncrl.trainer.supervised.settings import SFTConfig
 
@@ -43,7 +43,7 @@ def with_model(config: ExperimentConfig, folder: Path | None) -> ExperimentConfi
     else:
         path = ensure_base_model(base_model_config(config, folder))
     made = with_types(replace(config, model=replace(config.model, path=str(path))))
-    if wrong := list(other_tokenizers(made)):
+    if wrong := list(optional_problems(made, "other_tokenizers")):
         raise ConfigError("\n".join(wrong))
     return made
 

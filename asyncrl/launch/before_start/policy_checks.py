@@ -20,8 +20,9 @@ from asyncrl.manager.settings import PolicyConfig, VersionPoolConfig
 from asyncrl.master.graph import TRAINED_ROLES, GraphError, load_graph
 from asyncrl.models.folder_checks import hugging_face_folder
 from asyncrl.models.model_config import placeholder_in, read_model_config
-from asyncrl.trainer import teacher_checks as teachers
+from asyncrl.trainer import feature_checks
 from asyncrl.trainer.checks import of_policy
+from asyncrl.trainer.model import lora_checks
 from asyncrl.trainer.parallel.placement import engine_of
 from asyncrl.trainer.settings import AlgorithmConfig, VisionMode
 from asyncrl.weights.transports.base import weight_transport
@@ -159,7 +160,7 @@ def _trained_beside(config: ExperimentConfig) -> Iterator[str]:
     """Yield an error message for each setting that policies trained beside the run's own cannot have."""
     yield from _refused_with_policies(config)
     yield from _algorithm_with_policies("", config.algorithm)
-    taken, of_run = _roles_of_run(config), {*of_policy(config), *teachers.check(config)}
+    taken, of_run = _roles_of_run(config), set(_of_training(config))
     for name in config.trained_policies:
         if name in taken:
             yield f"policies: {name!r}: it is a role of the run's own policy; give the trained policy another name"
@@ -172,11 +173,17 @@ def _trained_beside(config: ExperimentConfig) -> Iterator[str]:
         except ConfigError as error:
             yield from {str(error)} - of_run
             continue
-        found = (*of_policy(own), *teachers.check(own))
-        yield from (f"policies: {name!r}: {message}" for message in found if message not in of_run)
+        yield from (f"policies: {name!r}: {message}" for message in _of_training(own) if message not in of_run)
         yield from _algorithm_with_policies(f"policies: {name!r}: ", own.algorithm)
     for name in config.critic_sharers:
         yield from _shared_critic(config, name)
+
+
+def _of_training(config: ExperimentConfig) -> Iterator[str]:
+    """Yield an error message for each invalid setting of a policy's training."""
+    yield from of_policy(config)
+    yield from lora_checks.check(config)
+    yield from feature_checks.of_algorithm(config)
 
 
 def _shared_critic(config: ExperimentConfig, name: str) -> Iterator[str]:

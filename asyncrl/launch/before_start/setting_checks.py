@@ -27,7 +27,6 @@ from asyncrl.inference import checks as inference
 from asyncrl.manager import checks as manager
 from asyncrl.master import checks as master
 from asyncrl.master.graph import GraphError, load_graph
-from asyncrl.observe import checks as observe
 from asyncrl.rollout import checks as rollout
 from asyncrl.rollout.user_code.prompts import load_train_set
 from asyncrl.runtime import checks as runtime
@@ -84,7 +83,6 @@ _CHECKS: tuple[Callable[[ExperimentConfig], Iterator[str]], ...] = (
     trainer.check,
     inference.check,
     manager.check,
-    observe.check,
     runtime.check,
     optional_problems,
 )

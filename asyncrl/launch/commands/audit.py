@@ -9,9 +9,8 @@ from pathlib import Path
 
 from asyncrl.config.run_dir import CHECKPOINTS_DIR, LEDGER_DIR, METRICS_FILE, SAMPLES_DIR, WEIGHTS_DIR
 from asyncrl.launch.commands import refuse
-from asyncrl.verify.audit.ledger_files import read_ledger, surviving
+from asyncrl.verify.audit.ledger_files import Outcome, read_ledger, surviving
 from asyncrl.verify.audit.ledger_rules import Replay
-from asyncrl.verify.audit.outcome import Outcome
 from asyncrl.verify.audit.run_files import Documents, check_checkpoints, check_weights, role_folders, versions_in
 from asyncrl.verify.audit.tables import check_metrics, check_samples
 

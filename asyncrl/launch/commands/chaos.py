@@ -35,9 +35,8 @@ from asyncrl.runtime.plan import PROCESS_KINDS, Restart, plan_workers
 from asyncrl.runtime.settings import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.trainer.parallel.placement import worker_grid
 from asyncrl.verify.audit.ledger_files import read_ledger
-from asyncrl.verify.chaos.chaos_run import ChaosRun, Watched, why_no_disk_is_filled
+from asyncrl.verify.chaos.chaos_run import WIDTH, ChaosRun, Watched, table, verdict, why_no_disk_is_filled
 from asyncrl.verify.chaos.faults import LAUNCHER, Fault, FaultKind, add_costs, complete, find_work, make_plan
-from asyncrl.verify.chaos.report import WIDTH, table, verdict
 
 _BUDGET = "system.restarts_per_process"
 _OURS = ("resume", "logging.display")

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 
 from asyncrl.api import ReadyRollout
 from asyncrl.config.plugin_code.import_paths import PluginError, load_plugin
-from asyncrl.config.plugin_code.interfaces import DaemonThreads, call_problems, plain_state
+from asyncrl.config.plugin_code.interfaces import call_problems
+from asyncrl.config.plugin_code.threads import DaemonThreads, plain_state
 from asyncrl.config.setting import ConfigError
 from asyncrl.master.settings import BufferOrderConfig
 from asyncrl.trainer.messages import RolloutRecord

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.api import run_in, verdict, without_thoughts
-from asyncrl.api.reward import row_check
-from asyncrl.plugins.rewards.text import right_answers
+from asyncrl.api.reward import right_answers, row_check
 
 
 @row_check(right_answers)

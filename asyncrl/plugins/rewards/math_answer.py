@@ -27,8 +27,8 @@ from functools import cache
 from typing import Any
 
 from asyncrl.api import run_in, verdict, without_thoughts
-from asyncrl.api.reward import row_check
-from asyncrl.plugins.rewards.text import PLAIN, last_number_in, plain_value, right_answers, with_plain_digits
+from asyncrl.api.reward import right_answers, row_check
+from asyncrl.plugins.rewards.text import PLAIN, last_number_in, plain_value, with_plain_digits
 
 MAX_ANSWER_CHARS = 200
 """Longest final answer that is parsed. A longer one is not an answer, and parsing it, or endless digits, would cost

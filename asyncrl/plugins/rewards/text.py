@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import re
 import string
 import unicodedata
 from collections import Counter
 from collections.abc import Mapping
-from decimal import Decimal
 from fractions import Fraction
-from numbers import Real
 from typing import Any
 
 from asyncrl.api import run_in, verdict, without_thoughts
-from asyncrl.api.reward import row_check
+from asyncrl.api.reward import right_answers, row_check
 
 MAX_NUMBER_CHARS = 100
 GROUPED = r"\d{1,3}(?:[,'’]\d{3})+|\d{1,2}(?:,\d{2})+,\d{3}|\d{1,3}(?:\.\d{3})+(?=,\d)|\d{1,3}(?:\.\d{3}){2,}"
@@ -40,27 +37,6 @@ _TYPESET = str.maketrans({"\u2212": "-", "\u2012": "-", "\ufe63": "-", "\uff0d":
 _DASH_AS_SIGN = re.compile(r"(?<![\w)\]}%])\u2013(?=[\d.\\$€£¥])")
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
-
-
-def right_answers(data: Mapping[str, Any]) -> list[str]:
-    """Return `data["answer"]` as a list of texts; it may be a text, a number or a list of these.
-
-    Raises:
-        ValueError: the row has no answer, or one that nothing can agree with, such as NaN or a mapping; otherwise every
-            completion would silently be wrong.
-    """
-    answer = data.get("answer")
-    answers = list(answer) if isinstance(answer, list | tuple) else [answer]
-    if not answers or any(each is None for each in answers):
-        wrong = f"answer is {answer!r}" if "answer" in data else f"fields are {', '.join(data)}, with no answer"
-        raise ValueError(f"the row's {wrong}: give each row one, or name its column in dataset.fields.answer")
-    for each in answers:
-        if not isinstance(each, str | Real | Decimal) or not (isinstance(each, str) or math.isfinite(each)):
-            raise ValueError(
-                f"the row's answer is {each!r:.60}, of the type {type(each).__name__}, which no text agrees with: give "
-                "a text, a finite number or a list of these, or name another column in dataset.fields.answer"
-            )
-    return [str(each) for each in answers]
 
 
 def _numbers(data: Mapping[str, Any]) -> list[Fraction]:

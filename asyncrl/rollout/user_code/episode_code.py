@@ -19,8 +19,8 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError, PluginConfig
 from asyncrl.data.prompt_format import PromptFormat
 from asyncrl.plugins.settings import GYMNASIUM, GYMNASIUM_ENV, AgentConfig, EnvConfig
-from asyncrl.rollout.user_code_pool.call_records import Activity
-from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner, built, is_async, is_built_in, loaded, place_of
+from asyncrl.rollout.user_code_pool.call_records import Activity, Code
+from asyncrl.rollout.user_code_pool.runner import UserCodeRunner, built, is_async, is_built_in, loaded, place_of
 
 if TYPE_CHECKING:
     from asyncrl.plugins.tools.toolbox import Toolbox

@@ -15,8 +15,8 @@ from types import CoroutineType
 from typing import Any
 
 from asyncrl.api import Agent, Environment, GroupClient, Prompt, RunIn, Sample, StepResult
-from asyncrl.rollout.user_code_pool.call_records import Activity, UserCodeError, plain_number
-from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner, is_async
+from asyncrl.rollout.user_code_pool.call_records import Activity, Code, UserCodeError, plain_number
+from asyncrl.rollout.user_code_pool.runner import UserCodeRunner, is_async
 
 _CLIENTS = ("episode", "conversation", "policy")
 """Methods of a client that return another client."""
@@ -154,7 +154,7 @@ async def on_users_loop(
     agent: Agent, runner: UserCodeRunner, prompt: Prompt, make_env: Callable[[], Environment], client: GroupClient
 ) -> Sequence[Sample]:
     policy: Any = _Crossing(client, runner.on_worker_loop)
-    samples: Sequence[Sample] = await runner.users.run(agent.roll_out(prompt, make_env, policy))
+    samples: Sequence[Sample] = await runner.threads.loop.run(agent.roll_out(prompt, make_env, policy))
     return samples
 
 

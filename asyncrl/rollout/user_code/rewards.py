@@ -24,9 +24,8 @@ from asyncrl.api.picture import Picture
 from asyncrl.api.reward import ROW_CHECK, is_verdict
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.settings import ROW_METRICS, NamedRewardConfig, RewardConfig
-from asyncrl.rollout.user_code_pool.call_records import Activity, UserCodeError, current_meter, plain_number
+from asyncrl.rollout.user_code_pool.call_records import Activity, Code, UserCodeError, current_meter, plain_number
 from asyncrl.rollout.user_code_pool.runner import (
-    Code,
     UserCodeRunner,
     built,
     is_async,

@@ -20,9 +20,8 @@ from asyncrl.data.settings import AUTO
 from asyncrl.plugins.settings import McpServerConfig, ToolConfig
 from asyncrl.plugins.tools.mcp import McpError, McpServer, McpTool, installed
 from asyncrl.plugins.tools.toolbox import HostedTool, Toolbox, ToolFailure
-from asyncrl.rollout.user_code_pool.call_records import Activity, UserCodeError, current_meter, timed
+from asyncrl.rollout.user_code_pool.call_records import Activity, Code, UserCodeError, current_meter, timed
 from asyncrl.rollout.user_code_pool.runner import (
-    Code,
     UserCodeRunner,
     built,
     is_async,

@@ -1,4 +1,4 @@
-"""What is recorded of users' code: how long a rollout waits for it, its rewards by name, and its failures by name.
+"""A piece of users' code, and what is recorded of its calls: how long a rollout waits, rewards and failures by name.
 
 A rollout's meter follows it through tasks and threads.
 
@@ -14,14 +14,19 @@ import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 from decimal import Decimal
 from enum import StrEnum, auto
 from numbers import Real
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.api import EpisodeError, EpisodeTimeout
-from asyncrl.api.reward import note_reward_part
+from asyncrl.api.reward import RunIn, note_reward_part
+
+if TYPE_CHECKING:
+    from asyncrl.rollout.user_code_pool.child import CodeTarget
 
 TOO_SLOW = "did not return in time"
 """Description of the failure of a call that exceeds its time."""
@@ -162,6 +167,27 @@ def timed(activity: Activity) -> Iterator[None]:
         meter.add_interval(activity, begun, time.monotonic())
 
 
+@dataclass(frozen=True, slots=True)
+class Code:
+    """A piece of users' code.
+
+    Attributes:
+        label: its name in counts and messages: `reward my.py:score`.
+        activity: activity that its time counts as.
+        timeout_s: time limit of a call.
+        run_in: where it runs; `loop` for code that may run on the worker's own event loop.
+        target: its import path and arguments for a process of the pool; only for `RunIn.process`.
+        sees: kind of its arguments, for that process.
+    """
+
+    label: str
+    activity: Activity
+    timeout_s: float
+    run_in: RunIn
+    target: CodeTarget | None = None
+    sees: str = "answer"
+
+
 class UserCodeError(RuntimeError):
     """A call of users' code failed: it raised, took too long, or its process died. It costs the sample at hand.
 
@@ -178,6 +204,20 @@ class UserCodeError(RuntimeError):
         super().__init__(f"{label} {what}")
         self.label, self.how = label, how
         self.still_runs = still_runs
+
+
+def checked(code: Code, function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except UserCodeError:
+        raise
+    except BaseException as error:  # also those that no event loop can carry
+        raise raised(code, error) from error
+
+
+def raised(code: Code, error: BaseException) -> UserCodeError:
+    how = f"raised {type(error).__name__}"
+    return UserCodeError(code.label, f"{how}: {error}", how=how)
 
 
 def plain_number(value: object) -> float | None:

@@ -2,7 +2,7 @@
 
 There are three places (`asyncrl.api.RunIn`):
 
-- The user's `async def` code runs on a separate event loop, in a thread (`UserLoop`). Code that blocks there stops
+- The user's `async def` code runs on a separate event loop, in a thread (`threads`). Code that blocks there stops
   other `async def` code of the user and is named in the log. It does not delay the worker's leases and answers.
 - A plain `def` runs in a daemon thread, at most `rollout.user_code.threads` at a time. At its time limit the call
   is abandoned, because Python cannot end a thread.
@@ -21,62 +21,33 @@ import contextlib
 import inspect
 import itertools
 import logging
-import sys
-import threading
 import time
-import traceback
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import cached_property, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from asyncrl.api.reward import RunIn, marked_run_in
-from asyncrl.comm.waits import LOOK_S, REPEAT_S, RunningTimeout
+from asyncrl.comm.waits import LOOK_S, REPEAT_S, run_on
 from asyncrl.config.machine import usable_cores
 from asyncrl.config.plugin_code.import_paths import PluginError, load_plugin
-from asyncrl.config.plugin_code.interfaces import DaemonThreads, UnusualExit
 from asyncrl.config.setting import ConfigError, PluginConfig
-from asyncrl.observe import observer
 from asyncrl.plugins.settings import AgentConfig, EnvConfig, RewardConfig, ToolConfig
 from asyncrl.rollout.settings import UserCodeConfig
-from asyncrl.rollout.user_code_pool.call_records import TOO_SLOW, Activity, UserCodeError, timed
+from asyncrl.rollout.user_code_pool.call_records import Activity, Code, checked, timed
 
 if TYPE_CHECKING:
     from asyncrl.rollout.user_code_pool.child import CodeTarget
     from asyncrl.rollout.user_code_pool.process_pool import ProcessPool
-
-MAX_ABANDONED = 64
-"""Limit on abandoned calls of one piece of code that still run in threads; it is not called until one of them ends."""
+    from asyncrl.rollout.user_code_pool.threads import UserLoop, UserThreads
 
 HELD_S = 1.0
 """Without a turn after which an event loop counts as blocked, and the blocking code is named."""
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Code:
-    """A piece of users' code.
-
-    Attributes:
-        label: its name in counts and messages: `reward my.py:score`.
-        activity: activity that its time counts as.
-        timeout_s: time limit of a call.
-        run_in: where it runs; `loop` for code that may run on the worker's own event loop.
-        target: its import path and arguments for a process of the pool; only for `RunIn.process`.
-        sees: kind of its arguments, for that process.
-    """
-
-    label: str
-    activity: Activity
-    timeout_s: float
-    run_in: RunIn
-    target: CodeTarget | None = None
-    sees: str = "answer"
 
 
 class UserCodeRunner:
@@ -94,17 +65,21 @@ class UserCodeRunner:
         self, settings: UserCodeConfig, envs: EnvConfig | None = None, agents: AgentConfig | None = None
     ) -> None:
         self._settings, self._envs, self._agents = settings, envs or EnvConfig(), agents or AgentConfig()
-        self.users = UserLoop()
-        self.running = RunningCalls(self.users, settings.slow_call_s)
-        self._threads = DaemonThreads()
-        self._free_threads = asyncio.Semaphore(settings.threads)
-        self._abandoned: Counter[str] = Counter()
-        """By label, the calls that were abandoned and still run in threads."""
+        self.running = RunningCalls(settings.slow_call_s)
         self._pools: list[ProcessPool] = []
 
     @cached_property
+    def threads(self) -> UserThreads:
+        """The users' event loop and threads, made on first use in the worker's own loop; as the processes below."""
+        from asyncrl.rollout.user_code_pool.threads import UserThreads  # not for asyncrl's own agents and rewards
+
+        made = UserThreads(self._settings.threads, self.running.track)
+        self.running.users_loop = made.loop
+        return made
+
+    @cached_property
     def env_processes(self) -> ProcessPool:
-        """The processes of environments, for the worker's own loop; made on first use, as those below."""
+        """The processes of environments, for the worker's own loop."""
         return self._pool(self._envs.processes, self._envs.process_max_episodes, Activity.env_wait)
 
     @cached_property
@@ -147,11 +122,11 @@ class UserCodeRunner:
         if code.run_in == RunIn.process:
             return await self.on_worker_loop(self._in_a_process(code, list(args), running))
         if is_async(function):
-            return await self._awaiting(code, work)
+            return await self.threads.call_async(code, work)
         if code.run_in == RunIn.loop:
             with running(holds_loop=True):
-                return _checked(code, work)
-        return await self.on_worker_loop(self._in_one_of_the_threads(code, work))
+                return checked(code, work)
+        return await self.on_worker_loop(self.threads.call(code, work))
 
     def call_blocking(self, code: Code, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Like `call`, for a caller in a thread: code for threads then runs in the caller's thread.
@@ -160,16 +135,16 @@ class UserCodeRunner:
         """
         if code.run_in != RunIn.process and not is_async(function):
             with self.running.track(code.label, code.activity):
-                return _checked(code, partial(function, *args, **kwargs))
+                return checked(code, partial(function, *args, **kwargs))
         return self.from_thread(self.call(code, function, *args, **kwargs)).result()
 
     async def in_thread(self, function: Callable[[], Any]) -> Any:
         """Run `function` in a separate thread, without a time limit or a label, and return its result."""
-        return await asyncio.wrap_future(self._threads.run(function))
+        return await self.threads.run(function)
 
     def from_thread(self, work: Awaitable[Any]) -> Future[Any]:
         """Start `work` on the worker's own loop, from a thread."""
-        return asyncio.run_coroutine_threadsafe(_awaited(work), self._home)
+        return asyncio.run_coroutine_threadsafe(run_on(self._home, work), self._home)
 
     async def on_worker_loop(self, work: Awaitable[Any]) -> Any:
         """Run `work` on the worker's own event loop and return its result; called from any loop."""
@@ -181,65 +156,20 @@ class UserCodeRunner:
         assert code.target is not None, code.label
         return await self._processes.call(code.label, code.target, code.sees, arguments, code.timeout_s, running)
 
-    async def _in_one_of_the_threads(self, code: Code, work: Callable[[], Any]) -> Any:
-        """Run `work` in a thread, once one is free, and return its result. For the worker's own loop."""
-        if self._abandoned[code.label] >= MAX_ABANDONED:
-            raise UserCodeError(
-                code.label,
-                f"is not called: {MAX_ABANDONED} calls of it never returned and each holds a thread; have it return, "
-                "or run it in a process (run_in: process), which can be killed",
-                how="hangs in too many threads",
-            )
-        with timed(Activity.thread_wait):
-            await self._free_threads.acquire()
-        try:
-            with self.running.track(code.label, code.activity):
-                running = self._threads.run(partial(_checked, code, work))
-                try:
-                    async with _limited(code, "its thread continues", still_runs=True):
-                        return await asyncio.wrap_future(running)
-                finally:
-                    if not running.done():
-                        self._abandoned[code.label] += 1
-                        running.add_done_callback(partial(self._came_back, code.label))
-        finally:
-            self._free_threads.release()
-
-    def _came_back(self, label: str, _: object) -> None:
-        def forget() -> None:
-            self._abandoned[label] -= 1
-
-        with contextlib.suppress(RuntimeError):  # the worker has ended meanwhile
-            self._home.call_soon_threadsafe(forget)
-
-    async def _awaiting(self, code: Code, function: Callable[[], Awaitable[Any]]) -> Any:
-        async def work() -> Any:
-            try:
-                return await function()
-            except UserCodeError:  # of other code that it called
-                raise
-            except Exception as error:
-                raise _raised(code, error) from error
-
-        run = self.on_worker_loop if code.run_in == RunIn.loop else self.users.run
-        with self.running.track(code.label, code.activity):
-            try:
-                async with _limited(code, "it was cancelled"):
-                    return await run(work())
-            except UnusualExit as error:
-                raise UserCodeError(code.label, str(error), how=str(error)) from error
-
 
 class RunningCalls:
     """Tracks calls. Between `start` and `stop` it also watches the worker's event loop and the users'.
 
     Args:
-        users: the users' event loop.
         slow_s: a call that takes this many seconds or more is logged.
+
+    Attributes:
+        users_loop: the users' event loop, once there is one.
     """
 
-    def __init__(self, users: UserLoop, slow_s: float) -> None:
-        self._users, self._slow_s = users, slow_s
+    def __init__(self, slow_s: float) -> None:
+        self.users_loop: UserLoop | None = None
+        self._slow_s = slow_s
         self._labels: dict[int, str] = {}
         self._numbers = itertools.count()
         self._said_at: dict[str, float] = {}
@@ -282,8 +212,8 @@ class RunningCalls:
         """Log the code that blocks this loop or the users' loop."""
         users_told = False
         while True:
-            begun, answered = time.monotonic(), threading.Event()
-            self._users.ping(answered)
+            begun, users = time.monotonic(), self.users_loop
+            answered = None if users is None else users.ping()
             await asyncio.sleep(LOOK_S)
             held_s = time.monotonic() - begun - LOOK_S
             if held_s > HELD_S and (running := sorted(set(list(self._labels.values())))):
@@ -293,13 +223,13 @@ class RunningCalls:
                     held_s,
                     ", ".join(running),
                 )
-            if not answered.is_set() and held_s < HELD_S:
+            if users is not None and answered is not None and not answered.is_set() and held_s < HELD_S:
                 if not users_told:
                     _log.warning(
                         "asynchronous code of the user's has held its event loop for %.2g s; write what blocks as "
                         "plain `def`, which runs in a thread; it is at\n%s",
                         LOOK_S,
-                        self._users.stack(),
+                        users.stack(),
                     )
                 users_told = True
             else:
@@ -318,60 +248,6 @@ class RunningCalls:
         more = self._unsaid.pop(label, 0)
         before = f", and {more} more of its calls were slow since the last such line" if more else ""
         return f"{label} took {seconds:.3g} s{before}"
-
-
-async def run_on(loop: asyncio.AbstractEventLoop, work: Awaitable[_T]) -> _T:
-    """Run `work` on `loop` from any loop and return its result; cancelling the caller cancels `work`."""
-    if asyncio.get_running_loop() is loop:
-        return await work
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_awaited(work), loop))
-
-
-class UserLoop:
-    """An event loop in a daemon thread, which starts with the first call and ends with the process."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._serve, name="users-event-loop", daemon=True)
-
-    async def run(self, work: Awaitable[_T]) -> _T:
-        """Run `work` and return its result.
-
-        Raises:
-            UnusualExit: it raised SystemExit or KeyboardInterrupt.
-            Exception: any other error that it raised.
-        """
-        if not self._thread.is_alive():
-            self._thread.start()
-        return await run_on(self._loop, _carried(work))
-
-    def ping(self, answered: threading.Event) -> None:
-        """Make the loop set `answered` in its next iteration."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(answered.set)
-        else:
-            answered.set()
-
-    def stack(self) -> str:
-        """Return the stack of the loop's thread, the innermost call last."""
-        frame = sys._current_frames().get(self._thread.ident or 0)
-        return "" if frame is None else "".join(traceback.format_stack(frame)[-4:])
-
-    def _serve(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        observer.watch(self._loop)
-        while True:
-            try:
-                self._loop.run_forever()
-            except BaseException as error:  # a user's task raised SystemExit; the other tasks continue
-                _log.error("a user's task ended with %s; the others continue", type(error).__name__)
-
-
-async def _carried(work: Awaitable[_T]) -> _T:
-    try:
-        return await work
-    except (SystemExit, KeyboardInterrupt) as error:
-        raise UnusualExit(f"raised {type(error).__name__}") from error
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -442,35 +318,3 @@ def target_in(place: RunIn, path: str, args: Mapping[str, Any]) -> CodeTarget | 
     from asyncrl.rollout.user_code_pool.child import CodeTarget
 
     return CodeTarget(path, dict(args))
-
-
-def _checked(code: Code, function: Callable[[], Any]) -> Any:
-    try:
-        return function()
-    except UserCodeError:
-        raise
-    except BaseException as error:  # also those that no event loop can carry
-        raise _raised(code, error) from error
-
-
-def _raised(code: Code, error: BaseException) -> UserCodeError:
-    how = f"raised {type(error).__name__}"
-    return UserCodeError(code.label, f"{how}: {error}", how=how)
-
-
-@contextlib.asynccontextmanager
-async def _limited(code: Code, fate: str, *, still_runs: bool = False) -> AsyncIterator[None]:
-    """Limit this block to `code.timeout_s`; `fate` says what becomes of a call that takes longer."""
-    limit = RunningTimeout(code.timeout_s)
-    try:
-        async with limit:
-            yield
-    except TimeoutError as error:
-        if not limit.expired():
-            raise
-        what = f"did not return within {code.timeout_s:g} s; {fate}"
-        raise UserCodeError(code.label, what, how=TOO_SLOW, still_runs=still_runs) from error
-
-
-async def _awaited(work: Awaitable[_T]) -> _T:
-    return await work

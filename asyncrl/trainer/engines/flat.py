@@ -47,7 +47,6 @@ from asyncrl.trainer.engines.optimizer import (
 from asyncrl.trainer.engines.role import Finish, Outputs, RoleEngine, RolePolicy, RoleValue
 from asyncrl.trainer.model.layout_parity import first_layout, refuse_longer_than_independent, select_attention
 from asyncrl.trainer.model.load_models import load_causal_lm, plain_name, prepare_vision
-from asyncrl.trainer.model.lora_checks import publishes_adapters
 from asyncrl.trainer.parallel.world import RankPosition
 from asyncrl.trainer.settings import KeptOn, LoraConfig, OptimizerConfig, OptimizerName, VisionMode
 from asyncrl.weights.folder_tensors import Published, WholeModel
@@ -421,11 +420,12 @@ class FlatLoader(EngineLoader):
             if config.model.float32_head:
                 compute_head_in_float32(model)
             lora: LoraConfig | None = None
-            routers = None
+            merge, routers = False, None
             if optimizer is not None and config.model.lora.rank:
                 from asyncrl.trainer.model.lora import add_adapters, initialise  # only with model.lora
+                from asyncrl.trainer.model.lora_checks import publishes_adapters
 
-                lora = config.model.lora
+                lora, merge = config.model.lora, not publishes_adapters(config)
                 add_adapters(model, lora, vision=self._vision == VisionMode.train)
                 initialise(model.named_parameters(), config.seed)
             if optimizer is not None and config.moe.replay_routing:
@@ -439,7 +439,7 @@ class FlatLoader(EngineLoader):
                 allowed=token_ids(config.rollout.sampling.allowed_token_ids),
                 optimizer=self._optimizer(model, optimizer),
                 lora=lora,
-                merge=not publishes_adapters(config),
+                merge=merge,
                 routers=routers,
                 pictures=pictures,
                 **self._engine,

@@ -16,7 +16,7 @@ from asyncrl.trainer.settings import ALL_LINEAR, LoraConfig, LoraPublish
 _LAYER_WEIGHT = re.compile(r"(?:^|\.)\w+\.\d+\.(?:.*\.)?(\w+)\.weight$")
 
 
-def problems(config: ExperimentConfig) -> Iterator[str]:
+def check(config: ExperimentConfig) -> Iterator[str]:
     """Yield an error message for each problem of an experiment's adapters; see `lora_problems`."""
     yield from lora_problems(config.model.lora, config.model.path)
     if config.model.lora.rank and config.model.lora.publish == LoraPublish.adapter:

@@ -32,7 +32,6 @@ from asyncrl.trainer.engines.base import EngineLoader, PolicyEngine, TrainingEng
 from asyncrl.trainer.engines.optimizer import local
 from asyncrl.trainer.functions.model_functions import TrainState
 from asyncrl.trainer.messages import CollectWeights, Publish, SaveCheckpoint
-from asyncrl.trainer.model.lora_checks import publishes_adapters
 from asyncrl.trainer.parallel.placement import Placement, engine_of
 from asyncrl.trainer.parallel.world import World
 from asyncrl.trainer.settings import ReferenceMode
@@ -321,15 +320,18 @@ class Versions:
 
     def _shared_files(self, policy: PolicyEngine) -> SharedFiles:
         """Return the files beside the weights, the same for every version of `policy`."""
-        if not publishes_adapters(self._config):
-            described = deepcopy(policy.model_config)
-            if self._config.model.publish_dtype != Dtype.auto:
-                described.dtype = getattr(torch, self._config.model.publish_dtype)
-            return SharedFiles(described, self._assets)
-        from asyncrl.trainer.model.lora import adapter_config  # only with model.lora
+        model = self._config.model
+        if model.lora.rank:
+            from asyncrl.trainer.model.lora import adapter_config
+            from asyncrl.trainer.model.lora_checks import publishes_adapters
 
-        base, specs = str(Path(str(self._config.model.path))), policy.published_specs()
-        return SharedFiles(adapter_config(self._config.model.lora, base, specs, policy.model_config))
+            if publishes_adapters(self._config):
+                base, specs = str(Path(str(model.path))), policy.published_specs()
+                return SharedFiles(adapter_config(model.lora, base, specs, policy.model_config))
+        described = deepcopy(policy.model_config)
+        if model.publish_dtype != Dtype.auto:
+            described.dtype = getattr(torch, model.publish_dtype)
+        return SharedFiles(described, self._assets)
 
     def _probe(self, policy: PolicyEngine) -> LogprobProbe | None:
         """Return the probe of the current `policy`; None if probes are off, or if the sequences leave no room for

@@ -13,10 +13,6 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
-import subprocess
-import sys
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -25,12 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from asyncrl.comm.files import NotPrivate, check_tree, make_private_folder
 from asyncrl.config.load import experiments_dir
-from asyncrl.config.run_dir import CHECKPOINTS_DIR, plain_settings
-from asyncrl.config.values import to_yaml
 from asyncrl.data.settings import is_data_path
 from asyncrl.data.tokenizers import CharTokenizer, model_files
 from asyncrl.models.model_config import for_all_versions, read_model_config
@@ -41,8 +34,6 @@ from asyncrl.weights import atomic_dir
 
 NOT_IN_DIGEST = ("fileroot", "experiment_name", "tokens_per_micro_batch", "eval", "checkpoint")
 """Settings that change the place or the speed of training, but not the model."""
-PLAIN_LINE_EVERY = 100
-"""Steps between two progress lines if the output is not a terminal."""
 SHIPPED_DIR = "base_models"
 """Folder beside the built-in experiments that holds their base models."""
 SHIPPED_FILE = "base_model.json"
@@ -146,11 +137,6 @@ def ensure_base_model(config: SFTConfig) -> Path:
     return folder
 
 
-def run_dir_of(out_dir: Path) -> Path:
-    """Return the folder of the run that makes `out_dir`."""
-    return out_dir.with_name(f"{out_dir.name}.run")
-
-
 def _copy(shipped: Path, folder: Path) -> None:
     aside = atomic_dir.begin(folder)
     for name, file in model_files(shipped).items():
@@ -165,28 +151,10 @@ def _note(text: str) -> None:
 
 
 def _make(config: SFTConfig, folder: Path) -> None:
-    config_file = folder.with_suffix(".yaml")
-    config_file.write_text(to_yaml(plain_settings(config)), encoding="utf-8")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "asyncrl.trainer.supervised", str(config_file), str(folder)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": str(config.threads)},
-    )
-    try:
-        last_lines = _show_progress(process, f"base model {folder.name}")
-    finally:
-        process.terminate()
-        code = process.wait()
-        if code != 0:
-            config_file.unlink()
-            run_dir = run_dir_of(folder)
-            if not any(run_dir.glob(f"{CHECKPOINTS_DIR}/*")):  # nothing to resume from
-                shutil.rmtree(run_dir, ignore_errors=True)
-    if code != 0:
-        raise BaseModelError(f"the base model's training exited with {code}:\n" + "\n".join(last_lines))
-    config_file.rename(folder / "sft.yaml")
+    from asyncrl.trainer.supervised.child import make_in_child  # on a model's first use
+
+    if (why := make_in_child(config, folder)) is not None:
+        raise BaseModelError(why)
 
 
 @contextmanager
@@ -198,35 +166,3 @@ def _only_one(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _show_progress(process: subprocess.Popen[str], title: str) -> list[str]:
-    """Show the progress lines until the output ends; returns the last lines of other output."""
-    console = Console(highlight=False)
-    other: deque[str] = deque(maxlen=20)
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total} steps"))
-    times = (TextColumn("loss {task.fields[loss]:.3f}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-    assert process.stdout is not None
-    with Progress(*columns, *times, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task(title, total=None, loss=float("nan"))
-        for line in process.stdout:
-            if line.startswith('{"note"'):
-                console.print(json.loads(line)["note"], markup=False, soft_wrap=True)
-                continue
-            if not line.startswith('{"step"'):
-                other.append(line.rstrip("\n"))
-                continue
-            row = json.loads(line)
-            if (held_out := row["held_out_loss"]) is not None:
-                measured = f"{title}: step {row['step']}/{row['total']}  held-out loss {held_out:.4f}"
-                measured += "".join(
-                    f"  {name} {row[key]:.3f}"
-                    for name, key in (("accuracy", "held_out_accuracy"), ("margin", "held_out_margin"))
-                    if key in row
-                )
-                console.print(measured, markup=False, soft_wrap=True)
-            bar.update(task, total=row["total"], completed=row["step"], loss=row["loss"])
-            if not console.is_terminal and row["step"] % PLAIN_LINE_EVERY == 0:
-                text = f"{title}: step {row['step']}/{row['total']}  loss {row['loss']:.3f}  {row['eta_s']:.0f} s left"
-                console.print(text, markup=False, soft_wrap=True)
-    return list(other)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Optional
 
 from asyncrl.config.setting import MOST_SEED, ChoiceConfig, Device, setting
@@ -14,6 +15,8 @@ from asyncrl.trainer.settings import LoraConfig, OptimizerName, VisionMode
 # ruff: noqa: UP045
 
 
+CHILD = "asyncrl.trainer.supervised.child"
+"""The process that makes a base model, by which Python's `-m` runs it."""
 DEFAULT_FILEROOT = "~/.cache/asyncrl"
 DEMO_MODEL: Mapping[str, Any] = {
     "model_type": "qwen2",
@@ -172,3 +175,8 @@ class SFTConfig:
     eval: SFTEvalConfig = field(default_factory=SFTEvalConfig)
     trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)
     checkpoint: SFTCheckpointConfig = field(default_factory=SFTCheckpointConfig)
+
+
+def run_dir_of(out_dir: Path) -> Path:
+    """Return the folder of the run that makes `out_dir`."""
+    return out_dir.with_name(f"{out_dir.name}.run")

@@ -75,10 +75,9 @@ from asyncrl.trainer.parallel.placement import Placement, worker_grid
 from asyncrl.trainer.parallel.process_groups import training_world
 from asyncrl.trainer.parallel.world import World
 from asyncrl.trainer.settings import OptimizerName, VisionMode
-from asyncrl.trainer.supervised.base_model import run_dir_of
 from asyncrl.trainer.supervised.checks import LABEL_LOSS, loss_kind
 from asyncrl.trainer.supervised.objectives import Measures, engine_settings, make_objective
-from asyncrl.trainer.supervised.settings import DEMO_MODEL, SFTConfig
+from asyncrl.trainer.supervised.settings import CHILD, DEMO_MODEL, SFTConfig, run_dir_of
 from asyncrl.weights import atomic_dir
 from asyncrl.weights.checkpoints import CheckpointWriter, restore_newest
 from asyncrl.weights.manifest import ADAPTERS_FILE, FileEntry, verify
@@ -352,7 +351,7 @@ def other_ranks(config: SFTConfig, arguments: Sequence[str], run_dir: Path) -> I
     """
     make_private_folder(run_dir)
     count = worker_grid(engine_settings(config, run_dir, 1)).workers
-    command = [sys.executable, "-m", "asyncrl.trainer.supervised", *arguments]
+    command = [sys.executable, "-m", CHILD, *arguments]
     gpus = () if config.device == Device.cpu else visible_gpus()
     seen = [{"CUDA_VISIBLE_DEVICES": gpus[rank]} if gpus else {} for rank in range(count)]
     with (run_dir / LOCK_FILE).open("w") as lock:

@@ -41,8 +41,7 @@ from asyncrl.comm.ended_rollouts import (
     Step,
     Trained,
 )
-from asyncrl.verify.audit.ledger_files import Entry, Report
-from asyncrl.verify.audit.outcome import Outcome, StepTotals
+from asyncrl.verify.audit.ledger_files import Entry, Outcome, Report, StepTotals
 
 CLOCKS_S = 60.0
 """Largest correction of a clock, in seconds, that is not reported."""

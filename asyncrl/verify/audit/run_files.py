@@ -23,8 +23,7 @@ from asyncrl.comm.typed import convert
 from asyncrl.config.run_dir import CHECKPOINT_STATE_FILE as STATE_FILE
 from asyncrl.config.run_dir import CONFIG_FILE, COUNTS_FILE, DATA_RECORD_FILE, SUMMARY_FILE
 from asyncrl.data.datasets import DataRecord
-from asyncrl.verify.audit.ledger_files import Entry, Report, is_ruled_out, leading_to
-from asyncrl.verify.audit.outcome import Outcome
+from asyncrl.verify.audit.ledger_files import Entry, Outcome, Report, is_ruled_out, leading_to
 from asyncrl.weights.manifest import MANIFEST_FILE, FileEntry, TensorEntry, checksum
 
 MAX_ROWS = 1 << 32

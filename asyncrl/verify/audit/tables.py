@@ -24,8 +24,7 @@ from typing import Any, TypeAlias
 from asyncrl.comm.ended_rollouts import Trained
 from asyncrl.observe.samples import TOKEN_SCORES, per_token_columns
 from asyncrl.observe.tail import Appended
-from asyncrl.verify.audit.ledger_files import Report
-from asyncrl.verify.audit.outcome import Outcome, StepTotals
+from asyncrl.verify.audit.ledger_files import Outcome, Report, StepTotals
 from asyncrl.verify.audit.run_files import CheckpointState, Settings, Summary, one_line
 
 _TOLERANCE = 1e-6

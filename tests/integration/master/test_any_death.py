@@ -23,9 +23,8 @@ from asyncrl.comm.ended_rollouts import Admitted, Dropped, End, Step
 from asyncrl.manager import messages as m
 from asyncrl.runtime.trials.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import RolloutRecord
-from asyncrl.verify.audit.ledger_files import Entry, read_ledger, surviving
+from asyncrl.verify.audit.ledger_files import Entry, Outcome, read_ledger, surviving
 from asyncrl.verify.audit.ledger_rules import Replay
-from asyncrl.verify.audit.outcome import Outcome
 from tests.integration.master.fakes import (
     ROWS,
     SILENT,

@@ -12,8 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algorithms.advantages import dr_grpo, grpo, rae
+from asyncrl.algorithms.advantages import dr_grpo, rae
 from asyncrl.algorithms.filters import overlong, zero_variance
+from asyncrl.algorithms.grpo import grpo
 from asyncrl.algorithms.inputs import AdvantageInputs
 from asyncrl.api.trajectory import MAX_GROUPS, Sample, Trajectory
 from asyncrl.comm.trajectory_codec import CodecError, decode_trajectories, encode_trajectories

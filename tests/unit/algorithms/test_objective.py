@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.algorithms.arithmetic import all_reduce_stats, merge_stats, stat_values
+from asyncrl.algorithms.grpo import ppo_clip
 from asyncrl.algorithms.inputs import SelectionInputs, SelectionOutput
 from asyncrl.algorithms.objective import Objective
-from asyncrl.algorithms.policy_losses import ppo_clip
 from asyncrl.algorithms.registry import Choice, ObjectiveSpec
 from asyncrl.config.plugin_code.catalog import known, resolve
 

@@ -69,7 +69,7 @@ def my_loss(inputs, *, scale: float = 1.0):
 
 
 def my_correction(inputs, *, cap: float = 2.0):
-    from asyncrl.algorithms.corrections import token_truncate
+    from asyncrl.algorithms.grpo import token_truncate
     return token_truncate(inputs)
 
 

@@ -79,16 +79,15 @@ RANK = (
     "asyncrl.trainer.engines.flat",
     "asyncrl.trainer.functions.actor",
     "asyncrl.trainer.functions.advantage",
-    "asyncrl.algorithms.advantages",
-    "asyncrl.algorithms.corrections",
-    "asyncrl.algorithms.policy_losses",
+    "asyncrl.algorithms.grpo",
 )
 """What a rank of the default settings imports."""
 OPTIONAL = (
+    "asyncrl.algorithms.advantages",
+    "asyncrl.algorithms.corrections",
     "asyncrl.algorithms.critic",
-    "asyncrl.algorithms.gae",
     "asyncrl.algorithms.kl",
-    "asyncrl.algorithms.selections",
+    "asyncrl.algorithms.policy_losses",
     "asyncrl.models.fused_norms",
     "asyncrl.models.picture_rules",
     "asyncrl.models.pictures",
@@ -100,6 +99,7 @@ OPTIONAL = (
     "asyncrl.trainer.functions.frozen_models",
     "asyncrl.trainer.model.layers",
     "asyncrl.trainer.model.lora",
+    "asyncrl.trainer.model.lora_checks",
     "asyncrl.trainer.model.value_models",
     "asyncrl.trainer.parallel.process_groups",
     "asyncrl.trainer.rank.profile",

@@ -21,6 +21,7 @@ from asyncrl.api import RunIn
 from asyncrl.rollout.settings import UserCodeConfig
 from asyncrl.rollout.user_code_pool.call_records import (
     Activity,
+    Code,
     Meter,
     UserCodeError,
     current_meter,
@@ -30,7 +31,8 @@ from asyncrl.rollout.user_code_pool.call_records import (
 )
 from asyncrl.rollout.user_code_pool.child import MAX_BYTES, ChildCall, CodeTarget, packed
 from asyncrl.rollout.user_code_pool.process_pool import PoolProcess, ProcessLimits, ProcessPool, excess
-from asyncrl.rollout.user_code_pool.runner import MAX_ABANDONED, REPEAT_S, Code, RunningCalls, UserCodeRunner, UserLoop
+from asyncrl.rollout.user_code_pool.runner import REPEAT_S, RunningCalls, UserCodeRunner
+from asyncrl.rollout.user_code_pool.threads import MAX_ABANDONED
 from asyncrl.runtime.supervisor import Usage, usage
 
 LIMIT_S = 300.0
@@ -613,7 +615,7 @@ def test_a_process_is_killed_beyond_its_limits() -> None:
 
 
 def test_a_slow_code_is_named_once_in_a_while_with_how_often_it_was() -> None:
-    slow = RunningCalls(UserLoop(), 5.0)
+    slow = RunningCalls(5.0)
     assert slow.slow_line("reward a", 4.9, 0.0) is None
     assert slow.slow_line("reward a", 31.0, 1.0) == "reward a took 31 s"
     assert slow.slow_line("reward a", 31.0, 2.0) is None

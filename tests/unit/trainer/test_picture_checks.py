@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.optional_checks import optional_problems
 from asyncrl.trainer.checks import check
 from asyncrl.trainer.model.lora_checks import publishes_adapters
 from asyncrl.trainer.settings import LoraPublish, VisionMode
@@ -16,7 +17,7 @@ Folder = Callable[[str], Path]
 
 
 def _of_pictures(config: ExperimentConfig) -> list[str]:
-    return [problem for problem in check(config) if "takes pictures" in problem]
+    return [problem for problem in (*check(config), *optional_problems(config)) if "takes pictures" in problem]
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,8 +20,10 @@ from asyncrl.config.setting import ChoiceConfig, Device, Dtype
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.models.folder_checks import hugging_face_folder
 from asyncrl.runtime.plan import plan_workers
-from asyncrl.trainer import checks
-from asyncrl.trainer.checks import NEEDS_VALUES, check, warnings
+from asyncrl.trainer import checks, feature_checks
+from asyncrl.trainer.checks import warnings
+from asyncrl.trainer.feature_checks import NEEDS_VALUES
+from asyncrl.trainer.model import lora_checks
 from asyncrl.trainer.parallel.placement import engine_of
 from asyncrl.trainer.settings import (
     AttentionImplementation,
@@ -38,6 +40,13 @@ from asyncrl.trainer.settings import (
 SetGpus = Callable[[int], None]
 SetInstalled = Callable[[bool], None]
 
+
+def check(config: ExperimentConfig) -> Iterator[str]:
+    """Yield the problems of a training rank's settings, those of optional features included."""
+    for module in (checks, feature_checks, lora_checks):
+        yield from module.check(config)
+
+
 NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
 """A safetensors file of no tensors: the length of its header, and that."""
 
@@ -47,7 +56,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> SetGpus:
     """Sets the number of GPUs that this machine shows."""
 
     def show(count: int) -> None:
-        monkeypatch.setattr(checks, "count_gpus", lambda: count)
+        for module in (checks, feature_checks):
+            monkeypatch.setattr(module, "count_gpus", lambda: count)
 
     return show
 

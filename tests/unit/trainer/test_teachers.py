@@ -26,7 +26,7 @@ from asyncrl.master.data.while_waiting import frozen_calls
 from asyncrl.master.graph import load_graph
 from asyncrl.models.ranks import Ranks
 from asyncrl.rollout.user_code.components import scored_by_teachers, with_source_number
-from asyncrl.trainer import checks, teacher_checks
+from asyncrl.trainer import checks, feature_checks
 from asyncrl.trainer.batches.step_batch import build_step_batch
 from asyncrl.trainer.engines.base import PolicyEngine
 from asyncrl.trainer.functions.model_functions import CallContext, StatValues, TrainState, find_function, run_call
@@ -225,7 +225,7 @@ async def test_servers_of_a_teacher_score_the_samples_of_its_sources(config: Exp
 
 
 def check(config: ExperimentConfig) -> list[str]:
-    return [*checks.check(config), *teacher_checks.check(config)]
+    return [*checks.check(config), *feature_checks.of_algorithm(config)]
 
 
 def test_teachers_on_servers_and_in_columns_are_checked(config: ExperimentConfig) -> None:

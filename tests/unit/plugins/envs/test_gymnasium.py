@@ -27,8 +27,8 @@ from asyncrl.rollout.checks import check, code_problems
 from asyncrl.rollout.episode import run_group
 from asyncrl.rollout.settings import UserCodeConfig
 from asyncrl.rollout.user_code.components import UserComponents
-from asyncrl.rollout.user_code_pool.call_records import Activity, UserCodeError
-from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner
+from asyncrl.rollout.user_code_pool.call_records import Activity, Code, UserCodeError
+from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
 
 TOKENIZER = CharTokenizer()
 DRY = {"is_slippery": False}

@@ -42,7 +42,7 @@ STEPS = 5
 WEIGHTED = """
 from dataclasses import replace
 
-from asyncrl.algorithms.policy_losses import decoupled_ppo
+from asyncrl.algorithms.grpo import decoupled_ppo
 
 
 def weighted(inputs):

@@ -18,8 +18,7 @@ from asyncrl.config.setting import Device
 from asyncrl.inference import checks as inference
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.manager import checks as manager
-from asyncrl.trainer.checks import check
-from asyncrl.trainer.model.lora_checks import layer_kinds, problems, publishes_adapters
+from asyncrl.trainer.model.lora_checks import check, layer_kinds, publishes_adapters
 from asyncrl.trainer.settings import LoraPublish
 
 KINDS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
@@ -59,7 +58,7 @@ def test_weights_that_tell_no_layers_leave_targets_to_training(adapted: Experime
     (tmp_path / "model.safetensors").write_bytes(b"\x08" + b"\0" * 7 + b"no JSON!")
     assert layer_kinds(tmp_path) == []
     adapted.model.path, adapted.model.lora.targets = str(tmp_path), ["anything"]
-    assert list(problems(adapted)) == []
+    assert list(check(adapted)) == []
 
 
 def test_adapters_that_would_train_nothing_are_refused(adapted: ExperimentConfig) -> None:

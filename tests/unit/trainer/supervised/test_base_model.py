@@ -21,7 +21,7 @@ from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
 from asyncrl.plugins.rewards.arithmetic import arithmetic_reward
 from asyncrl.reference import ReferenceConfig, ReferenceTrainer
 from asyncrl.trainer.settings import OptimizerName
-from asyncrl.trainer.supervised import base_model
+from asyncrl.trainer.supervised import child
 from asyncrl.trainer.supervised.base_model import (
     SHIPPED_DIR,
     SHIPPED_FILE,
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(autouse=True)
 def made_from_what_is_imported(monkeypatch: pytest.MonkeyPatch, warm_python: str) -> None:
     """The process that trains a model begins with what the tests have imported; a wheel's run starts it anew."""
-    monkeypatch.setattr(base_model, "sys", SimpleNamespace(executable=warm_python))
+    monkeypatch.setattr(child, "sys", SimpleNamespace(executable=warm_python))
 
 
 SHIPPED = ("arithmetic_base", "tool_calculator_base")

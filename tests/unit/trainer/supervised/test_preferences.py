@@ -17,7 +17,6 @@ from asyncrl.data.tokenizers import CharTokenizer
 from asyncrl.trainer.engines.flat import FlatLoader
 from asyncrl.trainer.parallel.world import RankPosition
 from asyncrl.trainer.settings import LoraConfig, OptimizerName
-from asyncrl.trainer.supervised.base_model import run_dir_of
 from asyncrl.trainer.supervised.checks import check
 from asyncrl.trainer.supervised.objectives import engine_settings, make_objective
 from asyncrl.trainer.supervised.settings import (
@@ -27,6 +26,7 @@ from asyncrl.trainer.supervised.settings import (
     SFTEvalConfig,
     SFTModelConfig,
     SFTPhaseConfig,
+    run_dir_of,
 )
 from asyncrl.trainer.supervised.supervised_loop import SFTProgress, make_base_model
 from tests.unit.trainer.supervised.trl_values import BETA, CENTRING, FILE, PAIRS, WEIGHTS, policy, reward_model

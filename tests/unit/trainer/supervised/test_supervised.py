@@ -19,7 +19,6 @@ from asyncrl.launch.commands.export.policy import export
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
 from asyncrl.trainer.settings import LoraConfig, LoraPublish, OptimizerName
 from asyncrl.trainer.supervised import checks, supervised_loop
-from asyncrl.trainer.supervised.base_model import run_dir_of
 from asyncrl.trainer.supervised.checks import check
 from asyncrl.trainer.supervised.settings import (
     SFTCheckpointConfig,
@@ -27,6 +26,7 @@ from asyncrl.trainer.supervised.settings import (
     SFTEvalConfig,
     SFTModelConfig,
     SFTTrainerConfig,
+    run_dir_of,
 )
 from asyncrl.trainer.supervised.supervised_loop import ProgressCallback, SFTPhase, SFTProgress, make_base_model
 

@@ -8,9 +8,8 @@ import pytest
 from rich.console import Console
 
 from asyncrl.launch.commands import chaos
-from asyncrl.verify.chaos.chaos_run import Watched
+from asyncrl.verify.chaos.chaos_run import WIDTH, Watched, table, verdict
 from asyncrl.verify.chaos.faults import Fault, FaultKind, InjectedFault
-from asyncrl.verify.chaos.report import WIDTH, table, verdict
 
 
 def watched(code: int | None = 0) -> Watched:
