@@ -65,8 +65,8 @@ class ServerView:
     """A server as the router sees it.
 
     Attributes:
-        host: its process's `system.host`, to be compared with `Caller.host`; of a server outside the run the host in its
-            URL.
+        host: its process's `system.host`, to be compared with `Caller.host`; of a server outside the run, the host in
+            its URL.
         version: policy version that it serves.
         routable: it takes requests.
         sequences: number of placed sequences.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self, TypeAlias
 
 import numpy as np
 
-from asyncrl.algorithms.filters import FilterDecision, GroupView, rewards_of_turns
+from asyncrl.algorithms.filters import FilterDecision, GroupView
 from asyncrl.api import (
     Agent,
     ChatClient,
@@ -272,11 +272,11 @@ def view_of(samples: Sequence[Sample]) -> tuple[GroupView, list[int]]:
     of its episode.
     """
     view, position = GroupView.of_samples(
-        [sample.total_reward for sample in samples],
-        [sample.generated_length for sample in samples],
+        [sample.reward for sample in samples],
+        [sample.token_rewards for sample in samples],
+        [sample.loss_mask for sample in samples],
         [sample.truncated for sample in samples],
         compared_episodes([sample.episode for sample in samples], [sample.group for sample in samples]),
-        [rewards_of_turns(sample.reward, sample.token_rewards, sample.loss_mask) for sample in samples],
         named_columns([numbers_of(sample) for sample in samples]),
     )
     return view, position.tolist()

@@ -97,6 +97,7 @@ OPTIONAL = (
     "asyncrl.trainer.engines.offload",
     "asyncrl.trainer.engines.sharded",
     "asyncrl.trainer.functions.critic",
+    "asyncrl.trainer.functions.filters",
     "asyncrl.trainer.functions.rewards",
     "asyncrl.trainer.functions.teachers",
     "asyncrl.trainer.model.layers",
