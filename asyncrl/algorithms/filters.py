@@ -59,6 +59,7 @@ class GroupView:
     @classmethod
     def of_samples(
         cls,
+        *,
         rewards: Sequence[float],
         token_rewards: Sequence[NDArray[np.float32] | None],
         loss_masks: Sequence[ArrayLike],

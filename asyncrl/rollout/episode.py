@@ -272,12 +272,12 @@ def view_of(samples: Sequence[Sample]) -> tuple[GroupView, list[int]]:
     of its episode.
     """
     view, position = GroupView.of_samples(
-        [sample.reward for sample in samples],
-        [sample.token_rewards for sample in samples],
-        [sample.loss_mask for sample in samples],
-        [sample.truncated for sample in samples],
-        compared_episodes([sample.episode for sample in samples], [sample.group for sample in samples]),
-        named_columns([numbers_of(sample) for sample in samples]),
+        rewards=[sample.reward for sample in samples],
+        token_rewards=[sample.token_rewards for sample in samples],
+        loss_masks=[sample.loss_mask for sample in samples],
+        truncated=[sample.truncated for sample in samples],
+        episodes=compared_episodes([sample.episode for sample in samples], [sample.group for sample in samples]),
+        columns=named_columns([numbers_of(sample) for sample in samples]),
     )
     return view, position.tolist()
 

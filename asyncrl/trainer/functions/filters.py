@@ -34,12 +34,12 @@ def filter_groups(ctx: CallContext, batch: StepBatch) -> StatValues:
     for group in range(len(batch.group_names)):
         members = np.flatnonzero(groups_S == group)
         view, _ = GroupView.of_samples(
-            rewards_S[members].tolist(),
-            [token_rewards_S[at] for at in members],
-            [masks_S[at] for at in members],
-            truncated_S[members],
-            episodes_S[members],
-            {name: values_S[members] for name, values_S in own_S.items()},
+            rewards=rewards_S[members].tolist(),
+            token_rewards=[token_rewards_S[at] for at in members],
+            loss_masks=[masks_S[at] for at in members],
+            truncated=truncated_S[members],
+            episodes=episodes_S[members],
+            columns={name: values_S[members] for name, values_S in own_S.items()},
         )
         keep_S[torch.from_numpy(members)] = decide(view).keep
     batch[ctx.writes[0]] = keep_S = keep_S.to(batch.device)
