@@ -18,6 +18,9 @@ from asyncrl.algorithms.registry import filter_, shaping
 class GroupView:
     """The finished episodes of one prompt: arrays of shape [S], one entry for each episode, in order of their numbers.
 
+    This is all that a filter or a shaping sees: rewards, lengths and numbers by name, but no tokens, texts, pictures or
+    versions. `of_samples` alone builds it, for RolloutWorkers and for the graph's call `filter`.
+
     An episode of several samples has the mean of their rewards (rewards of turns included), the sum of their lengths,
     in generated tokens, and is truncated if one of them is. `sample_rewards_U` holds the rewards of the samples
     themselves, in any order; without it, each episode is one sample. `turn_rewards_U` holds the rewards of each
@@ -56,28 +59,33 @@ class GroupView:
     @classmethod
     def of_samples(
         cls,
-        rewards: ArrayLike,
-        lengths: ArrayLike,
+        *,
+        rewards: Sequence[float],
+        token_rewards: Sequence[NDArray[np.float32] | None],
+        loss_masks: Sequence[ArrayLike],
         truncated: ArrayLike,
         episodes: ArrayLike,
-        turn_rewards: Sequence[tuple[float, ...]] | None = None,
         columns: Mapping[str, ArrayLike] | None = None,
     ) -> tuple[GroupView, NDArray[np.int64]]:
         """Return the view of a group of samples, and for each sample the position of its episode in the view.
 
         Args:
-            rewards: reward of each sample, its turns' included; all other arrays have one entry per sample, too.
+            rewards: reward of each sample without those of its turns; all others have one entry per sample, too.
+            token_rewards: rewards of turns, shape [T]; None for a sample without them.
+            loss_masks: nonzero at generated tokens, shape [T].
             columns: numbers by name; an episode has the mean over its samples with the number.
         """
         numbers, position, counts = np.unique(np.asarray(episodes), return_inverse=True, return_counts=True)
         rewards_S, lengths_S = np.zeros(len(numbers)), np.zeros(len(numbers), np.int64)
         truncated_S = np.zeros(len(numbers), np.bool_)
-        np.add.at(rewards_S, position, np.asarray(rewards, np.float64))
-        np.add.at(lengths_S, position, np.asarray(lengths, np.int64))
+        of_turns_U = [0.0 if each_T is None else float(np.sum(each_T, dtype=np.float64)) for each_T in token_rewards]
+        rewards_U = np.asarray(rewards, np.float64) + of_turns_U
+        np.add.at(rewards_S, position, rewards_U)
+        np.add.at(lengths_S, position, [np.count_nonzero(mask_T) for mask_T in loss_masks])
         np.logical_or.at(truncated_S, position, np.asarray(truncated, np.bool_))
         columns_S = {name: _means(np.asarray(own, np.float64), position) for name, own in (columns or {}).items()}
-        rewards_U = np.asarray(rewards, np.float64)
-        view = cls(rewards_S / counts, lengths_S, truncated_S, rewards_U, turn_rewards, columns_S)
+        turn_rewards_U = [rewards_of_turns(*each) for each in zip(rewards, token_rewards, loss_masks, strict=True)]
+        view = cls(rewards_S / counts, lengths_S, truncated_S, rewards_U, turn_rewards_U, columns_S)
         return view, position.astype(np.int64)
 
 

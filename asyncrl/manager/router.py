@@ -52,7 +52,9 @@ _Key = TypeVar("_Key", int, str)
 
 
 class Caller(NamedTuple):
-    """The worker that sends a request, and the address of its host; "" if that is not known."""
+    """The worker that sends a request, and its process's `system.host`, to be compared with `ServerView.host`; "" if
+    that is not known.
+    """
 
     worker: str
     host: str = ""
@@ -63,7 +65,8 @@ class ServerView:
     """A server as the router sees it.
 
     Attributes:
-        host: address of its host.
+        host: its process's `system.host`, to be compared with `Caller.host`; of a server outside the run, the host in
+            its URL.
         version: policy version that it serves.
         routable: it takes requests.
         sequences: number of placed sequences.

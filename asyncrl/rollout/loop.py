@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, NoReturn, Self
 
 import numpy as np
 
-from asyncrl.algorithms.filters import FilterDecision, GroupView, rewards_of_turns
+from asyncrl.algorithms.filters import FilterDecision, GroupView
 from asyncrl.api import EpisodeTimeout, Prompt, Sample, Trajectory
 from asyncrl.api.columns import numbers_of
 from asyncrl.api.trajectory import FINISHED_AT, compared_episodes, named_columns
@@ -357,12 +357,12 @@ def view_of(samples: Sequence[Sample]) -> tuple[GroupView, list[int]]:
     of its episode.
     """
     view, position = GroupView.of_samples(
-        [sample.total_reward for sample in samples],
-        [sample.generated_length for sample in samples],
-        [sample.truncated for sample in samples],
-        compared_episodes([sample.episode for sample in samples], [sample.group for sample in samples]),
-        [rewards_of_turns(sample.reward, sample.token_rewards, sample.loss_mask) for sample in samples],
-        named_columns([numbers_of(sample) for sample in samples]),
+        rewards=[sample.reward for sample in samples],
+        token_rewards=[sample.token_rewards for sample in samples],
+        loss_masks=[sample.loss_mask for sample in samples],
+        truncated=[sample.truncated for sample in samples],
+        episodes=compared_episodes([sample.episode for sample in samples], [sample.group for sample in samples]),
+        columns=named_columns([numbers_of(sample) for sample in samples]),
     )
     return view, position.tolist()
 

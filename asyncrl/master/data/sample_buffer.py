@@ -167,8 +167,9 @@ class SampleBuffer:
         """Take the batch of the step at `version`; None while fewer than B live records are left after the expiry
         check.
 
-        The order is the user's (`buffer.order.path`), then the oldest tokens first, as they expire next, then the data
-        order. `ranks` has the user's, by rollout id; records without a rank, which arrived later, come last.
+        The order is the user's (`buffer.order.path`), then the oldest tokens first, then the data order. The oldest
+        expire next, so this order loses the fewest as stale. `ranks` has the user's, by rollout id; records without a
+        rank, which arrived later, come last.
 
         Example, η = 2, B = 2, version 3, no ranks: of live records with oldest versions {a: 3, b: 2, c: 0, d: 3} (data
         order a b c d), c is stale (3 - 0 > 2), b goes first, then a; d waits.

@@ -1,20 +1,15 @@
-"""Frozen models beside the reference: reward models, and teachers to distil from (`algorithm.teachers`); and the filter
-of groups in the trainer. Imported by runs whose graph names them.
+"""Frozen models beside the reference: reward models, and teachers to distil from (`algorithm.teachers`). Imported by
+runs whose graph names them.
 """
 
 from __future__ import annotations
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.algorithms.arithmetic import Stats, count_stat, mean_stat, segment_sum
-from asyncrl.algorithms.filters import GroupView, rewards_of_turns
+from asyncrl.algorithms.arithmetic import Stats, mean_stat
 from asyncrl.algorithms.inputs import KLInputs
 from asyncrl.algorithms.kl import k1, kl_token_rewards
-from asyncrl.api.columns import TOKEN
-from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.functions.actor import defer_logprobs, policy_logprobs
 from asyncrl.trainer.functions.model_functions import CallContext, StatValues, model_function
@@ -43,53 +38,6 @@ def _scored_ahead(batch: StepBatch, key: str) -> Tensor:
         mask_T = batch["loss_mask"]
         scores_S[batch.seq_ids_T[mask_T]] = ahead_T[mask_T].double()  # the same at all tokens of a sample
     return scores_S
-
-
-@model_function("filter")
-def filter_groups(ctx: CallContext, batch: StepBatch) -> StatValues:
-    """Write `keep` [S] bool: True if the sample's comparison group may carry loss.
-
-    `args.name` and `args.params` choose a registered filter (or an import path); the default is `zero_variance`. A
-    group that is filtered here still takes its place in the batch; a filter in `rollout.filters` frees it for another
-    group.
-    """
-    plugins = ctx.config.algorithm.plugins
-    decide = resolve("filter", ctx.args.get("name", "zero_variance"), ctx.args.get("params", {}), plugins)
-    turns_S = segment_sum(batch["token_rewards"].double(), batch.seq_ids_T, batch.num_seqs)
-    rewards_S = (batch[ctx.args.get("rewards", "rewards")].double() + turns_S).cpu().numpy()
-    groups_S, episodes_S = batch["group_ids"].cpu().numpy(), batch["episodes"].cpu().numpy()
-    truncated_S, generated_S = batch["truncated"].cpu().numpy(), _generated_lengths(batch)
-    turn_rewards_S = _turn_rewards(batch, ctx.args.get("rewards", "rewards"))
-    own_S = {name: batch[name].cpu().numpy() for name in batch.own if not name.startswith(f"{TOKEN}/")}
-    keep_S = torch.zeros(batch.num_seqs, dtype=torch.bool)
-    for group in range(len(batch.group_names)):
-        members = groups_S == group
-        view, _ = GroupView.of_samples(
-            rewards_S[members],
-            generated_S[members],
-            truncated_S[members],
-            episodes_S[members],
-            [turn_rewards_S[index] for index in np.flatnonzero(members)],
-            {name: values_S[members] for name, values_S in own_S.items()},
-        )
-        keep_S[torch.from_numpy(members)] = decide(view).keep
-    batch[ctx.writes[0]] = keep_S = keep_S.to(batch.device)
-    dropped = len(batch.rollout_ids) - len(torch.unique(batch["rollouts"][keep_S]))
-    return ctx.reduce({f"{ctx.name}/dropped_groups": count_stat(torch.tensor(dropped, device=batch.device))})
-
-
-def _turn_rewards(batch: StepBatch, key: str) -> list[tuple[float, ...]]:
-    """Return the rewards of each sample's turns, with `batch[key]` at the last turn."""
-    names = (key, "token_rewards", "loss_mask")
-    rewards_S, token_rewards_T, mask_T = (batch[name].double().cpu().numpy() for name in names)
-    parts = zip(batch.starts_S.tolist(), (batch.starts_S + batch.lengths_S).tolist(), rewards_S.tolist(), strict=True)
-    return [rewards_of_turns(reward, token_rewards_T[begin:end], mask_T[begin:end]) for begin, end, reward in parts]
-
-
-def _generated_lengths(batch: StepBatch) -> NDArray[np.int64]:
-    lengths = torch.zeros(batch.num_seqs, dtype=torch.int64, device=batch.device)
-    counted: NDArray[np.int64] = lengths.index_add_(0, batch.seq_ids_T, batch["loss_mask"].long()).cpu().numpy()
-    return counted
 
 
 @model_function("teacher_inf")

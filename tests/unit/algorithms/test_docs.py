@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from asyncrl.algorithms import filters
 from asyncrl.algorithms.arithmetic import stat_values
 from asyncrl.algorithms.inputs import CorrectionInputs, KLInputs, SelectionInputs
 from asyncrl.algorithms.registry import KINDS
@@ -35,6 +37,16 @@ def test_every_algorithm_stands_in_the_table_with_its_parameters(kind):
         documented = {item for item in re.findall(r"`([^`]+)`", row) if " = " in item or item in entry.params}
         described = {p.name if p.required else f"{p.name} = {p.default}" for p in entry.params.values()}
         assert described <= documented, f"{kind} {name}"
+
+
+@pytest.mark.parametrize("name", known("filter"))
+def test_the_reasons_of_a_filter_stand_in_its_row(name):
+    (row,) = (line for line in section("filter").splitlines() if line.startswith(f"| filter | `{name}` |"))
+    given = re.findall(
+        r'FilterDecision\(False, "(\w+)"', inspect.getsource(getattr(filters, known("filter")[name].function))
+    )
+    assert given
+    assert re.findall(r"`(\w+)`", row.split("|")[4]) == given
 
 
 def documented(kind: str, name: str) -> dict[str, Any]:

@@ -193,14 +193,17 @@ def test_a_reward_at_a_token_that_is_too_old_counts_in_the_return():
 
 
 def test_filters_and_shaping_see_episodes():
-    rewards, lengths, truncated, episodes = (
-        [1.0, 0.0, 0.5, 1.0],
-        [3, 4, 5, 6],
-        [False, True, False, False],
-        [2, 0, 2, 0],
+    view, position = GroupView.of_samples(
+        rewards=[1.0, 0.0, 0.25, 1.0],
+        token_rewards=[None, None, np.array([0, 0, 0.25, 0, 0, 0, 0], np.float32), None],
+        loss_masks=[[0, 1, 1, 1], [1] * 4, [0, 0, *[1] * 5], [1] * 6],
+        truncated=[False, True, False, False],
+        episodes=[2, 0, 2, 0],
     )
-    view, position = GroupView.of_samples(rewards, lengths, truncated, episodes)
     assert view.rewards_S.tolist() == [0.5, 0.75]
     assert view.lengths_S.tolist() == [10, 8]
     assert view.truncated_S.tolist() == [True, False]
+    assert view.sample_rewards_U is not None
+    assert view.sample_rewards_U.tolist() == [1.0, 0.0, 0.5, 1.0]
+    assert view.turn_rewards_U == [(1.0,), (0.0,), (0.5,), (1.0,)]
     assert position.tolist() == [1, 0, 1, 0]

@@ -24,17 +24,37 @@ def test_a_group_of_equal_rewards_is_dropped_and_its_prompt_goes_back_only_if_as
     assert resolve("filter", "zero_variance")(group([1, 0, 1])).keep
 
 
+def of_samples(rewards: list[float], episodes: list[int]) -> GroupView:
+    """A group of samples of one token."""
+    count = len(rewards)
+    view, _ = GroupView.of_samples(
+        rewards=rewards,
+        token_rewards=[None] * count,
+        loss_masks=[[1]] * count,
+        truncated=[False] * count,
+        episodes=episodes,
+    )
+    return view
+
+
 def test_episodes_of_equal_means_are_kept_if_their_samples_differ_and_one_episode_never_is():
-    zero_sum, _ = GroupView.of_samples([1, -1, -1, 1], [1] * 4, [False] * 4, [0, 0, 1, 1])
+    zero_sum = of_samples([1, -1, -1, 1], [0, 0, 1, 1])
     assert resolve("filter", "zero_variance")(zero_sum).keep
-    alone, _ = GroupView.of_samples([1, -1], [1] * 2, [False] * 2, [0, 0])
+    alone = of_samples([1, -1], [0, 0])
     assert not resolve("filter", "zero_variance")(alone).keep
 
 
 def of_turns(*turns: list[float]) -> GroupView:
     """A group whose episodes have these rewards of turns."""
-    sums, ones = [sum(each) for each in turns], [1] * len(turns)
-    return GroupView.of_samples(sums, ones, [False] * len(turns), range(len(turns)), [tuple(each) for each in turns])[0]
+    count, answer = len(turns), [1, 0]  # each turn is an answer of one token, then one of the environment
+    view, _ = GroupView.of_samples(
+        rewards=[0.0] * count,
+        token_rewards=[np.kron(each, answer).astype(np.float32) for each in turns],
+        loss_masks=[answer * len(each) for each in turns],
+        truncated=[False] * count,
+        episodes=range(count),
+    )
+    return view
 
 
 def test_equal_sums_of_turns_that_differ_are_kept_where_turns_are_compared():

@@ -19,6 +19,7 @@ from asyncrl.launch.__main__ import main
 from asyncrl.launch.before_start.setting_checks import is_hub_name, validate
 from asyncrl.launch.commands import COMMANDS
 from asyncrl.launch.help import experiment_help, fitted, help_page, list_experiments
+from asyncrl.manager.router import POLICIES
 from asyncrl.rollout.checks import code_problems
 from asyncrl.runtime.settings import EXIT_CONFIG
 from asyncrl.trainer.parallel.placement import worker_grid
@@ -428,10 +429,12 @@ def test_help_names_the_choices_of_a_setting() -> None:
     text = experiment_help("async_ppo", load())
     assert "(str; one of drop, mask, wait)" in text
     assert "(str; one of kubernetes, local, ray, slurm, ssh)" in text
-    assert "chooses a request's server. round_robin: Each server in turn. least_requests: The server with" in text
-    assert "a new one goes to the server with the fewest outstanding tokens (str; one of round_robin" in text, (
-        "to its end"
-    )
+    first_sentences = {
+        name: " ".join((policy.__doc__ or "").split(".")[0].split()) for name, policy in POLICIES.items()
+    }
+    assert all(first_sentences.values())
+    routing = ". ".join(f"{name}: {sentence}" for name, sentence in first_sentences.items())
+    assert f"chooses a request's server. {routing} (str; one of {', '.join(POLICIES)})" in text
 
 
 def test_the_list_of_experiments_shows_each_with_its_summary() -> None:

@@ -96,6 +96,7 @@ OPTIONAL = (
     "asyncrl.trainer.engines.offload",
     "asyncrl.trainer.engines.sharded",
     "asyncrl.trainer.functions.critic",
+    "asyncrl.trainer.functions.filters",
     "asyncrl.trainer.functions.frozen_models",
     "asyncrl.trainer.model.layers",
     "asyncrl.trainer.model.lora",
