@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -20,7 +21,6 @@ from asyncrl.reference import (
     StepReport,
     TrainSample,
     packed_logprobs,
-    split_by_sample,
 )
 
 TOKENIZER = CharTokenizer()
@@ -150,11 +150,16 @@ def item_of_reward(reward: float) -> TrainSample:
     return TrainSample(sample, torch.zeros(1), torch.zeros(1))
 
 
+def advantages(loop: ReferenceTrainer, group: Sequence[Sample]) -> list[torch.Tensor]:
+    """Each sample's part of the group's packed advantages."""
+    return list(loop.actor.advantages([group]).advantages_T.split([len(sample.tokens) for sample in group]))
+
+
 def test_advantages_are_the_groups_normalised_rewards_on_generated_tokens() -> None:
     group = next(g for g in trainer().generate() if len({sample.reward for sample in g}) > 1)
     rewards = np.array([sample.reward for sample in group])
     expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
-    estimated = split_by_sample(trainer().actor.advantages([group]).advantages_T, group)
+    estimated = advantages(trainer(), group)
     for sample, advantage, advantage_T in zip(group, expected, estimated, strict=True):
         np.testing.assert_allclose(advantage_T.numpy(), advantage * sample.loss_mask, atol=1e-5)
 
@@ -170,9 +175,7 @@ def test_the_first_minibatch_is_the_policy_gradient_in_plain_numbers() -> None:
         advantage
         for g in order
         if signal[g]
-        for sample, advantage_T in zip(
-            groups[g], split_by_sample(loop.actor.advantages([groups[g]]).advantages_T, groups[g]), strict=True
-        )
+        for sample, advantage_T in zip(groups[g], advantages(loop, groups[g]), strict=True)
         for advantage in advantage_T[torch.from_numpy(sample.loss_mask).bool()].tolist()
     ]
     assert loop.train_step().losses[0] == pytest.approx(-np.mean(tokens), abs=1e-5)

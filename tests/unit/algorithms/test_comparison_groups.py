@@ -20,7 +20,8 @@ from asyncrl.api.trajectory import MAX_GROUPS, Sample, Trajectory
 from asyncrl.comm.trajectory_codec import CodecError, decode_trajectories, encode_trajectories
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observe.samples import rows_of, trajectories
-from asyncrl.rollout.episode import GroupRules, metrics_of
+from asyncrl.rollout.episode import metrics_of
+from asyncrl.rollout.loop import GroupRules
 from asyncrl.trainer.batches.step_batch import build_step_batch
 from asyncrl.trainer.functions.model_functions import TrainState
 from asyncrl.trainer.rank.inbox import record_of

@@ -15,7 +15,6 @@ import pytest
 
 from asyncrl.launch.__main__ import main
 from asyncrl.launch.commands.dashboard import token_of
-from asyncrl.launch.commands.trace import PHASE_COLOURS
 from asyncrl.observe.dashboard import (
     MOST_POINTS,
     SCRIPTS,
@@ -59,7 +58,6 @@ def test_the_page_has_a_colour_for_each_phase_of_a_step() -> None:
     table = re.search(r"const PHASES = \{(.*?)\n\};", static("parts.js"), re.DOTALL)
     assert table is not None
     assert re.findall(r"^  (\w+):", table[1], re.MULTILINE) == [*PHASES, OTHER]
-    assert list(PHASE_COLOURS) == [*PHASES, OTHER]
 
 
 def test_servers_of_other_policies_are_told_with_their_policy(run: Path) -> None:
