@@ -123,7 +123,7 @@ def warnings(config: ExperimentConfig) -> Iterator[str]:
     same = engine.same_arithmetic and generation.dtype == config.model.dtype and published and not engine.quantised
     if config.algorithm.prox == ProximalMode.behave and correction != "opsm" and not same:
         yield (
-            f"algorithm.prox='behave': generation.backend={str(generation.backend)!r} in {generation.dtype} rounds "
+            f"algorithm.prox='behave': generation.backend={generation.backend!r} in {generation.dtype} rounds "
             f"otherwise than training in {config.model.dtype}, and algorithm.correction={correction!r}, which would "
             "weigh that, has every weight 1 then; use algorithm.prox=recompute where the two differ by much"
         )
@@ -264,7 +264,7 @@ def _routing(config: ExperimentConfig) -> Iterator[str]:
         return
     if not config.generation.engine.tells_experts:
         yield (
-            f"{setting}: generation.backend={str(config.generation.backend)!r} does not tell which experts it chose in "
+            f"{setting}: generation.backend={config.generation.backend!r} does not tell which experts it chose in "
             "a way that is shown to be right here; use generation.backend="
             f"{backends_that(lambda kind: kind.tells_experts)}, or set moe.replay_routing=false"
         )

@@ -26,7 +26,8 @@ from asyncrl.comm.http_client import JsonHttp
 from asyncrl.comm.name_resolve import NameResolver
 from asyncrl.comm.names import GENERATION_SERVER, POLICY_SERVER, WinRatesOfPools
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.inference.settings import Backend, guests_of
+from asyncrl.inference.backend import Backend
+from asyncrl.inference.settings import guests_of
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.fleet_runner import FleetRunner, LogprobCheck, ServerUpdater, logprob_check_tolerance
 from asyncrl.manager.fleet.servers import ColocatedTurns, ServerTargets, Target
@@ -102,7 +103,7 @@ class PolicyFleets:
         tolerance = logprob_check_tolerance(config)
         check = LogprobCheck(tolerance, self._log) if tolerance else None
         foreign = policy is not None and policy.url is not None
-        engine = Backend(config.generation) if foreign else config.generation.engine
+        engine = Backend("", None) if foreign else config.generation.engine
         runner = FleetRunner(
             decisions,
             self._service,
