@@ -301,7 +301,7 @@ def write_answers(folder: Path, out: Path, sets: Sequence[str]) -> Mapping[str, 
     counts: Counter[str] = Counter()
     with out.open("w", encoding="utf-8") as lines:
         for name in sets:
-            rows = sorted(read_samples(files[name]), key=lambda row: (row["order"], row["sample"]))
+            rows = sorted(read_samples(files[name]), key=lambda row: (row["order"], row["episode"], row["sample"]))
             counts[name] = len({(row["order"], row["episode"]) for row in rows})
             lines.writelines(json.dumps(_line(row), ensure_ascii=False) + "\n" for row in rows)
     return counts
