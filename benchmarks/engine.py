@@ -28,7 +28,8 @@ from tiny_models import qwen2
 from transformers import GenerationConfig, PreTrainedModel
 
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.engine_io import GenerationInput, Job, SamplingSpec
+from asyncrl.inference.embedded.jobs import Job
+from asyncrl.inference.engine_io import GenerationInput, SamplingSpec
 
 CONTEXT = 256
 SHAPES = {96: (2, 17), 256: (4, 512)}

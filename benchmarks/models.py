@@ -51,7 +51,8 @@ from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.engine_io import GenerationInput, Job, SamplingSpec
+from asyncrl.inference.embedded.jobs import Job
+from asyncrl.inference.engine_io import GenerationInput, SamplingSpec
 from asyncrl.models.parity import UnsupportedModelError
 from asyncrl.models.transformers_internals import set_attention
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch

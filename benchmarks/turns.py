@@ -34,7 +34,8 @@ from tiny_models import qwen2
 from transformers import PreTrainedModel
 
 from asyncrl.inference.embedded.engine import CHUNKED_PREFILL_SIZE, GenerationEngine
-from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, Job, SamplingSpec
+from asyncrl.inference.embedded.jobs import Job
+from asyncrl.inference.engine_io import GenerationInput, GenerationOutput, SamplingSpec
 
 AGENTS, AT_A_TIME, TURNS, TOOL_STEPS = 32, 16, 8, 4
 SYSTEM, QUESTION, ANSWER, OBSERVATION = 200, 20, 24, 40

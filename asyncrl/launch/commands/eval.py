@@ -235,8 +235,7 @@ def policy_folder(run: Path, step: int | None, scratch: Path, policy: str) -> Pa
     if step == 0:
         return Path(str(config_of_policy(read_run_config(run), policy).model.path))
     from asyncrl.launch.commands.export.policy import ExportError, export  # imports torch
-    from asyncrl.weights.loading import WeightUpdateError
-    from asyncrl.weights.manifest import ManifestError
+    from asyncrl.weights.manifest import ManifestError, WeightUpdateError
 
     folder = scratch / f"model-{policy}"
     if folder.exists():

@@ -26,7 +26,6 @@ from asyncrl.comm.http_client import JsonHttp
 from asyncrl.comm.name_resolve import NameResolver
 from asyncrl.comm.names import GENERATION_SERVER, POLICY_SERVER, WinRatesOfPools
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.inference.backend import Backend
 from asyncrl.inference.settings import guests_of
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.fleet_runner import FleetRunner, LogprobCheck, ServerUpdater, logprob_check_tolerance
@@ -102,8 +101,7 @@ class PolicyFleets:
         config, updates, name = self._config, self._config.manager, "" if policy is None else policy.name
         tolerance = logprob_check_tolerance(config)
         check = LogprobCheck(tolerance, self._log) if tolerance else None
-        foreign = policy is not None and policy.url is not None
-        engine = Backend("", None) if foreign else config.generation.engine
+        own, engine = policy is None or policy.url is None, config.generation.engine
         runner = FleetRunner(
             decisions,
             self._service,
@@ -112,8 +110,8 @@ class PolicyFleets:
                 transport,
                 timeout_s=updates.update_timeout_s,
                 check=check,
-                keeps_pictures=engine.keeps_pictures,
-                pause_ends_requests=engine.pause_ends_requests,
+                keeps_pictures=own and engine.keeps_pictures,
+                pause_ends_requests=own and engine.pause_ends_requests,
             ),
             self._http,
             health_interval_s=updates.health_interval_s,
