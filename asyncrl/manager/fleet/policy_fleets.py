@@ -101,7 +101,7 @@ class PolicyFleets:
         config, updates, name = self._config, self._config.manager, "" if policy is None else policy.name
         tolerance = logprob_check_tolerance(config)
         check = LogprobCheck(tolerance, self._log) if tolerance else None
-        own, engine = policy is None or policy.url is None, config.generation.engine
+        foreign, engine = policy is not None and policy.url is not None, config.generation.engine
         runner = FleetRunner(
             decisions,
             self._service,
@@ -110,8 +110,8 @@ class PolicyFleets:
                 transport,
                 timeout_s=updates.update_timeout_s,
                 check=check,
-                keeps_pictures=own and engine.keeps_pictures,
-                pause_ends_requests=own and engine.pause_ends_requests,
+                keeps_pictures=not foreign and engine.keeps_pictures,
+                pause_ends_requests=not foreign and engine.pause_ends_requests,
             ),
             self._http,
             health_interval_s=updates.health_interval_s,
