@@ -79,7 +79,8 @@ from asyncrl.data.prompt_format import PromptFormat, make_prompt
 from asyncrl.data.prompt_queue import DataOrder
 from asyncrl.data.tokenizers import load_tokenizer
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, Job, SamplingSpec
+from asyncrl.inference.embedded.jobs import Job
+from asyncrl.inference.engine_io import GenerationInput, GenerationOutput, SamplingSpec
 from asyncrl.inference.random_streams import derive_seed
 from asyncrl.plugins.agents.single_turn import SingleTurnAgent
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset

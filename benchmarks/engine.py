@@ -43,7 +43,8 @@ from tiny_models import agreement, answered, qwen2
 from transformers import GenerationConfig, PreTrainedModel
 
 from asyncrl.inference.embedded.engine import CHUNKED_PREFILL_SIZE, GenerationEngine
-from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, Job, SamplingSpec
+from asyncrl.inference.embedded.jobs import Job
+from asyncrl.inference.engine_io import GenerationInput, GenerationOutput, SamplingSpec
 
 LAYERS = {96: 2, 256: 4}
 """By hidden size."""

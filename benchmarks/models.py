@@ -51,7 +51,7 @@ from asyncrl.api.trajectory import Sample
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.engine_io import GenerationInput, SamplingSpec
+from asyncrl.inference.engine_io import GenerationInput, SamplingSpec
 from asyncrl.models.parity import UnsupportedModelError
 from asyncrl.models.transformers_internals import set_attention
 from asyncrl.trainer.batches.step_batch import StepBatch

@@ -39,8 +39,8 @@ from asyncrl.config.setting import Dtype
 from asyncrl.data.prompt_format import PromptFormat
 from asyncrl.data.tokenizers import load_tokenizer
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, SamplingSpec
-from asyncrl.inference.embedded.engine_io import Sequence as Running
+from asyncrl.inference.embedded.jobs import Sequence as Running
+from asyncrl.inference.engine_io import GenerationInput, GenerationOutput, SamplingSpec
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
 from asyncrl.plugins.rewards.arithmetic import arithmetic_reward
 from asyncrl.reference import ReferenceConfig, ReferenceTrainer

@@ -16,7 +16,8 @@ from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.comm.name_resolve import NameBackend, make_resolver
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, Job
+from asyncrl.inference.embedded.jobs import Job
+from asyncrl.inference.engine_io import GenerationInput, GenerationOutput
 from asyncrl.master.graph import load_graph
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch

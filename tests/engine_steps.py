@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, Job
+from asyncrl.inference.embedded.jobs import Job
+from asyncrl.inference.engine_io import GenerationInput, GenerationOutput
 
 
 def drain(engine: GenerationEngine) -> None:

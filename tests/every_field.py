@@ -1,14 +1,14 @@
-"""A sample in which every field says something, to find a way of samples that loses one."""
+"""A sample and a trajectory in which every field says something, to find a way of theirs that loses one."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from asyncrl.api import Sample
+from asyncrl.api import Sample, Trajectory
 from asyncrl.api.picture import Picture, PlacedPicture
 
 _PIXELS = np.arange(12, dtype=np.uint8).reshape(2, 2, 3)
@@ -32,23 +32,36 @@ SAMPLE = Sample(
 )
 
 
-def differences(one: Sample, other: Sample, *, but: Collection[str] = ()) -> list[str]:
-    """The names of the fields that differ, without those that are not meant to travel: `but`."""
-    return [field.name for field in fields(Sample) if field.name not in but and not _same(one, other, field.name)]
+TRAJECTORY = Trajectory("rollout-1", "prompt-1", 17, (SAMPLE, SAMPLE), {"agent/turns": 2.0})
+
+Record = TypeVar("Record", Sample, Trajectory)
 
 
-def fields_without_a_value() -> list[str]:
-    """Fields of `SAMPLE` that are as they are by default, so that losing them would not show."""
+def differences(one: Record, other: Record, *, but: Collection[str] = ()) -> list[str]:
+    """The names of the fields that differ, without those that are not meant to travel: `but`.
+
+    The samples of trajectories are compared without `but` too, and named `samples[0].reward`.
+    """
     found = []
-    for field in fields(Sample):
-        default = field.default if field.default_factory is MISSING else field.default_factory()
-        if default is not MISSING and _equal(getattr(SAMPLE, field.name), default):
-            found.append(field.name)
+    for name in (field.name for field in fields(one)):
+        mine, yours = getattr(one, name), getattr(other, name)
+        if name == "samples":
+            for number, pair in enumerate(zip(mine, yours, strict=True)):
+                found += [f"samples[{number}].{each}" for each in differences(*pair, but=but)]
+        elif name not in but and not _equal(mine, yours):
+            found.append(name)
     return found
 
 
-def _same(one: Sample, other: Sample, name: str) -> bool:
-    return _equal(getattr(one, name), getattr(other, name))
+def fields_without_a_value() -> list[str]:
+    """Fields of `SAMPLE` and `TRAJECTORY` that are as they are by default, so that losing them would not show."""
+    found = []
+    for whole in (SAMPLE, TRAJECTORY):
+        for field in fields(whole):
+            default = field.default if field.default_factory is MISSING else field.default_factory()
+            if default is not MISSING and _equal(getattr(whole, field.name), default):
+                found.append(field.name)
+    return found
 
 
 def _equal(one: Any, other: Any) -> bool:

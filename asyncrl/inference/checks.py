@@ -176,11 +176,11 @@ def _adopted(config: ExperimentConfig, program: ProgramConfig) -> Iterator[str]:
 def _unused_urls(generation: GenerationConfig) -> Iterator[str]:
     """Yield an error message for servers of another engine than the chosen one."""
     for name, kind in BACKENDS.items():
-        urls = kind(generation).urls
+        urls = generation.engine_of(name).urls
         if urls and name != generation.backend:
             yield (
                 f"generation.{name}.urls={list(urls)}: servers of {kind.label}, which generation.backend="
-                f"{str(generation.backend)!r} does not use; set generation.backend={name}, or leave them out"
+                f"{generation.backend!r} does not use; set generation.backend={name}, or leave them out"
             )
 
 

@@ -15,7 +15,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     if transport.name not in (taken := generation.engine.weight_transports):
         takers = backends_that(lambda kind: transport.name in kind.weight_transports)
         yield (
-            f"manager.weight_transport={transport.name!r}: generation.backend={str(generation.backend)!r} takes "
+            f"manager.weight_transport={transport.name!r}: generation.backend={generation.backend!r} takes "
             f"weights from {' or '.join(taken)} only; use weight_transport={' or '.join(taken)}, or backend={takers}"
         )
     yield from transport.check(config)

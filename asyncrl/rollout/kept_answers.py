@@ -12,7 +12,7 @@ from pathlib import Path
 
 from asyncrl.api import Trajectory
 from asyncrl.comm.files import remove_leftover
-from asyncrl.observe.samples import Row, forget_after, rows_of, sample_files, write_samples
+from asyncrl.observe.samples import forget_after, rows_of, sample_files, write_samples
 from asyncrl.rollout.episode import Answer
 
 _log = logging.getLogger(__name__)
@@ -59,7 +59,12 @@ class KeptAnswers:
         forget_after(folder, version, writer)  # of an earlier launch that got further
         if self._index == 0:
             self._forget_workers(folder, version)
-        rows = [row for number, group in answers.items() for row in self._rows(name, version, number, group)]
+        rows = [
+            row | {"set": name, "right": answer.right, "staleness": None}
+            for number, group in answers.items()
+            for member, answer in enumerate(group)
+            for row in rows_of(_rollout(name, version, number, member, answer), version, self._decode, {})
+        ]
         write_samples(folder, version, writer, rows, self._max_bytes)
 
     def _forget_workers(self, folder: Path, version: int) -> None:
@@ -69,12 +74,8 @@ class KeptAnswers:
             if written is not None and int(written[2]) >= self._workers and int(written[1]) >= version:
                 remove_leftover(file, _log)
 
-    def _rows(self, name: str, version: int, number: int, group: Sequence[Answer]) -> list[Row]:
-        members = [(member, answer, sample) for member, answer in enumerate(group) for sample in answer.samples]
-        samples = [replace(sample, episode=member) for member, _, sample in members]
-        rollout = Trajectory(f"{name}-{number}-v{version}", f"{name}-{number}", number, samples)
-        rows = rows_of(rollout, version, self._decode, {})
-        return [
-            row | {"set": name, "right": answer.right, "rollout_metrics": dict(answer.metrics), "staleness": None}
-            for row, (_, answer, _) in zip(rows, members, strict=True)
-        ]
+
+def _rollout(name: str, version: int, row: int, member: int, answer: Answer) -> Trajectory:
+    """Return an answer as a rollout of its own, whose prompt is the row."""
+    samples = [replace(sample, episode=member) for sample in answer.samples]
+    return Trajectory(f"{name}-{row}-v{version}-{member}", f"{name}-{row}", row, samples, dict(answer.metrics))

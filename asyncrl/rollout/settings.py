@@ -199,7 +199,8 @@ class RolloutConfig:
     )
     columns: list[str] = setting(
         help="your own numbers that graph functions, losses, advantages and filters read: row/<field>, "
-        "agent/<name>, reward/<name> or token/<name>; docs/algorithms.md",
+        "agent/<name>, reward/<name> or token/<name>; each but token/ is a metric too, its mean, and each is kept "
+        "with samples; docs/algorithms.md",
         factory=list,
     )
     sampling: SamplingConfig = field(default_factory=SamplingConfig)

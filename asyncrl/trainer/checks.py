@@ -68,7 +68,7 @@ def warnings(config: ExperimentConfig) -> Iterator[str]:
     same = engine.same_arithmetic and generation.dtype == config.model.dtype and published and not engine.quantised
     if config.algorithm.prox == ProximalMode.behave and correction != "opsm" and not same:
         yield (
-            f"algorithm.prox='behave': generation.backend={str(generation.backend)!r} in {generation.dtype} rounds "
+            f"algorithm.prox='behave': generation.backend={generation.backend!r} in {generation.dtype} rounds "
             f"otherwise than training in {config.model.dtype}, and algorithm.correction={correction!r}, which would "
             "weigh that, has every weight 1 then; use algorithm.prox=recompute where the two differ by much"
         )

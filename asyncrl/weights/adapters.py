@@ -20,8 +20,8 @@ import msgspec
 from torch import Tensor
 
 from asyncrl.comm.typed import decode_json
-from asyncrl.weights.loading import WeightUpdateError, match_weights, read_checkpoint
-from asyncrl.weights.manifest import ADAPTERS_FILE
+from asyncrl.weights.loading import match_weights, read_checkpoint
+from asyncrl.weights.manifest import ADAPTERS_FILE, WeightUpdateError
 
 _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 

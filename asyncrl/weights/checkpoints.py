@@ -165,6 +165,9 @@ class CheckpointWriter:
         Then all other checkpoints are deleted, except the newest `keep` and the `protected` ones; with `hosts`, none is
         deleted. A second call does nothing: a MasterWorker that replaces a dead one repeats the request.
 
+        With `hosts` each host commits its own folder, and a start takes a version whose manifests are equal on all of
+        them. So a file that differs between hosts may be listed in the checkpoint on disk alone (`in_memory` False).
+
         Raises:
             OSError: the checkpoint cannot be written.
             RuntimeError: `path` is not the checkpoint that was begun last.

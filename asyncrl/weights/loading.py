@@ -22,15 +22,14 @@ from transformers import PreTrainedModel
 
 from asyncrl.models.folder_checks import weight_files
 from asyncrl.weights.folder_tensors import WholeModel, held_tensors
-from asyncrl.weights.manifest import MANIFEST_FILE, ManifestError, verify, verify_file
-
-
-class WeightUpdateError(RuntimeError):
-    """A weight update was refused before any parameter was touched: the old weights keep serving."""
-
-
-class DamagedWeights(WeightUpdateError):
-    """A file differs from the manifest beside it."""
+from asyncrl.weights.manifest import (
+    MANIFEST_FILE,
+    DamagedWeights,
+    ManifestError,
+    WeightUpdateError,
+    verify,
+    verify_file,
+)
 
 
 def read_checkpoint(folder: Path, names: Collection[str] | None = None) -> dict[str, Tensor]:

@@ -41,6 +41,14 @@ class ManifestError(ValueError):
     """The directory is not a complete set of files; the message names the directory and the fault."""
 
 
+class WeightUpdateError(RuntimeError):
+    """A weight update was refused before any parameter was touched: the old weights keep serving."""
+
+
+class DamagedWeights(WeightUpdateError):
+    """A file differs from the manifest beside it."""
+
+
 class FileEntry(Struct, frozen=True):
     """Size in bytes and XXH3 (sixteen hexadecimal digits) of a file."""
 

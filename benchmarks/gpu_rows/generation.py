@@ -12,7 +12,8 @@ from transformers import Qwen2Config
 
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.engine_io import GenerationInput, Job, SamplingSpec
+from asyncrl.inference.embedded.jobs import Job
+from asyncrl.inference.engine_io import GenerationInput, SamplingSpec
 from asyncrl.trainer.engines.base import PolicyEngine
 from asyncrl.trainer.model.load_models import load_causal_lm
 from asyncrl.trainer.settings import AttentionImplementation

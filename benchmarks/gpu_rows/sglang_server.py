@@ -27,7 +27,6 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.client import GenerationServerClient, PauseMode, wire_rid
 from asyncrl.inference.messages import GenerateRequest, parse_completion
-from asyncrl.inference.settings import GenerationBackend
 from asyncrl.inference.sglang.host import SGLangHost
 from asyncrl.manager.fleet.fleet_runner import LogprobCheck, ServerUpdater, logprob_check_tolerance
 from asyncrl.manager.fleet.servers import BeginUpdate, Target
@@ -143,7 +142,7 @@ def settings(bench: Bench, dtype: Dtype) -> ExperimentConfig:
     config.model.path, config.model.dtype = bench.model, dtype
     config.trainer.device = config.generation.device = bench.setting
     generation = config.generation
-    generation.backend, generation.dtype = GenerationBackend.sglang, dtype
+    generation.backend, generation.dtype = "sglang", dtype
     generation.context_length = bench.size(2048, 4096)
     generation.max_running_requests = bench.size(REQUESTS, 4)
     generation.max_total_tokens = bench.size(REQUESTS * 2048, 4 * 4096)

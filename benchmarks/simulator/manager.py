@@ -22,7 +22,7 @@ from asyncrl.rollout.rollout_client import RolloutClient
 from asyncrl.rollout.settings import Pacing, RolloutConfig
 from asyncrl.weights.transports.base import ManagerEnd
 from simulator.setup import Setup
-from simulator.simulated_code import SimulatedCode
+from simulator.simulated_code import simulated_code
 from simulator.wire import MethodsHost, Network, VirtualHttp
 
 LEASE_TICK_S, UPDATE_TIMEOUT_S, ROLLOUT_TIMEOUT_S = 1.0, 60.0, 3600.0
@@ -96,7 +96,7 @@ async def run_worker(index: int, setup: Setup, network: Network, push: Callable[
     """Run the RolloutWorker `index`; `push` sends its trajectories."""
     most = setup.in_flight or setup.batch * (setup.eta + 1)
     concurrent = -(-most // setup.workers)
-    code: Any = SimulatedCode(setup)
+    code: Any = simulated_code(setup)
     limit_s = setup.request_timeout_s
     config = RolloutConfig(max_concurrent=concurrent, rollout_timeout_s=ROLLOUT_TIMEOUT_S, request_timeout_s=limit_s)
     manager = manager_client(f"rollout_worker/{index}", network)

@@ -6,11 +6,12 @@ which determines the lengths of its answers. An answer repeats a single token th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from asyncrl.api import Environment, GenerationClient, Prompt
+from asyncrl.api import Agent, Environment, GenerationClient, Prompt
 from asyncrl.api.agent import StepResult
 from asyncrl.api.generation import SamplingParams, seed_from
 from asyncrl.data.prompt_queue import PromptRef, prompt_seed
@@ -24,7 +25,7 @@ class _NoWords:
         return ""
 
 
-class _Scored(Environment):
+class Scored(Environment):
     """An environment that gives every answer the reward 0."""
 
     async def reset(
@@ -36,8 +37,8 @@ class _Scored(Environment):
         return None, 0.0, True, False, {}
 
 
-class _Client:
-    """An episode's client without counters."""
+class PlainClient:
+    """An episode's client without chat and counters."""
 
     metrics: Mapping[str, float] = {}
 
@@ -48,24 +49,49 @@ class _Client:
         pass
 
 
-class SimulatedCode:
-    """The part of `UserComponents` that `RolloutLoop` uses."""
+def _no_prompt(*_: Any) -> Prompt:
+    raise NotImplementedError("this prompt is not asked for here")
 
-    def __init__(self, setup: Setup) -> None:
-        tokenizer: Any = _NoWords()
-        self.agent = SingleTurnAgent(tokenizer=tokenizer)
-        self.prompts: Any = SimpleNamespace(train=self._train_prompt)
-        self._setup = setup
+
+@dataclass
+class FakeComponents:
+    """The part of `UserComponents` that `RolloutLoop` and `Evaluator` use, made of what it is given. Tests use it too.
+
+    Attributes:
+        train_prompt: makes a prompt of its place in the data order and the version.
+        eval_prompt: makes a prompt of a set, row and member.
+        eval_sets: settings and rows of each evaluation set.
+    """
+
+    agent: Agent
+    train_prompt: Callable[[PromptRef, int], Prompt] = _no_prompt
+    make_env: Callable[[], Environment] = Scored
+    make_client: Any = PlainClient
+    eval_prompt: Callable[[str, int, int], Prompt] = _no_prompt
+    eval_sets: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def prompts(self) -> Any:
+        return SimpleNamespace(train=self.train_prompt, evaluation=self.eval_prompt, eval_sets=self.eval_sets)
 
     async def play_to_train(self, prompt: Prompt, policy: GenerationClient, tries: RetryLimits) -> Any:
         """See `UserComponents`."""
-        make_client: Any = _Client  # without chat
-        return await run_group(self.agent, _Scored, prompt, policy, make_client, tries)
+        return await run_group(self.agent, self.make_env, prompt, policy, self.make_client, tries)
 
-    def _train_prompt(self, ref: PromptRef, version: int) -> Prompt:
-        setup = self._setup
+    async def play_to_evaluate(self, name: str, prompt: Prompt, policy: GenerationClient) -> Any:
+        """See `UserComponents`."""
+        return await run_group(self.agent, self.make_env, prompt, policy, self.make_client)
+
+
+def simulated_code(setup: Setup) -> FakeComponents:
+    """Return the user's parts of a simulated run."""
+
+    def train_prompt(ref: PromptRef, version: int) -> Prompt:
         number = seed_from("prompt number", setup.seed, ref.row)
         tokens = (number, *[1] * (setup.prompt_units - 1))
         seed = prompt_seed(setup.seed, ref.order, ref.attempt)
         sampling = SamplingParams(max_new_tokens=setup.most_units, seed=seed)
         return Prompt(ref.prompt_id, ref.order, {}, tokens, setup.group, sampling)
+
+    tokenizer: Any = _NoWords()
+    return FakeComponents(SingleTurnAgent(tokenizer=tokenizer), train_prompt)

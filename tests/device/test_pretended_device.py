@@ -26,7 +26,7 @@ import pytest
 import torch
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.inference.embedded.engine_io import GenerationInput, SamplingSpec
+from asyncrl.inference.engine_io import GenerationInput, SamplingSpec
 from asyncrl.master.graph import load_graph
 from asyncrl.models.ranks import Ranks
 from asyncrl.trainer.batches.micro_batch import MicroBatch

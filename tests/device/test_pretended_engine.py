@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.engine_io import GenerationOutput
+from asyncrl.inference.engine_io import GenerationOutput
 from asyncrl.inference.messages import MemoryTag, PauseMode
 from tests.device import pretended_device as pretended
 from tests.device.pretended_device import DEVICE

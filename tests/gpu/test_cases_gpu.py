@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.inference.embedded.engine_io import GenerationOutput
 from asyncrl.inference.embedded.prefix_cache import common_length
+from asyncrl.inference.engine_io import GenerationOutput
 from asyncrl.master.graph import load_graph
 from asyncrl.trainer.parallel.world import World
 from asyncrl.trainer.rank.training_rank import build_rank

@@ -53,7 +53,7 @@ def test_the_command_serves_a_folder_and_ends_on_sigterm(tmp_path: Path, warm_py
 
 def test_seeds_and_request_types_need_no_torch() -> None:
     program = (
-        "import sys, asyncrl.inference.random_streams, asyncrl.inference.embedded.engine_io, "
-        "asyncrl.inference.embedded.http_requests; sys.exit('torch' in sys.modules)"
+        "import sys, asyncrl.inference.random_streams, asyncrl.inference.engine_io, "
+        "asyncrl.inference.http_calls; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=LIMIT_S, check=False).returncode == 0

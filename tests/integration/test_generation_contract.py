@@ -56,8 +56,6 @@ START_S, LIMIT_S = 600.0, 600.0
 TOLERANCE = 1e-5
 ENDLESS = 3500
 """Tokens of an answer that nobody waits for."""
-LONG = {"embedded": 200, "sglang": ENDLESS}
-"""Tokens of an answer that is still being written when the test does something to it (see `Server.end`)."""
 PROMPT = (5, 6, 7, 8)
 REPOSITORY = Path(__file__).parents[2]
 
@@ -72,18 +70,60 @@ PLAIN = SamplingParams()
 
 
 @dataclass(frozen=True)
-class Backend:
-    """A running server of one kind, and the folders of models that it can serve.
+class Kind:
+    """How the servers of a back end differ, within the contract.
 
     Attributes:
-        hold: while this file exists, the embedded engine lets no answer go on beyond a few tokens.
+        load: where it reports its load, and under which key.
+        can_be_held: `held_engine` starts it, so that an answer goes on when a test lets it. Else it must be too slow to
+            get far ahead of a test.
+        own_random_numbers: the seed of a request does not determine its tokens.
+        late: for a moment it holds a request that it has answered, and refuses its id, or an update, because of it.
+        keeps_stale_prefixes: cached prefixes outlive an update that does not ask for the flush.
+        shares_within_a_call: the samples of one call share their prefix without an earlier request.
+        refuses_asleep: a call that needs the memory that it gave back is refused. Else its process may end.
     """
 
-    kind: str
+    load: tuple[str, str]
+    can_be_held: bool = False
+    own_random_numbers: bool = False
+    late: bool = False
+    keeps_stale_prefixes: bool = False
+    shares_within_a_call: bool = False
+    refuses_asleep: bool = False
+
+    @property
+    def long(self) -> int:
+        """Tokens of an answer that is still being written when the test does something to it (see `Server.end`)."""
+        return 200 if self.can_be_held else ENDLESS
+
+
+KINDS = {
+    "embedded": Kind(
+        ("/server_info", "internal_states"), can_be_held=True, shares_within_a_call=True, refuses_asleep=True
+    ),
+    "sglang": Kind(("/v1/loads?include=core", "loads"), own_random_numbers=True, late=True, keeps_stale_prefixes=True),
+}
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A running server, and the folders of models that it can serve.
+
+    Attributes:
+        name: in `BACKENDS` and `KINDS`.
+        hold: while this file exists, a server that can be held lets no answer go on beyond a few tokens.
+    """
+
+    name: str
     url: str
     security: HttpSecurity
     models: Mapping[str, Path]
     hold: Path
+
+    @property
+    def kind(self) -> Kind:
+        return KINDS[self.name]
 
 
 def make_model(folder: Path, seed: int) -> Qwen2ForCausalLM:
@@ -139,7 +179,8 @@ def backend(
     write_run_config(config, folder)
     secret = RunSecret.create(folder / SECRET_FILE)
     hold = folder / "hold"
-    program = ["-m", "asyncrl.runtime.main"] if request.param == "sglang" else [held_engine.__file__, str(hold)]
+    held = KINDS[request.param].can_be_held
+    program = [held_engine.__file__, str(hold)] if held else ["-m", "asyncrl.runtime.main"]
     argv = [warm_python, *program, "generation_server", "0", "--run-dir", str(folder)]
     path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
@@ -165,7 +206,7 @@ class Server:
 
     def __init__(self, backend: Backend, session: aiohttp.ClientSession) -> None:
         self.backend, self.session = backend, session
-        self.long = LONG[backend.kind]
+        self.long = backend.kind.long
 
     def rid(self) -> str:
         return f"test-{next(self._ids):06d};"
@@ -204,10 +245,10 @@ class Server:
         return stream
 
     async def end(self, stream: Stream) -> Json:
-        """Let an answer go on, and return it whole. SGLang cannot be held, so it has more to write than any test takes:
+        """Let an answer go on, and return it whole. One that cannot be held has more to write than any test takes:
         it is told to end after another answer, beside which it wrote on."""
         self.release()
-        if self.backend.kind == "sglang":
+        if not self.backend.kind.can_be_held:
             await self.generate(sampling_params={"max_new_tokens": 5, "ignore_eos": True})
             await self.ok("/abort_request", {"rid": stream.rid})
         return await stream.result()
@@ -223,7 +264,7 @@ class Server:
                 status, reply = await self.update(model, version)
                 if status == 200:
                     return
-                assert self.backend.kind == "sglang", reply
+                assert self.backend.kind.late, reply
                 assert "requests are still running or queued" in reply["message"], reply
                 await asyncio.sleep(0.02)
 
@@ -318,7 +359,7 @@ async def client(backend: Backend, server: Server) -> AsyncIterator[GenerationSe
 @pytest_asyncio.fixture
 async def updater(backend: Backend) -> AsyncIterator[ServerUpdater]:
     http = JsonHttp(backend.security)
-    can = BACKENDS[backend.kind]
+    can = BACKENDS[backend.name]
     yield ServerUpdater(
         http,
         ManagerEnd(),
@@ -560,7 +601,7 @@ async def test_prompt_logprobs_show_a_cache_that_is_stale(
     assert status == 200
     served = await client.prompt_logprobs(prompt, 6, timeout_s=LIMIT_S)
     expected = reference(models, "next", prompt[7:], prompt=prompt[:7])
-    if server.backend.kind == "embedded":
+    if not server.backend.kind.keeps_stale_prefixes:
         assert_close(served, expected)
     else:
         assert max(abs(a - b) for a, b in zip(served, expected, strict=True)) > 1e-2
@@ -615,7 +656,7 @@ async def test_what_a_group_shares_and_sends_first_is_not_computed_again(
     assert first < len(prompt) // 2
     assert len(group) == RUNNING
     assert [each.cached_tokens for each in result.completions] == [min(first, group[0]), *group[1:]]
-    if server.backend.kind == "sglang":  # the embedded engine shares within a call, and is not asked so
+    if not server.backend.kind.shares_within_a_call:  # else it is not asked so
         assert min(group) >= len(prompt) - 1
     for completion in result.completions:
         expected = reference(models, "base", completion.token_ids, sampling, prompt=list(prompt))
@@ -651,7 +692,7 @@ async def test_an_answer_of_a_server_that_was_silent_is_whole_and_the_same(
     await asked()
     server.hold()
     assert calls[whole_s] == 1
-    if server.backend.kind == "embedded":  # SGLang cannot be held: it computes, and the call lasts
+    if server.backend.kind.can_be_held:  # else it computes, and the call lasts
         assert calls[short_s] >= 2
     for completion in whole[short_s]:
         stopped = EOS in completion.token_ids
@@ -659,7 +700,7 @@ async def test_an_answer_of_a_server_that_was_silent_is_whole_and_the_same(
         assert completion.finish_reason == ("stop" if stopped else "length")
         assert completion.versions == [0] * len(completion.token_ids)
         assert_close(completion.logprobs, reference(models, "base", completion.token_ids, sampling))
-    if server.backend.kind == "embedded":  # SGLang's random numbers are its own
+    if not server.backend.kind.own_random_numbers:
         assert [made.token_ids for made in whole[short_s]] == [made.token_ids for made in whole[whole_s]]
 
 
@@ -686,7 +727,7 @@ async def test_a_stop_string_ends_an_answer_with_the_token_that_completes_it(
             assert letters(ids[-2:]) in stop or ids[-1] == EOS
             assert not any(each in letters(ids[:-1]) for each in stop)
             assert_close(completion.logprobs, reference(models, "base", ids, sampling))
-    if server.backend.kind == "embedded":  # SGLang's random numbers are its own
+    if not server.backend.kind.own_random_numbers:
         assert [one.token_ids for one in made[0]] == [one.token_ids for one in made[3]]
 
 
@@ -739,13 +780,10 @@ async def test_an_abort_in_the_queue_has_no_output_and_is_understood(
 
 async def load_of(server: Server) -> Json:
     """Return the number of running and waiting requests, from where each engine reports it."""
-    if server.backend.kind == "sglang":
-        _, reply = await server.get("/v1/loads?include=core")
-        loads: list[Json] = reply["loads"]
-    else:
-        _, reply = await server.get("/server_info")
-        loads = reply["internal_states"]
-    return loads[0]
+    path, key = server.backend.kind.load
+    _, reply = await server.get(path)
+    load: Json = reply[key][0]
+    return load
 
 
 async def until_load(server: Server, condition: Callable[[Json], bool]) -> None:
@@ -775,7 +813,7 @@ async def test_a_client_that_goes_away_ends_its_request(server: Server) -> None:
             status, told = await server.post("/generate", again)
             if status == 200:
                 return
-            assert server.backend.kind == "sglang", told
+            assert server.backend.kind.late, told
             assert "Duplicate request ID" in str(told), told
             await asyncio.sleep(0.02)
 
@@ -805,7 +843,7 @@ async def test_a_pause_that_keeps_requests_lets_them_finish_afterwards(
     server.release()
     await stream.grows(64)
     reply = await server.end(stream)
-    if server.backend.kind == "embedded":
+    if server.backend.kind.can_be_held:
         assert len(reply["output_ids"]) == server.long
     assert reply["meta_info"]["num_retractions"] == retractions
     assert_close(logprobs_of(reply), reference(models, "base", reply["output_ids"]))
@@ -876,7 +914,7 @@ async def test_an_update_can_abort_what_runs_by_itself(server: Server) -> None:
     """SGLang's race is that of the test below."""
     stream = await server.start()
     status, told = await server.update("next", "1", abort_all_requests=True)
-    assert status == 200 or (server.backend.kind == "sglang" and "Weights were updated, but" in told["message"]), told
+    assert status == 200 or (server.backend.kind.late and "Weights were updated, but" in told["message"]), told
     reply = await stream.result()
     assert reply["meta_info"]["finish_reason"]["type"] == "abort"
     assert {span["version"] for span in reply["meta_info"]["weight_versions"]} == {"0"}
@@ -887,7 +925,7 @@ async def test_an_update_waits_for_what_runs_unless_told_otherwise(server: Serve
     stream = await server.start(tokens=300)
     server.release()
     status, reply = await server.update("next", "1")
-    assert status == 200 or (server.backend.kind == "sglang" and "Weights were updated, but" in reply["message"]), reply
+    assert status == 200 or (server.backend.kind.late and "Weights were updated, but" in reply["message"]), reply
     assert (await stream.result())["meta_info"]["weight_versions"] == [{"version": "0", "start": 0, "end": 300}]
     await server.until_updated("next", "1")
 
@@ -906,7 +944,7 @@ async def test_updates_of_a_paused_server_never_fail_however_much_runs_and_waits
         await server.ok("/continue_generation")
     server.release()
     first, *others = running
-    if server.backend.kind == "sglang":
+    if not server.backend.kind.can_be_held:
         await server.ok("/abort_request", {"rid": first.rid})
     for answer in await waiting:
         assert {span["version"] for span in answer["meta_info"]["weight_versions"]} <= set("1234")
@@ -956,7 +994,7 @@ async def test_an_update_that_keeps_requests_keeps_those_in_the_queue_too_in_the
     await updater.update(order)
     server.release()
     first, *others = running
-    if server.backend.kind == "sglang":
+    if not server.backend.kind.can_be_held:
         await server.ok("/abort_request", {"rid": first.rid})  # perhaps before it wrote on
     answers = await asyncio.gather(*queued)
     for stream in others:
@@ -979,7 +1017,7 @@ async def test_a_guest_rests_and_goes_on_with_the_same_tokens(
     assert begun["meta_info"]["finish_reason"]["type"] == "abort"
     assert_close(logprobs_of(begun), reference(models, "base", begun["output_ids"]))
     held = asyncio.create_task(server.generate(sampling_params=greedy))
-    if server.backend.kind == "embedded":  # SGLang's process ends there
+    if server.backend.kind.refuses_asleep:
         assert (await server.post("/continue_generation"))[0] == 400
         assert (await server.update("next", "1"))[0] == 400
     server.release()
@@ -1046,14 +1084,14 @@ async def test_a_refused_update_leaves_the_weights_unknown_until_a_whole_one_suc
     assert_close(logprobs_of(output), reference(models, "next", output["output_ids"]))
 
 
-@pytest.fixture(params=["shared memory", "process group"])
+@pytest.fixture(params=["tensor", "distributed"])
 def transport(request: pytest.FixtureRequest, backend: Backend) -> Callable[[JsonHttp, int], ServerConnection]:
     """Makes a transport to the server, for buckets of a given size."""
-    if backend.kind != "sglang":
-        pytest.skip("the embedded engine takes weights from disk only")
+    if request.param not in BACKENDS[backend.name].weight_transports:
+        pytest.skip(f"{backend.name} does not take weights by {request.param}")
 
     def make(http: JsonHttp, bucket_bytes: int) -> ServerConnection:
-        if request.param == "shared memory":
+        if request.param == "tensor":
             return SharedMemoryConnection(backend.url, http, timeout_s=LIMIT_S, bucket_bytes=bucket_bytes)
         group = f"test-{next(Server._ids)}"
         return ProcessGroupConnection(

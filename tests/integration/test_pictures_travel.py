@@ -21,15 +21,9 @@ from asyncrl.comm.http_client import HttpRefused, JsonHttp
 from asyncrl.inference.client import GenerateItem, GenerationServerClient, PictureSender
 from asyncrl.inference.embedded import server as serving
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.engine_io import (
-    EngineStats,
-    Finish,
-    GenerationInput,
-    GenerationOutput,
-    Job,
-    VersionSpan,
-)
+from asyncrl.inference.embedded.jobs import EngineStats, Job
 from asyncrl.inference.embedded.pictures import PictureCache
+from asyncrl.inference.engine_io import Finish, GenerationInput, GenerationOutput, VersionSpan
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
 from asyncrl.models.pictures import Pictures

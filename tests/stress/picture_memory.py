@@ -28,8 +28,9 @@ from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.engine_io import GenerationInput, Job, SamplingSpec
+from asyncrl.inference.embedded.jobs import Job
 from asyncrl.inference.embedded.pictures import PictureCache
+from asyncrl.inference.engine_io import GenerationInput, SamplingSpec
 from asyncrl.models import pictures as pictures_module
 from asyncrl.models.pictures import Pictures
 from asyncrl.trainer.batches.step_batch import build_step_batch

@@ -46,9 +46,9 @@ from asyncrl.comm.trajectory_codec import CodecError, decode_each, decode_trajec
 from asyncrl.data.datasets import DataRecord
 from asyncrl.data.files import read as read_records
 from asyncrl.data.prompt_queue import DataOrder, UsedPrompts
+from asyncrl.inference import http_calls as embedded
 from asyncrl.inference import messages as serving
-from asyncrl.inference.embedded import http_requests as embedded
-from asyncrl.inference.embedded.engine_io import RequestError
+from asyncrl.inference.engine_io import RequestError
 from asyncrl.inference.openai import anthropic, chat_completions, responses
 from asyncrl.inference.openai.api_call import ApiError
 from asyncrl.manager import messages as m

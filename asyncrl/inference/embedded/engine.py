@@ -28,24 +28,17 @@ from transformers import PreTrainedModel
 
 from asyncrl.config.memory import is_out_of_memory
 from asyncrl.data.stop_strings import Decode
-from asyncrl.inference.embedded.engine_io import (
-    EngineLimits,
-    EngineStats,
-    EngineStoppedError,
-    GenerationOutput,
-    Job,
-    JobTable,
-    MemoryStateError,
-)
+from asyncrl.inference.embedded.jobs import EngineStats, Job, JobTable
 from asyncrl.inference.embedded.scheduler import AdmissionQueue, DecodeBatch, Mailbox
 from asyncrl.inference.embedded.served_models import check_parity, longest_sequence
 from asyncrl.inference.embedded.step import ModelRunner, PrefixForward
 from asyncrl.inference.embedded.weights import ServedWeights, WeightUpdates
+from asyncrl.inference.engine_io import EngineLimits, EngineStoppedError, GenerationOutput, MemoryStateError
 from asyncrl.inference.messages import MemoryTag, PauseMode
 from asyncrl.models.host_copies import own_storage
 from asyncrl.models.torch_device import shortage
 from asyncrl.models.transformers_internals import eos_token_ids
-from asyncrl.weights.loading import WeightUpdateError
+from asyncrl.weights.manifest import WeightUpdateError
 
 if TYPE_CHECKING:
     from asyncrl.inference.embedded.memory import EngineMemory

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from asyncrl.inference.embedded.cache import PartPlan, RowTensors, SlotCache
-from asyncrl.inference.embedded.engine_io import Sequence as Sample
+from asyncrl.inference.embedded.jobs import Sequence as Sample
 from asyncrl.models.model_config import RoutingShape, routing_shape
 from asyncrl.models.routing import Routers
 from asyncrl.models.transformers_internals import text_settings

@@ -17,9 +17,9 @@ from collections.abc import Collection
 
 import torch
 
-from asyncrl.inference.embedded.engine_io import MemoryStateError
 from asyncrl.inference.embedded.step import ModelRunner
 from asyncrl.inference.embedded.weights import ServedWeights
+from asyncrl.inference.engine_io import MemoryStateError
 from asyncrl.inference.messages import MemoryTag
 from asyncrl.models.host_copies import storages
 

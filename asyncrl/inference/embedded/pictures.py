@@ -14,14 +14,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.api.picture import Picture, PictureRef, PlacedPicture
-from asyncrl.inference.embedded.engine_io import (
-    PICTURE_BYTES,
-    GenerationInput,
-    Job,
-    MissingPicture,
-    RequestError,
-    ShownPrompt,
-)
+from asyncrl.inference.embedded.jobs import PICTURE_BYTES, Job, ShownPrompt
+from asyncrl.inference.engine_io import GenerationInput, MissingPicture, RequestError
 
 if TYPE_CHECKING:
     from asyncrl.models.pictures import Pictures

@@ -48,7 +48,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.inference.embedded.cache import BUFFER_GROWTH, Prefix
-from asyncrl.inference.embedded.engine_io import Sequence
+from asyncrl.inference.embedded.jobs import Sequence
 from asyncrl.inference.embedded.step import PrefixForward
 
 

@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.inference import random_streams as seeds
-from asyncrl.inference.embedded.engine_io import Sequence
+from asyncrl.inference.embedded.jobs import Sequence
 from asyncrl.inference.embedded.step import ModelRunner
 
 

@@ -42,19 +42,13 @@ import torch
 from asyncrl.api.generation import FinishReason
 from asyncrl.config.memory import is_out_of_memory
 from asyncrl.data.stop_strings import Decode, completed_by_last
-from asyncrl.inference.embedded.engine_io import (
-    EngineStoppedError,
-    Finish,
-    GenerationOutput,
-    MemoryStateError,
-    RequestError,
-    Sequence,
-)
+from asyncrl.inference.embedded.jobs import Sequence
 from asyncrl.inference.embedded.prefix_cache import LongPrompts, Prefills, TokenCounts
 from asyncrl.inference.embedded.rows import IDLE_STEPS, RowTable, SlotRows
 from asyncrl.inference.embedded.step import PrefixForward
+from asyncrl.inference.engine_io import EngineStoppedError, Finish, GenerationOutput, MemoryStateError, RequestError
 from asyncrl.models.torch_device import shortage
-from asyncrl.weights.loading import WeightUpdateError
+from asyncrl.weights.manifest import WeightUpdateError
 
 T = TypeVar("T")
 

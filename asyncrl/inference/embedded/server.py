@@ -22,13 +22,11 @@ One aiohttp application over one engine. Where SGLang's behaviour would only hur
 from __future__ import annotations
 
 import asyncio
-import base64
 import logging
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,97 +38,25 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from asyncrl import __version__
-from asyncrl.api import FinishReason, Tokenizer
-from asyncrl.api.picture import MAX_BYTES, Picture, PictureError
-from asyncrl.comm.http_server import Handler, HttpRoute, HttpServer, Refused, json_response
+from asyncrl.api import Tokenizer
+from asyncrl.api.picture import MAX_BYTES, Picture
+from asyncrl.comm.http_server import HttpRoute, HttpServer, json_response
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.engine_io import (
-    PICTURE_BYTES,
-    EngineStoppedError,
-    Finish,
-    GenerationOutput,
-    Job,
-    MemoryStateError,
-    MissingPicture,
-    RequestError,
-)
-from asyncrl.inference.embedded.http_requests import (
-    GenerateCall,
-    Refusal,
-    decode,
-    handler_error,
-    parse_generate,
-)
+from asyncrl.inference.embedded.jobs import PICTURE_BYTES, Job
+from asyncrl.inference.engine_io import GenerationOutput
+from asyncrl.inference.http_calls import GenerateCall, decode, handler_error, parse_generate, refusing, sample_reply
 from asyncrl.inference.messages import (
     AbortRequest,
     ContinueRequest,
     MemoryRequest,
     MemoryTag,
-    MissingPictures,
     PauseRequest,
     PictureRequest,
     UpdateWeightsRequest,
 )
-from asyncrl.weights.loading import DamagedWeights, WeightUpdateError
 
 if TYPE_CHECKING:
     from asyncrl.inference.embedded.pictures import PictureCache
-
-
-def finish_reason(finish: Finish | None, length: int) -> dict[str, Any] | None:
-    """Return SGLang's finish_reason object; None while the sample is still being streamed."""
-    if finish is None:
-        return None
-    if finish.reason == FinishReason.length:
-        return {"type": "length", "length": length}
-    if finish.reason == FinishReason.stop:
-        return {"type": "stop", "matched": finish.matched}
-    if finish.queued:
-        return {"type": "abort", "message": "Abort in waiting queue"}
-    return {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
-
-
-def _triples(
-    logprobs: list[float] | list[float | None], tokens: list[int] | tuple[int, ...]
-) -> list[tuple[float | None, int, None]]:
-    return list(zip(logprobs, tokens, repeat(None, len(tokens)), strict=True))
-
-
-def sample_reply(
-    call: GenerateCall, index: int, output: GenerationOutput, tokenizer: Tokenizer | None, received: float
-) -> dict[str, Any]:
-    """Return the JSON object of sample `index`; `received` is the call's arrival on the monotonic clock."""
-    length = len(output.output_ids)
-    finish = output.finish
-    meta: dict[str, Any] = {"id": output.rid, "finish_reason": finish_reason(finish, length)}
-    if finish is None or not finish.queued:
-        meta["prompt_tokens"] = output.prompt_tokens
-        meta["cached_tokens"] = output.cached_tokens
-        meta["cached_tokens_details"] = None
-        meta["num_retractions"] = output.num_retractions
-    meta["weight_version"] = output.weight_version
-    if call.return_logprob:
-        request = call.inputs[index]
-        prompt = request.input_ids[request.prompt_logprobs_from :]
-        scored = output.prompt_logprobs
-        meta["input_token_logprobs"] = [] if scored is None else _triples(scored, prompt)
-        meta["output_token_logprobs"] = _triples(output.logprobs, output.output_ids)
-        meta["output_token_logprobs_length"] = length
-    if output.routing is not None:
-        meta["routed_experts"] = base64.b64encode(output.routing.astype("<i4").tobytes()).decode("ascii")
-    meta["reasoning_tokens"] = 0
-    meta["completion_tokens"] = length
-    meta["weight_versions"] = [{"version": s.version, "start": s.start, "end": s.end} for s in output.spans]
-    meta["dp_rank"] = None
-    meta["e2e_latency"] = time.monotonic() - received
-    meta["response_sent_to_client_ts"] = time.time()
-    reply: dict[str, Any] = {"output_ids": output.output_ids, "meta_info": meta}
-    if tokenizer is None:
-        return reply
-    text = tokenizer.decode(output.output_ids)
-    if call.trim_stop and finish is not None and isinstance(finish.matched, str):
-        text = text.partition(finish.matched)[0]
-    return {"text": text, **reply}
 
 
 LATENCY_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
@@ -230,14 +156,14 @@ class GenerationApp:
             registry=self._registry,
         )
         routes = {
-            "/generate": HttpRoute(_refusing(self._generate), "POST", MAX_PROMPTS_BYTES),
-            "/pictures": HttpRoute(_refusing(self._picture), "POST", MAX_PICTURE_BODY),
-            "/pause_generation": HttpRoute(_refusing(self._pause), "POST"),
-            "/continue_generation": HttpRoute(_refusing(self._continue), "POST"),
-            "/abort_request": HttpRoute(_refusing(self._abort), "POST"),
-            "/release_memory_occupation": HttpRoute(_refusing(self._release_memory), "POST"),
-            "/resume_memory_occupation": HttpRoute(_refusing(self._resume_memory), "POST"),
-            "/update_weights_from_disk": HttpRoute(_refusing(self._update_weights), "POST"),
+            "/generate": HttpRoute(refusing(self._generate), "POST", MAX_PROMPTS_BYTES),
+            "/pictures": HttpRoute(refusing(self._picture), "POST", MAX_PICTURE_BODY),
+            "/pause_generation": HttpRoute(refusing(self._pause), "POST"),
+            "/continue_generation": HttpRoute(refusing(self._continue), "POST"),
+            "/abort_request": HttpRoute(refusing(self._abort), "POST"),
+            "/release_memory_occupation": HttpRoute(refusing(self._release_memory), "POST"),
+            "/resume_memory_occupation": HttpRoute(refusing(self._resume_memory), "POST"),
+            "/update_weights_from_disk": HttpRoute(refusing(self._update_weights), "POST"),
             "/health": HttpRoute(self._health, "GET", open=True),
             "/ready": HttpRoute(self._ready, "GET", open=True),
             "/model_info": HttpRoute(self._model_info, "GET"),
@@ -248,7 +174,8 @@ class GenerationApp:
 
     async def _generate(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
         received = time.monotonic()
-        call = parse_generate(body, self._tokenizer, self._engine.eos_token_ids, self._pictures)
+        place = None if self._pictures is None else self._pictures.placed
+        call = parse_generate(body, self._tokenizer, self._engine.eos_token_ids, place)
         if call.stream:
             return await self._stream(request, call, received)
         job = Job(call.inputs)
@@ -428,30 +355,6 @@ class GenerationApp:
 
     async def _metrics(self, request: web.BaseRequest, body: bytes) -> web.Response:
         return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-
-def _refusing(handler: Callable[[web.BaseRequest, bytes], Awaitable[web.StreamResponse]]) -> Handler:
-    """Wrap `handler` so that refusals are answered with SGLang's error bodies."""
-
-    async def answer(request: web.BaseRequest, body: bytes) -> web.StreamResponse:
-        try:
-            return await handler(request, body)
-        except Refusal as error:
-            raise Refused(400, error.body, "malformed") from error
-        except (RequestError, PictureError) as error:
-            raise Refused(400, handler_error(str(error)).body, "malformed") from error
-        except MissingPicture as error:
-            raise Refused(409, MissingPictures([*error.hashes]), "missing_pictures") from error
-        except WeightUpdateError as error:
-            damaged = {"damaged": True} if isinstance(error, DamagedWeights) else {}  # SGLang's has no such field
-            failure = {"success": False, "message": str(error), "num_paused_requests": 0, **damaged}
-            raise Refused(400, failure, "weight_update") from error
-        except MemoryStateError as error:
-            raise Refused(400, handler_error(str(error)).body, "memory_state") from error
-        except EngineStoppedError as error:
-            raise Refused(503, {"error": {"message": str(error)}}, "engine_stopped") from error
-
-    return answer
 
 
 def _event(body: dict[str, Any]) -> bytes:

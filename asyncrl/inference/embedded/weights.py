@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from asyncrl.inference.embedded.scheduler import Command, DecodeBatch
-from asyncrl.weights.loading import WeightUpdateError, apply_weights, load_targets, stage_weights
-from asyncrl.weights.manifest import are_adapters
+from asyncrl.weights.loading import apply_weights, load_targets, stage_weights
+from asyncrl.weights.manifest import WeightUpdateError, are_adapters
 
 
 @dataclass(frozen=True, slots=True)

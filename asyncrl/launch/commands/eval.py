@@ -235,8 +235,7 @@ def policy_folder(run: Path, step: int | None, scratch: Path, policy: str) -> Pa
     if step == 0:
         return Path(str(config_of_policy(read_run_config(run), policy).model.path))
     from asyncrl.launch.commands.export.policy import export  # imports torch
-    from asyncrl.weights.loading import WeightUpdateError
-    from asyncrl.weights.manifest import ManifestError
+    from asyncrl.weights.manifest import ManifestError, WeightUpdateError
     from asyncrl.weights.stored import ExportError
 
     folder = scratch / f"model-{policy}"
@@ -302,7 +301,7 @@ def write_answers(folder: Path, out: Path, sets: Sequence[str]) -> Mapping[str, 
     counts: Counter[str] = Counter()
     with out.open("w", encoding="utf-8") as lines:
         for name in sets:
-            rows = sorted(read_samples(files[name]), key=lambda row: (row["order"], row["sample"]))
+            rows = sorted(read_samples(files[name]), key=lambda row: (row["order"], row["episode"], row["sample"]))
             counts[name] = len({(row["order"], row["episode"]) for row in rows})
             lines.writelines(json.dumps(_line(row), ensure_ascii=False) + "\n" for row in rows)
     return counts

@@ -409,7 +409,7 @@ class ServerUpdater:
         timeout_s: limit of silence. The caller ends an update or a rest without a sign of life, so their calls have no
             limit.
         check: a check that a server must pass after each update; None: none.
-        keeps_pictures, pause_ends_requests: see `asyncrl.inference.settings.Backend`.
+        keeps_pictures, pause_ends_requests: see `asyncrl.inference.backend.Backend`.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ from asyncrl.comm.http_client import JsonHttp
 from asyncrl.comm.name_resolve import NameResolver
 from asyncrl.comm.names import GENERATION_SERVER, POLICY_SERVER, WinRatesOfPools
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.inference.settings import Backend, guests_of
+from asyncrl.inference.settings import guests_of
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.fleet_runner import FleetRunner, LogprobCheck, ServerUpdater, logprob_check_tolerance
 from asyncrl.manager.fleet.servers import ColocatedTurns, ServerTargets, Target
@@ -101,8 +101,7 @@ class PolicyFleets:
         config, updates, name = self._config, self._config.manager, "" if policy is None else policy.name
         tolerance = logprob_check_tolerance(config)
         check = LogprobCheck(tolerance, self._log) if tolerance else None
-        foreign = policy is not None and policy.url is not None
-        engine = Backend(config.generation) if foreign else config.generation.engine
+        foreign, engine = policy is not None and policy.url is not None, config.generation.engine
         runner = FleetRunner(
             decisions,
             self._service,
@@ -111,8 +110,8 @@ class PolicyFleets:
                 transport,
                 timeout_s=updates.update_timeout_s,
                 check=check,
-                keeps_pictures=engine.keeps_pictures,
-                pause_ends_requests=engine.pause_ends_requests,
+                keeps_pictures=not foreign and engine.keeps_pictures,
+                pause_ends_requests=not foreign and engine.pause_ends_requests,
             ),
             self._http,
             health_interval_s=updates.health_interval_s,

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator
 from statistics import median
 
-from asyncrl.inference.settings import GenerationBackend, GenerationConfig
+from asyncrl.inference.settings import GenerationConfig
 from asyncrl.observe.doctor.finding import Finding, Level, percent
 from asyncrl.observe.doctor.measured import LITTLE_WAITING, Fleet, Measured, ServerLoad
 
@@ -277,7 +277,7 @@ def _limit(m: Measured, fleet: Fleet) -> Finding | None:
     retracted = fleet.total("retracted_s") or 0.0
     seen = f"{waits(m)}; {queued:.0f} samples wait in {fleet.name} while {running:.0f}"
     if kv > 0.7 or retracted > 0 or (most and running < 0.6 * most and kv > 0.3):
-        backend = GenerationBackend(m.settings.get("generation.backend") or GenerationConfig().backend)
+        backend = str(m.settings.get("generation.backend") or GenerationConfig().backend)
         cache = GenerationConfig(backend).engine.memory_setting
         return bottleneck(
             m,

@@ -40,7 +40,7 @@ def publishes_adapters(config: ExperimentConfig) -> bool:
 def _needs_whole_weights(config: ExperimentConfig) -> Iterator[str]:
     """Yield each reason why servers cannot load adapters."""
     if not config.generation.engine.loads_adapters:
-        yield f"generation.backend={str(config.generation.backend)!r} loads whole weights"
+        yield f"generation.backend={config.generation.backend!r} loads whole weights"
     if config.manager.weight_transport != "disk":
         yield f"manager.weight_transport={config.manager.weight_transport!r} sends whole weights"
     if config.model.path is not None and placeholder_in(config.model.path) is not None:

@@ -640,13 +640,12 @@ def test_the_experts_of_tokens_survive_the_wire_beside_trajectories_without(dtyp
         groups = decoded
 
 
-def test_every_field_of_a_sample_survives_the_wire() -> None:
+def test_every_field_of_a_trajectory_and_its_samples_survives_the_wire() -> None:
     assert every_field.fields_without_a_value() == []
-    sent = Trajectory("rollout-1", "prompt-1", 17, (every_field.SAMPLE, every_field.SAMPLE))
+    sent = every_field.TRAJECTORY
     for _ in range(2):  # as made, and as decoded
         (arrived,) = roundtrip(sent)
-        for sample in arrived.samples:
-            assert every_field.differences(sample, every_field.SAMPLE, but=["frames"]) == []
+        assert every_field.differences(arrived, every_field.TRAJECTORY, but=["frames"]) == []
         sent = arrived
 
 

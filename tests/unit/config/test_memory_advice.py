@@ -9,7 +9,6 @@ import pytest
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.memory import is_out_of_memory, server_settings, trainer_settings
 from asyncrl.config.setting import Dtype
-from asyncrl.inference.settings import GenerationBackend
 from asyncrl.trainer.settings import KeptOn
 
 
@@ -19,7 +18,7 @@ def config() -> ExperimentConfig:
     config.rollout.sampling.max_new_tokens = 3000
     config.train_batch_size, config.group_size, config.trainer.ppo_minibatches = 64, 8, 4
     config.generation.sglang.args = {"mem-fraction-static": 0.3}
-    config.generation.backend = GenerationBackend.sglang
+    config.generation.backend = "sglang"
     return config
 
 

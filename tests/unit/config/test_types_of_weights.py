@@ -8,7 +8,6 @@ import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device, Dtype
-from asyncrl.inference.settings import GenerationBackend
 from asyncrl.manager.fleet.fleet_runner import COARSE_TOLERANCE, FLOAT32_TOLERANCE, logprob_check_tolerance
 from asyncrl.runtime.plan import with_types
 from asyncrl.runtime.process import hardware
@@ -63,7 +62,7 @@ def test_types_follow_the_gpus_of_the_hosts_where_there_are_several(config: Expe
 
 
 def test_the_type_of_a_server_that_somebody_else_started_is_not_known(config: ExperimentConfig) -> None:
-    config.generation.backend = GenerationBackend.sglang
+    config.generation.backend = "sglang"
     config.generation.sglang.urls = ["http://127.0.0.1:30000"]
     assert types(config) == ("float32", "auto")
     assert logprob_check_tolerance(with_types(config)) == COARSE_TOLERANCE

@@ -6,6 +6,7 @@ import ast
 import pkgutil
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -13,10 +14,12 @@ import pytest
 
 import asyncrl
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.setting import ConfigError
+from asyncrl.config.load import settings
+from asyncrl.config.setting import ConfigError, setting
+from asyncrl.inference.backend import Backend, ProgramConfig
 from asyncrl.inference.process import GenerationServer
 from asyncrl.inference.program_host import AdoptedHost
-from asyncrl.inference.settings import BACKENDS, Backend, GenerationBackend, ProgramConfig
+from asyncrl.inference.settings import BACKENDS, GenerationConfig
 from asyncrl.launch.before_start import setting_checks as checks
 from asyncrl.launch.before_start.machine import check_reachable, device_lines
 from asyncrl.manager.settings import PolicyConfig
@@ -49,7 +52,7 @@ def comparisons(code: str) -> Iterator[int]:
         elif isinstance(node, ast.ImportFrom) and classes.intersection(alias.name for alias in node.names):
             yield node.lineno
         for each in compared:
-            if ast.unparse(each).startswith("GenerationBackend.") or getattr(each, "value", None) in BACKENDS:
+            if getattr(each, "value", None) in BACKENDS:
                 yield each.lineno
 
 
@@ -82,7 +85,7 @@ def names(code: str, *, texts: bool = True) -> Iterator[tuple[int, str]]:
     ("line", "name"),
     [
         ("python = config.generation.sglang.python", "sglang"),
-        ("backend = GenerationBackend.embedded", "embedded"),
+        ("python = config.generation.embedded", "embedded"),
         ("from asyncrl.inference.sglang.host import SGLangHost", "sglang"),
         ("from asyncrl.inference import embedded", "embedded"),
         ("import asyncrl.inference.sglang", "sglang"),
@@ -114,11 +117,11 @@ def test_each_exception_is_needed() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "ok = generation.backend == GenerationBackend.embedded",
+        "ok = generation.backend == 'embedded'",
         "ok = 'sglang' != generation.backend",
-        "ok = generation.backend in (GenerationBackend.sglang,)",
-        "from asyncrl.inference.settings import SGLang",
-        "match backend:\n    case GenerationBackend.sglang:\n        pass",
+        "ok = generation.backend in ('sglang',)",
+        "from asyncrl.inference.sglang.backend import SGLang",
+        "match backend:\n    case 'sglang':\n        pass",
     ],
 )
 def test_a_comparison_is_found(line: str) -> None:
@@ -133,7 +136,8 @@ def test_no_code_but_the_table_compares_with_a_back_ends_name() -> None:
 
 
 def test_the_table_has_each_value_of_the_setting_and_its_code() -> None:
-    assert list(BACKENDS) == list(GenerationBackend)
+    (choices,) = (info.choices for path, _, info in settings(GenerationConfig) if path == "backend")
+    assert choices == tuple(BACKENDS)
     for kind in BACKENDS.values():
         code = filter(None, [kind.host, kind.checks, kind.server_check])
         assert all(map(callable, map(pkgutil.resolve_name, code)))
@@ -148,36 +152,45 @@ class Pretend(Backend):
     memory_flag = "memory"
 
 
-@pytest.fixture
-def config(monkeypatch: pytest.MonkeyPatch) -> ExperimentConfig:
-    """The default experiment with a third back end, which is one folder and one line in the table."""
-    module = ModuleType("pretend_engine")
-    vars(module)["check"] = lambda config: ["pretend: checked"]
-    monkeypatch.setitem(sys.modules, "pretend_engine", module)
-    monkeypatch.setitem(BACKENDS, "pretend", Pretend)
-    config = ExperimentConfig()
-    vars(config.generation)["backend"] = "pretend"
-    return config
-
-
 class PretendProgram(Pretend):
     """One that is a program of its own."""
 
     package = "pretend_package"
-    settings = ProgramConfig()
 
-    @property
-    def program(self) -> ProgramConfig:
-        return self.settings
+
+CHOICES = (*BACKENDS, "pretend")
+
+
+@dataclass
+class WithPretend(GenerationConfig):
+    """Settings once the table has a third line."""
+
+    backend: str = setting("pretend", choices=CHOICES)
+
+
+@dataclass
+class WithPretendProgram(WithPretend):
+    """Settings with the field of a third program."""
+
+    pretend: ProgramConfig = field(default_factory=ProgramConfig)
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch) -> ExperimentConfig:
+    """An experiment with a third back end, which is one folder and one line in the table."""
+    module = ModuleType("pretend_engine")
+    vars(module)["check"] = lambda config: ["pretend: checked"]
+    monkeypatch.setitem(sys.modules, "pretend_engine", module)
+    monkeypatch.setitem(BACKENDS, "pretend", Pretend)
+    return ExperimentConfig(generation=WithPretend())
 
 
 @pytest.fixture
 def program(config: ExperimentConfig, monkeypatch: pytest.MonkeyPatch) -> ProgramConfig:
     """The settings of the third back end, as a program of its own."""
-    settings = ProgramConfig()
-    monkeypatch.setattr(PretendProgram, "settings", settings)
     monkeypatch.setitem(BACKENDS, "pretend", PretendProgram)
-    return settings
+    config.generation = generation = WithPretendProgram()
+    return generation.pretend
 
 
 def messages_of(config: ExperimentConfig) -> list[str]:
@@ -206,9 +219,9 @@ def test_messages_on_another_program_name_its_own_settings(config: ExperimentCon
     assert all("generation.pretend.urls" in message for message in said)
 
 
-def test_servers_of_an_engine_that_is_not_chosen_are_refused(program: ProgramConfig) -> None:
-    program.urls = ["http://127.0.0.1:9"]
-    said = [message for message in messages_of(ExperimentConfig()) if "urls" in message]
+def test_servers_of_an_engine_that_is_not_chosen_are_refused(config: ExperimentConfig, program: ProgramConfig) -> None:
+    config.generation.backend, program.urls = "embedded", ["http://127.0.0.1:9"]
+    said = [message for message in messages_of(config) if "urls" in message]
     assert said == [
         "generation.pretend.urls=['http://127.0.0.1:9']: servers of Pretend, which generation.backend='embedded' does "
         "not use; set generation.backend=pretend, or leave them out"

@@ -13,16 +13,17 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.api.generation import FinishReason
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.engine_io import (
+from asyncrl.inference.embedded.jobs import Job
+from asyncrl.inference.engine_io import (
     EngineStoppedError,
     GenerationInput,
     GenerationOutput,
-    Job,
     RequestError,
     SamplingSpec,
 )
 from asyncrl.inference.messages import PauseMode
-from asyncrl.weights.loading import WeightUpdateError, load_targets, stage_weights
+from asyncrl.weights.loading import load_targets, stage_weights
+from asyncrl.weights.manifest import WeightUpdateError
 from tests.engine_steps import drain, run
 
 LIMIT_S = 300.0

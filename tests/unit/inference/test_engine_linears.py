@@ -12,8 +12,8 @@ from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.engine_io import GenerationInput, SamplingSpec
 from asyncrl.inference.embedded.step import LEAST_WEIGHT, PackedLinears
+from asyncrl.inference.engine_io import GenerationInput, SamplingSpec
 from asyncrl.models.transformers_internals import compute_head_in_float32
 from tests.engine_steps import run
 

@@ -14,7 +14,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from asyncrl.inference.embedded import step
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.engine_io import GenerationInput, Job, RequestError, SamplingSpec
+from asyncrl.inference.embedded.jobs import Job
+from asyncrl.inference.engine_io import GenerationInput, RequestError, SamplingSpec
 from asyncrl.models.chunked_logprobs import token_logprobs
 from tests.engine_steps import run
 

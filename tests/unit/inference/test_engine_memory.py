@@ -11,9 +11,10 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.api.generation import FinishReason
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.engine_io import GenerationInput, Job, MemoryStateError, SamplingSpec
+from asyncrl.inference.embedded.jobs import Job
+from asyncrl.inference.engine_io import GenerationInput, MemoryStateError, SamplingSpec
 from asyncrl.inference.messages import MemoryTag, PauseMode
-from asyncrl.weights.loading import WeightUpdateError
+from asyncrl.weights.manifest import WeightUpdateError
 from tests.engine_steps import drain, run
 
 EVERYTHING = [*MemoryTag]

@@ -15,7 +15,8 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, Job, RequestError, SamplingSpec
+from asyncrl.inference.embedded.jobs import Job
+from asyncrl.inference.engine_io import GenerationInput, GenerationOutput, RequestError, SamplingSpec
 from asyncrl.inference.messages import PauseMode
 from asyncrl.models.parity import UnsupportedModelError, plain_logprobs
 from asyncrl.models.pictures import Pictures

@@ -16,7 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.engine_io import GenerationInput, SamplingSpec
+from asyncrl.inference.engine_io import GenerationInput, SamplingSpec
 from tests.engine_steps import run
 
 VOCAB = 30

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from asyncrl.inference.client import RoutingWanted
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, Job, RequestError, SamplingSpec
-from asyncrl.inference.embedded.http_requests import parse_generate
-from asyncrl.inference.embedded.server import sample_reply
+from asyncrl.inference.embedded.jobs import Job
+from asyncrl.inference.engine_io import GenerationInput, GenerationOutput, RequestError, SamplingSpec
+from asyncrl.inference.http_calls import parse_generate, sample_reply
 from asyncrl.inference.messages import MalformedReply, PauseMode, parse_completion
 from asyncrl.models.parity import UnsupportedModelError
 from asyncrl.models.routing import Routers

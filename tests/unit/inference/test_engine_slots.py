@@ -12,8 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, Job, SamplingSpec, Sequence
+from asyncrl.inference.embedded.jobs import Job, Sequence
 from asyncrl.inference.embedded.rows import Slots
+from asyncrl.inference.engine_io import GenerationInput, GenerationOutput, SamplingSpec
 from asyncrl.inference.messages import PauseMode
 from tests.engine_steps import drain
 from tests.examples import examples

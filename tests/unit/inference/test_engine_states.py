@@ -19,9 +19,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from asyncrl.inference.embedded import states, step
 from asyncrl.inference.embedded.cache import SlotCache
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, Job, SamplingSpec
+from asyncrl.inference.embedded.jobs import Job
 from asyncrl.inference.embedded.served_models import check_parity
 from asyncrl.inference.embedded.states import SlotStates
+from asyncrl.inference.engine_io import GenerationInput, GenerationOutput, SamplingSpec
 from asyncrl.inference.messages import PauseMode
 from asyncrl.models.parity import UnsupportedModelError
 from asyncrl.models.transformers_internals import LayerMemory

@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, Job, SamplingSpec
+from asyncrl.inference.embedded.jobs import Job
 from asyncrl.inference.embedded.prefix_cache import WORTH_A_FORWARD
+from asyncrl.inference.engine_io import GenerationInput, GenerationOutput, SamplingSpec
 from asyncrl.inference.messages import PauseMode
 from tests.engine_steps import drain, run
 

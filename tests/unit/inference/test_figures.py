@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import generate_latest
 from prometheus_client.core import CollectorRegistry
 
-from asyncrl.inference.embedded.engine_io import EngineStats
+from asyncrl.inference.embedded.jobs import EngineStats
 from asyncrl.inference.embedded.server import EngineCollector
 from asyncrl.inference.messages import engine_figures
 

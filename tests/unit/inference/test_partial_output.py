@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.inference.embedded.engine_io import GenerationInput, PartialOutput, SamplingSpec
+from asyncrl.inference.embedded.jobs import PartialOutput
+from asyncrl.inference.engine_io import GenerationInput, SamplingSpec
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from("abc")), max_size=12), st.integers(0, 3))

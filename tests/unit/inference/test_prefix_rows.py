@@ -16,9 +16,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from asyncrl.inference.embedded.attention import Reach, after_base_bias
 from asyncrl.inference.embedded.cache import MOST_MASKED_PAIRS, Prefix, PrefixRow, RowTensors, batches_of
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.engine_io import GenerationInput, GenerationOutput, Job, SamplingSpec
+from asyncrl.inference.embedded.jobs import Job
 from asyncrl.inference.embedded.prefix_cache import WORTH_A_FORWARD, common_length
 from asyncrl.inference.embedded.step import ModelRunner, PrefixForward
+from asyncrl.inference.engine_io import GenerationInput, GenerationOutput, SamplingSpec
 from asyncrl.inference.messages import PauseMode
 from tests.examples import examples
 

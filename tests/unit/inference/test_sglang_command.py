@@ -15,7 +15,6 @@ from asyncrl.config.memory import context_length
 from asyncrl.config.setting import Device, Dtype
 from asyncrl.inference.process import EngineStartError
 from asyncrl.inference.program_host import BLOCK_SIZE, FIRST_PORT, NoFreePorts, PortBlock, reserve_ports
-from asyncrl.inference.settings import GenerationBackend
 from asyncrl.inference.sglang.host import (
     DROPPED_FLAGS,
     OWNED_FLAGS,
@@ -39,7 +38,7 @@ def model_dir(tmp_path: Path) -> Path:
 
 
 def command(config: ExperimentConfig, model_dir: Path, ports: PortBlock, **changes: object) -> ServerCommand:
-    config.generation.backend = GenerationBackend.sglang
+    config.generation.backend = "sglang"
     arguments = {"device": "cpu", "secrets_file": Path("/run/secrets.yaml"), "scratch": Path("/run/x")} | changes
     return build_command(config, model_dir=model_dir, ports=ports, **arguments)
 
@@ -185,7 +184,7 @@ async def test_an_adopted_server_that_rounds_logits_is_refused_where_the_trainin
     app.router.add_get("/server_info", server_info)
     async with TestServer(app) as server:
         url, config = str(server.make_url("")).rstrip("/"), ExperimentConfig()
-        config.generation.backend, config.generation.sglang.urls = GenerationBackend.sglang, [url]
+        config.generation.backend, config.generation.sglang.urls = "sglang", [url]
         config.model.path = str(model_dir)
         await check_server(url, config, None)
         config.model.float32_head = True

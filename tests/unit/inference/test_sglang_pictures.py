@@ -21,8 +21,8 @@ from asyncrl.inference.checks import check
 from asyncrl.inference.client import GenerationServerClient, MalformedReply, PictureSender
 from asyncrl.inference.messages import GenerateRequest, inline_picture
 from asyncrl.inference.program_host import PortBlock, reserve_ports
-from asyncrl.inference.settings import SGLANG_PICTURES, GenerationBackend
 from asyncrl.inference.sglang import host
+from asyncrl.inference.sglang.backend import SGLANG_PICTURES
 from asyncrl.inference.sglang.host import build_command, fault_in_pictures
 from asyncrl.models.pictures import Pictures
 from asyncrl.rollout.user_code.prompts import pictures_taken
@@ -128,7 +128,7 @@ async def test_a_server_that_reads_another_number_of_prompt_tokens_is_refused() 
 def config_of(folder: Path, vision: VisionMode = VisionMode.train, urls: Sequence[str] = ()) -> ExperimentConfig:
     config = ExperimentConfig()
     config.model.path, config.model.vision = str(folder), vision
-    config.generation.backend, config.generation.sglang.urls = GenerationBackend.sglang, list(urls)
+    config.generation.backend, config.generation.sglang.urls = "sglang", list(urls)
     return config
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError, Dtype
-from asyncrl.inference.settings import GenerationBackend
 from asyncrl.launch.before_start import machine
 from asyncrl.launch.before_start.machine import device_lines
 from asyncrl.runtime.plan import with_types
@@ -40,7 +39,7 @@ def test_a_run_says_on_which_gpus_in_which_type_and_with_which_attention(
 ) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-    config.generation.backend = GenerationBackend.sglang
+    config.generation.backend = "sglang"
     assert lines(config) == [
         "training: 1 rank on GPU 0 (NVIDIA H100, 80.0 GiB); bfloat16, attention sdpa",
         "generation: 1 sglang server on GPU 1 (NVIDIA H100, 80.0 GiB); bfloat16, attention of its choice",
@@ -98,7 +97,7 @@ def test_gpus_of_other_hosts_are_told_by_the_host(config: ExperimentConfig) -> N
 
 
 def test_servers_that_others_started_are_told_as_such(config: ExperimentConfig) -> None:
-    config.generation.backend = GenerationBackend.sglang
+    config.generation.backend = "sglang"
     config.generation.sglang.urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
     assert lines(config)[1] == "generation: 2 servers that were started by others"
 

@@ -8,7 +8,6 @@ import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
-from asyncrl.inference.settings import GenerationBackend
 from asyncrl.launch.before_start import machine
 
 
@@ -21,7 +20,7 @@ def test_an_interpreter_that_hangs_or_cannot_run_is_named(
     python.chmod(0o700)
     monkeypatch.setattr(machine, "_FIND_LIMIT_S", 0.5)
     config = ExperimentConfig()
-    config.generation.backend = GenerationBackend.sglang
+    config.generation.backend = "sglang"
     config.generation.sglang.python = str(python)
     with pytest.raises(ConfigError, match=r"generation\.sglang\.python=.* cannot be asked for sglang"):
         machine.check_reachable(config)

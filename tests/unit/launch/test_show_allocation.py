@@ -17,7 +17,6 @@ from asyncrl.comm.names import GENERATION_SERVER
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError, Device, Dtype
-from asyncrl.inference.settings import GenerationBackend
 from asyncrl.launch.before_start import setting_checks as before_start
 from asyncrl.launch.before_start.setting_checks import validate
 from asyncrl.launch.show_allocation import (
@@ -113,7 +112,7 @@ def test_what_sglang_takes_of_a_shared_gpu_is_not_a_ranks(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     config.generation.sglang.args = {"mem-fraction-static": 0.25}
     assert beside_servers(config, {"0": 80 * GIB}) == {"0": 80 * GIB}, "the embedded engine takes what it needs"
-    config.generation.backend = GenerationBackend.sglang
+    config.generation.backend = "sglang"
     assert beside_servers(config, {"0": 80 * GIB}) == {"0": 60 * GIB}
     config.generation.servers = 2
     assert beside_servers(config, {"0": 80 * GIB, "1": GIB}) == {"0": 45 * GIB, "1": GIB}
@@ -125,10 +124,10 @@ def test_guests_and_ranks_count_with_the_larger_of_both(
     (tmp_path / "gpus" / "one").mkdir(parents=True)
     monkeypatch.setattr(hardware, "_GPUS", tmp_path / "gpus")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    config.generation.guests, config.generation.backend = "all", GenerationBackend.sglang
+    config.generation.guests, config.generation.backend = "all", "sglang"
     config.generation.sglang.args = {"mem_fraction_static": 0.8}
     assert beside_servers(config, {"0": 80 * GIB}) == {"0": 80 * GIB}
-    config.generation.backend, config.generation.max_total_tokens = GenerationBackend.embedded, 1 << 24
+    config.generation.backend, config.generation.max_total_tokens = "embedded", 1 << 24
     rows, graph = rows_of(config), load_graph(config)
     model = _models(config, graph, placement(config, graph), None)["actor"]
     (kept,) = shared_devices(config, model, [("0", rows[0].need)], GIB)
@@ -309,6 +308,6 @@ def test_the_experiments_for_gpus_start_where_there_are_as_many(
     servers = [plan for plan in plan_workers(config) if plan.kind == GENERATION_SERVER]
     used = [gpu for row in rows_of(config) for gpu in [row.gpu]] + [gpu for p in servers for gpu in p.resources.gpus]
     assert set(used) == {str(gpu) for gpu in range(gpus)}
-    config.generation.backend = GenerationBackend.embedded
+    config.generation.backend = "embedded"
     (warning,) = before_start.warnings(config)
     assert warning.startswith("generation.backend='embedded': on a GPU it is for tests and small models")

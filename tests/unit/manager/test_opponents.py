@@ -16,7 +16,7 @@ from asyncrl.comm.http_client import JsonHttp
 from asyncrl.comm.names import GENERATION_SERVER, POLICY_SERVER, PublishedVersion
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.data.prompt_queue import DataOrder
-from asyncrl.inference.settings import GenerationBackend
+from asyncrl.inference.settings import BACKENDS
 from asyncrl.manager import messages as m
 from asyncrl.manager.fleet import policy_fleets
 from asyncrl.manager.fleet.decisions import FleetDecisions
@@ -122,9 +122,9 @@ def test_a_server_of_a_pool_goes_back_to_an_older_version_and_returns_there_afte
     assert order.target.version == 10
 
 
-@pytest.mark.parametrize("backend", GenerationBackend)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_only_the_runs_own_servers_are_taken_to_do_what_its_engine_does(
-    backend: GenerationBackend, monkeypatch: pytest.MonkeyPatch
+    backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = list[tuple[bool, bool]]()
 

@@ -44,7 +44,8 @@ from asyncrl.comm.names import ACTOR
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device, Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.engine_io import GenerationInput, Job, SamplingSpec
+from asyncrl.inference.embedded.jobs import Job
+from asyncrl.inference.engine_io import GenerationInput, SamplingSpec
 from asyncrl.models.parity import UnsupportedModelError
 from asyncrl.models.ranks import PeerFailed
 from asyncrl.models.transformers_internals import set_attention

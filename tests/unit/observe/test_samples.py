@@ -89,11 +89,10 @@ def test_what_is_written_is_read_again_as_it_was(tmp_path: Path) -> None:
             assert got.total_reward == wanted.total_reward
 
 
-def test_every_field_of_a_sample_is_kept_but_experts_and_frames(tmp_path: Path) -> None:
-    trajectory = Trajectory("r0", "e0-0", 0, (every_field.SAMPLE,))
-    file = write_samples(tmp_path, 6, "head-0", rows_of(trajectory, 6, decode, {}), GIB)
+def test_every_field_of_a_trajectory_and_its_samples_is_kept_but_experts_and_frames(tmp_path: Path) -> None:
+    file = write_samples(tmp_path, 6, "head-0", rows_of(every_field.TRAJECTORY, 6, decode, {}), GIB)
     ((_, read),) = trajectories(read_samples([file]))
-    assert every_field.differences(read.samples[0], every_field.SAMPLE, but=["routing", "frames"]) == []
+    assert every_field.differences(read, every_field.TRAJECTORY, but=["routing", "frames"]) == []
 
 
 def test_the_page_has_every_column_with_its_type() -> None:

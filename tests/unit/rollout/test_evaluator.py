@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+
+from simulator.simulated_code import FakeComponents
 
 from asyncrl.api import (
     Agent,
@@ -29,7 +34,7 @@ from asyncrl.data.prompt_format import InvalidPrompt
 from asyncrl.data.tokenizers import CharTokenizer
 from asyncrl.plugins.agents.single_turn import SingleTurnAgent
 from asyncrl.plugins.envs.single_turn import SingleTurnEnv
-from asyncrl.rollout.episode import Answer, run_group
+from asyncrl.rollout.episode import Answer
 from asyncrl.rollout.evaluation import Evaluator
 from asyncrl.rollout.kept_answers import KeptAnswers
 from asyncrl.rollout.messages import EvaluatedAnswer
@@ -63,36 +68,28 @@ async def score(data: Mapping[str, Any], completion: str) -> float:
     return 0.5 * (completion == "1")
 
 
-@dataclass
-class FakeComponents:
-    agent: Agent
-    n_samples: int = 1
+def eval_prompt(name: str, row: int, member: int) -> Prompt:
+    if row == 3:
+        raise InvalidPrompt("too long")
+    return Prompt(f"{name}-{row}-{member}", row, {"prompt": ""}, (row + member,), 1, SamplingParams())
 
-    @property
-    def eval_sets(self) -> dict[str, Any]:
-        return {each.name: (replace(each, n_samples=self.n_samples), range(5)) for each in SETS}
 
-    @property
-    def prompts(self) -> Any:
-        return SimpleNamespace(eval_sets=self.eval_sets, evaluation=self.eval_prompt)
-
-    async def play_to_evaluate(self, name: str, prompt: Prompt, policy: GenerationClient) -> Any:
-        return await run_group(self.agent, lambda: SingleTurnEnv(reward=score), prompt, policy, self.client)
-
-    def client(self, policy: GenerationClient, prompt: Prompt) -> Any:
-        return EpisodeClient(policy, prompt, None)
-
-    def eval_prompt(self, name: str, row: int, member: int) -> Prompt:
-        if row == 3:
-            raise InvalidPrompt("too long")
-        return Prompt(f"{name}-{row}-{member}", row, {"prompt": ""}, (row + member,), 1, SamplingParams())
+def components_of(agent: Agent, n_samples: int) -> UserComponents:
+    made = FakeComponents(
+        agent,
+        make_env=lambda: SingleTurnEnv(reward=score),
+        make_client=lambda policy, prompt: EpisodeClient(policy, prompt, None),
+        eval_prompt=eval_prompt,
+        eval_sets={each.name: (replace(each, n_samples=n_samples), range(5)) for each in SETS},
+    )
+    return cast(UserComponents, made)
 
 
 SINGLE_TURN = SingleTurnAgent(tokenizer=CharTokenizer())
 
 
 def evaluator(client: FakeClient, agent: Agent = SINGLE_TURN, n_samples: int = 1, **share: int) -> Evaluator:
-    components = cast(UserComponents, FakeComponents(agent, n_samples))
+    components = components_of(agent, n_samples)
     return Evaluator(components, cast(RolloutClient, client), **{"index": 0, "workers": 1, "max_concurrent": 2} | share)
 
 
@@ -118,7 +115,7 @@ async def test_the_answers_are_kept_by_row_and_member_with_their_verdicts() -> N
         async def keep(self, name: str, version: int, answers: Mapping[int, Sequence[Answer]]) -> None:
             seen.append((name, version, {row: [each.right for each in group] for row, group in answers.items()}))
 
-    components = cast(UserComponents, FakeComponents(SINGLE_TURN, 2))
+    components = components_of(SINGLE_TURN, 2)
     keeping = Evaluator(
         components, cast(RolloutClient, FakeClient()), index=1, workers=2, max_concurrent=2, keep=Keeps()
     )

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("pyarrow")
 
 from asyncrl.api import Sample
-from asyncrl.observe.samples import answer_files, read_samples, step_of
+from asyncrl.observe.samples import answer_files, read_samples, step_of, trajectories
 from asyncrl.rollout.episode import Answer
 from asyncrl.rollout.kept_answers import KeptAnswers
 
@@ -23,7 +23,7 @@ def decode(tokens: Sequence[int]) -> str:
     return "".join(map(chr, tokens))
 
 
-def answer(text: str, right: bool | None = None, reward: float = 0.0, version: int = 3) -> Answer:
+def answer(text: str, right: bool | None = None, reward: float = 0.0, version: int = 3, turns: float = 2.0) -> Answer:
     """One to the prompt `?`."""
     generated = np.arange(len(text) + 1) > 0
     sample = Sample(
@@ -34,7 +34,7 @@ def answer(text: str, right: bool | None = None, reward: float = 0.0, version: i
         reward=reward,
         reward_parts={"exact": reward},
     )
-    return Answer([sample], right, {"agent/turns": 2.0})
+    return Answer([sample], right, {"agent/turns": turns})
 
 
 def kept(folder: Path, every: int = 1, max_bytes: int = GB, index: int = 0, workers: int = 1) -> KeptAnswers:
@@ -42,7 +42,9 @@ def kept(folder: Path, every: int = 1, max_bytes: int = GB, index: int = 0, work
 
 
 async def test_each_answer_is_a_row_with_its_set_version_row_member_and_scores(tmp_path: Path) -> None:
-    await kept(tmp_path).keep("maths", 3, {0: [answer("a", True, 1.0), answer("b", False)], 4: [answer("c")]})
+    await kept(tmp_path).keep(
+        "maths", 3, {0: [answer("a", True, 1.0), answer("b", False, turns=3.0)], 4: [answer("c")]}
+    )
     (file,) = answer_files(tmp_path)
     assert (file.parent.name, step_of(file)) == ("maths", 3)
     rows = list(read_samples([file]))
@@ -59,7 +61,7 @@ async def test_each_answer_is_a_row_with_its_set_version_row_member_and_scores(t
     ]
     assert [row["text"] for row in rows] == ["?a", "?b", "?c"]
     assert {row["staleness"] for row in rows} == {None}, "nothing was trained"
-    assert rows[0]["rollout_metrics"] == {"agent/turns": 2.0}
+    assert [made.metrics for _, made in trajectories(rows)] == [{"agent/turns": turns} for turns in (2.0, 3.0, 2.0)]
 
 
 async def test_only_every_nth_row_of_the_set_is_kept(tmp_path: Path) -> None:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+
+from simulator.simulated_code import FakeComponents
 
 from asyncrl.api import (
     Agent,
@@ -47,7 +53,6 @@ from asyncrl.manager.messages import (
     RunBegin,
 )
 from asyncrl.manager.service import ManagerService
-from asyncrl.rollout.episode import RetryLimits, run_group
 from asyncrl.rollout.loop import MAX_ATTEMPTS, MAX_FAILURES_IN_A_ROW, GroupRules, RolloutLoop
 from asyncrl.rollout.rollout_client import RolloutClient
 from asyncrl.rollout.settings import RolloutConfig, SamplingConfig
@@ -57,14 +62,6 @@ from asyncrl.rollout.user_code_pool.call_records import UserCodeError, current_m
 GROUP = 2
 ORDER = DataOrder(1000, 0)
 LIMIT_S = 300.0
-
-
-class NoEnv(Environment):
-    async def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, Any]:
-        return "", {}
-
-    async def step(self, action: Any) -> Any:
-        return "", 0.0, True, False, {}
 
 
 class EchoAgent(Agent):
@@ -96,24 +93,13 @@ def made_prompt(ref: PromptRef) -> Prompt:
     return Prompt(ref.prompt_id, ref.order, {}, (1,), GROUP, SamplingParams())
 
 
-@dataclass
-class FakeComponents:
-    agent: Agent
+def components_of(agent: Agent, train_prompt: Callable[[PromptRef], Prompt] = made_prompt) -> UserComponents:
+    """The agent with prompts whose rows hold the version."""
 
-    train: Callable[[PromptRef], Prompt] = made_prompt
+    def train(ref: PromptRef, version: int) -> Prompt:
+        return replace(train_prompt(ref), data={"version": version})
 
-    @property
-    def prompts(self) -> Any:
-        def train(ref: PromptRef, version: int) -> Prompt:
-            return replace(self.train(ref), data={"version": version})
-
-        return SimpleNamespace(train=train)
-
-    async def play_to_train(self, prompt: Prompt, policy: GenerationClient, tries: RetryLimits) -> Any:
-        return await run_group(self.agent, lambda: NoEnv(), prompt, policy, self.client, tries)
-
-    def client(self, policy: GenerationClient, prompt: Prompt) -> Any:
-        return SimpleNamespace(generate=policy.generate, metrics={}, close=lambda: None)
+    return cast(UserComponents, FakeComponents(agent, train))
 
 
 @dataclass
@@ -169,7 +155,7 @@ async def run(
     *,
     config: RolloutConfig | None = None,
     generate: Callable[..., Awaitable[GenerationResult]] = answer,
-    train_prompt: Callable[[PromptRef], Prompt] | None = None,
+    train_prompt: Callable[[PromptRef], Prompt] = made_prompt,
     right_at: float | None = None,
     least_episodes: int = 1,
 ) -> list[Trajectory]:
@@ -181,10 +167,9 @@ async def run(
         pushed.append(trajectory)
 
     gate.goal = gate.goal or gate.admit
-    components = FakeComponents(agent) if train_prompt is None else FakeComponents(agent, train_prompt)
     manager, client = cast(ManagerClient, gate), cast(RolloutClient, SimpleNamespace(generate=generate))
     config = config or RolloutConfig(max_concurrent=8)
-    parts = cast(UserComponents, components), manager, client, push, config
+    parts = components_of(agent, train_prompt), manager, client, push, config
     loop = RolloutLoop(*parts, GroupRules.of(config, right_at=right_at), least_episodes)
     working = asyncio.create_task(loop.run())
     done = asyncio.create_task(gate.done.wait())
@@ -323,7 +308,7 @@ async def roll_out_until(enough: Callable[[], bool], gate: ServiceGate, flat: Ca
         return make_prompt(ref, cast(Dataset, dataset), prompt_format, GROUP, SamplingParams(), 1)
 
     config = RolloutConfig(max_concurrent=8, filters=[ChoiceConfig("zero_variance", {"return_prompt": True})])
-    components, manager = cast(UserComponents, FakeComponents(agent, train_prompt)), cast(ManagerClient, gate)
+    components, manager = components_of(agent, train_prompt), cast(ManagerClient, gate)
     loop = RolloutLoop(components, manager, cast(RolloutClient, None), gate.push, config, GroupRules.of(config))
     working = asyncio.create_task(loop.run())
     try:
@@ -798,7 +783,7 @@ async def test_two_workers_play_the_data_order_between_them() -> None:
     gates = [SharedGate(service, f"rollout_worker/{index}") for index in range(2)]
     config = RolloutConfig(max_concurrent=2, filters=[ChoiceConfig("zero_variance")])
     client = cast(RolloutClient, SimpleNamespace(generate=answer))
-    components = cast(UserComponents, FakeComponents(always(1.0, 1.0)))
+    components = components_of(always(1.0, 1.0))
 
     async def push(trajectory: Trajectory) -> None:
         raise AssertionError("all groups are without variance")

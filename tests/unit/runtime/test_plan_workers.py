@@ -13,7 +13,6 @@ from asyncrl.comm.name_resolve import NameBackend
 from asyncrl.comm.names import GENERATION_SERVER, MODEL_WORKER
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
-from asyncrl.inference.settings import GenerationBackend
 from asyncrl.runtime.checks import check
 from asyncrl.runtime.plan import GPU_ALLOCATOR, MALLOC, WorkerPlan, brings_inputs, plan_workers, staging_hosts
 from asyncrl.runtime.settings import HostConfig, SystemConfig
@@ -73,7 +72,7 @@ def test_training_ranks_take_the_first_gpus_and_servers_the_others(
     gpus: int, trainer: list[str], servers: list[str]
 ) -> None:
     config = ExperimentConfig()
-    config.generation.backend, config.generation.servers = GenerationBackend.sglang, 2
+    config.generation.backend, config.generation.servers = "sglang", 2
     config.generation.sglang.tensor_parallel = 2
     plans = plans_of(config, gpus)
 
@@ -95,7 +94,7 @@ def test_training_ranks_take_the_first_gpus_and_servers_the_others(
 )
 def test_a_server_gets_a_gpu_for_each_of_sglangs_ranks(args: dict[str, object], each: int) -> None:
     config = ExperimentConfig()
-    config.generation.backend = GenerationBackend.sglang
+    config.generation.backend = "sglang"
     config.generation.sglang.tensor_parallel, config.generation.sglang.args = 2, args
     config.generation.servers = 2
     plans = plans_of(config, gpus=1 + 2 * each)
@@ -106,7 +105,7 @@ def test_a_server_gets_a_gpu_for_each_of_sglangs_ranks(args: dict[str, object], 
 
 def test_hosts_get_servers_by_the_gpus_that_training_leaves_there() -> None:
     config = ExperimentConfig()
-    config.generation.backend = GenerationBackend.sglang
+    config.generation.backend = "sglang"
     config.generation.sglang.tensor_parallel, config.generation.sglang.args = 1, {"pp_size": 2}
     config.trainer.parallel = "d2"
     servers = [GENERATION_SERVER]
@@ -154,7 +153,7 @@ def test_processes_on_gpus_number_them_by_bus_and_let_segments_grow(monkeypatch:
     grow = "expandable_segments:True,pinned_max_round_threshold_mb:64"
     assert set_for("model_worker") == set_for("generation_server") == ("PCI_BUS_ID", grow)
     assert set_for("rollout_worker") == set_for("model_worker", gpus=0) == ("PCI_BUS_ID", None)
-    config.generation.backend = GenerationBackend.sglang
+    config.generation.backend = "sglang"
     assert set_for("generation_server") == ("PCI_BUS_ID", None), "SGLang's kernels share memory between GPUs"
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
@@ -295,7 +294,7 @@ def set_to(path: str, value: object) -> Callable[[ExperimentConfig], None]:
 
 
 def adopts_a_server(config: ExperimentConfig) -> None:
-    config.generation.backend = GenerationBackend.sglang
+    config.generation.backend = "sglang"
     config.generation.sglang.urls = ["http://10.0.0.9:30000"]
 
 

@@ -17,7 +17,6 @@ from asyncrl.algorithms.registry import ProximalMode
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.catalog import known, resolve
 from asyncrl.config.setting import ChoiceConfig, Device, Dtype
-from asyncrl.inference.settings import GenerationBackend
 from asyncrl.models.folder_checks import hugging_face_folder
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.trainer import checks, feature_checks
@@ -288,9 +287,9 @@ def test_routing_is_replayed_of_known_mixtures_of_experts_and_engines_that_tell(
     assert list(check(config)) == []
     config.trainer.parallel = "d2t2p2"
     assert list(check(config)) == []
-    config.generation.backend = GenerationBackend.sglang
+    config.generation.backend = "sglang"
     assert the_message(config).startswith("moe.replay_routing=True: generation.backend='sglang' does not tell which")
-    config.generation.backend = GenerationBackend.embedded
+    config.generation.backend = "embedded"
     config.samples.replay = "somewhere"
     assert "kept samples do not tell which experts there were" in the_message(config)
     config.samples.replay = None

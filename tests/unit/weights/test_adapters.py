@@ -25,8 +25,8 @@ from asyncrl.trainer.parallel.world import World
 from asyncrl.trainer.rank.training_rank import TrainingRank, Versions
 from asyncrl.trainer.settings import LoraConfig, LoraPublish
 from asyncrl.weights.adapters import read_adapters
-from asyncrl.weights.loading import WeightUpdateError, read_checkpoint
-from asyncrl.weights.manifest import are_adapters, read_manifest, verify
+from asyncrl.weights.loading import read_checkpoint
+from asyncrl.weights.manifest import WeightUpdateError, are_adapters, read_manifest, verify
 from asyncrl.weights.publishing import SharedFiles, publish
 from asyncrl.weights.transports.base import TrainerEnd
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from asyncrl.weights.loading import DamagedWeights, read_checkpoint, stage_weights
-from asyncrl.weights.manifest import MANIFEST_FILE, Manifest, file_entry, write_manifest
+from asyncrl.weights.loading import read_checkpoint, stage_weights
+from asyncrl.weights.manifest import MANIFEST_FILE, DamagedWeights, Manifest, file_entry, write_manifest
 
 FILES = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 

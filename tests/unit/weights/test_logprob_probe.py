@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
-from asyncrl.inference.settings import GenerationBackend
 from asyncrl.manager.fleet.fleet_runner import FLOAT32_TOLERANCE
 from asyncrl.models.pictures import Pictures
 from asyncrl.models.ranks import Ranks
@@ -189,7 +188,7 @@ def test_servers_that_take_no_pictures_are_probed_with_text(
 ) -> None:
     config = ExperimentConfig()
     config.model.path, config.generation.context_length = str(vlm_folder(kind)), 256
-    config.model.dtype, config.generation.backend = Dtype.float32, GenerationBackend(backend)
+    config.model.dtype, config.generation.backend = Dtype.float32, backend
     versions = Versions(config, tmp_path, World(), make_rank(config), None, torch.device("cpu"))
     read = read_probe(versions.publish(Publish("actor", 0, to_disk=True)))
     assert read is not None

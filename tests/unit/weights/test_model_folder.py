@@ -12,13 +12,8 @@ from transformers.core_model_loading import Transpose, WeightConverter
 
 from asyncrl.weights import folder_tensors as module
 from asyncrl.weights.folder_tensors import FolderFormatError, WholeModel, folder_tensors
-from asyncrl.weights.loading import (
-    WeightUpdateError,
-    apply_weights,
-    load_targets,
-    read_checkpoint,
-    stage_weights,
-)
+from asyncrl.weights.loading import apply_weights, load_targets, read_checkpoint, stage_weights
+from asyncrl.weights.manifest import WeightUpdateError
 
 SIZES = {
     "hidden_size": 16,

@@ -9,7 +9,6 @@ import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
-from asyncrl.inference.settings import GenerationBackend
 from asyncrl.manager.checks import check
 from asyncrl.runtime.process import hardware
 from asyncrl.runtime.settings import HostConfig
@@ -25,7 +24,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ExperimentConfig:
     monkeypatch.setattr(hardware, "_GPUS", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     made = ExperimentConfig()
-    made.generation.backend, made.generation.sglang.python = GenerationBackend.sglang, "/envs/sglang/bin/python"
+    made.generation.backend, made.generation.sglang.python = "sglang", "/envs/sglang/bin/python"
     made.manager.weight_transport = "distributed"
     return made
 

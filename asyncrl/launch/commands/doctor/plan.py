@@ -312,7 +312,7 @@ def measured_run(history: History, measured: Measured) -> MeasuredRun:
 
 def _server_devices(history: History) -> int:
     generation = ExperimentConfig().generation
-    generation.backend = type(generation.backend)(str(history.setting("generation.backend", generation.backend)))
+    generation.backend = str(history.setting("generation.backend", generation.backend))
     engine = generation.engine
     if engine.program is not None:
         engine.program.tensor_parallel = int(history.setting(engine.named("tensor_parallel"), 1))

@@ -24,8 +24,7 @@ def main(argv: Sequence[str], program: str) -> int:
     args = parser.parse_intermixed_args(argv)
     # These import torch: not for --help or a wrong option.
     from asyncrl.launch.commands.export.policy import export
-    from asyncrl.weights.loading import WeightUpdateError
-    from asyncrl.weights.manifest import ManifestError
+    from asyncrl.weights.manifest import ManifestError, WeightUpdateError
     from asyncrl.weights.stored import ExportError
 
     try:

@@ -21,7 +21,7 @@ from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device, Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.engine_io import GenerationInput, SamplingSpec
+from asyncrl.inference.engine_io import GenerationInput, SamplingSpec
 from asyncrl.models.model_config import ROUTERS, UNRECORDED
 from asyncrl.models.parity import UnsupportedModelError
 from asyncrl.models.routing import Routers

@@ -18,7 +18,7 @@ import asyncrl
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.comm.trajectory_codec import decode_trajectories, encode_trajectories
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.engine_io import GenerationInput, SamplingSpec
+from asyncrl.inference.engine_io import GenerationInput, SamplingSpec
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import build_step_batch
 from asyncrl.trainer.engines.flat import FlatOptimizer, FlatPolicyEngine

@@ -16,7 +16,6 @@ import asyncrl
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
 from asyncrl.inference import checks as inference
-from asyncrl.inference.settings import GenerationBackend
 from asyncrl.manager import checks as manager
 from asyncrl.trainer.model.lora_checks import check, layer_kinds, publishes_adapters
 from asyncrl.trainer.settings import LoraPublish
@@ -86,7 +85,7 @@ def test_by_default_a_version_is_what_all_servers_can_take(adapted: ExperimentCo
     adapted.model.lora.publish = LoraPublish.auto
     adapted.system.shared_filesystem = False
     assert not publishes_adapters(adapted)
-    adapted.system.shared_filesystem, adapted.generation.backend = True, GenerationBackend.sglang
+    adapted.system.shared_filesystem, adapted.generation.backend = True, "sglang"
     adapted.generation.sglang.python = "/bin/true"
     assert not publishes_adapters(adapted)
     for transport in ("disk", "tensor", "distributed"):
@@ -101,7 +100,7 @@ def test_adapters_alone_are_refused_where_servers_take_whole_weights(adapted: Ex
     adapted.model.lora.publish = LoraPublish.adapter
     assert publishes_adapters(adapted)
     assert list(check(adapted)) == []
-    adapted.generation.backend, adapted.manager.weight_transport = GenerationBackend.sglang, "tensor"
+    adapted.generation.backend, adapted.manager.weight_transport = "sglang", "tensor"
     adapted.system.shared_filesystem = False
     assert list(check(adapted)) == [
         "model.lora.publish='adapter': generation.backend='sglang' loads whole weights; use merged, or auto",

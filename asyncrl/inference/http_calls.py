@@ -1,4 +1,5 @@
-"""Read requests of the embedded server: `/generate` bodies in SGLang's form, and the pictures that they name.
+"""HTTP calls of a back end's server in SGLang's form: read `/generate` bodies and the pictures that they name, answer
+with samples or refusals.
 
 A field that the engine cannot honour (a grammar, a penalty) is refused rather than ignored, unless it has its neutral
 value. Unknown top-level fields are ignored and unknown sampling parameters refused, as SGLang does.
@@ -6,25 +7,39 @@ value. Unknown top-level fields are ignored and unknown sampling parameters refu
 
 from __future__ import annotations
 
+import base64
+import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from itertools import repeat
+from typing import Any, TypeAlias, TypeVar, cast
 
 import msgspec
+from aiohttp import web
 from msgspec import Struct
 
-from asyncrl.api import Tokenizer
-from asyncrl.api.picture import PlacedPicture, check_spans
+from asyncrl.api import FinishReason, Tokenizer
+from asyncrl.api.picture import PictureError, PictureRef, PlacedPicture, check_spans
+from asyncrl.comm.http_server import Handler, Refused
 from asyncrl.comm.typed import convert, decode_json
-from asyncrl.inference.embedded.engine_io import GenerationInput, SamplingSpec
-from asyncrl.inference.messages import GenerateRequest
+from asyncrl.inference.engine_io import (
+    EngineStoppedError,
+    Finish,
+    GenerationInput,
+    GenerationOutput,
+    MemoryStateError,
+    MissingPicture,
+    RequestError,
+    SamplingSpec,
+)
+from asyncrl.inference.messages import GenerateRequest, MissingPictures
 from asyncrl.inference.random_streams import derive_seed
-
-if TYPE_CHECKING:
-    from asyncrl.inference.embedded.pictures import PictureCache
+from asyncrl.weights.manifest import DamagedWeights, WeightUpdateError
 
 T = TypeVar("T")
+PlacePictures: TypeAlias = Callable[[Sequence[Sequence[PictureRef]]], Sequence[tuple[PlacedPicture, ...]]]
+"""Finds the pictures that requests name, or raises MissingPicture."""
 
 NEUTRAL_PARAMS: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0, None),
@@ -173,7 +188,7 @@ def _checked(params: dict[str, Any]) -> UsedParams:
 
 def _check_neutral(name: str, value: Any, neutral: Mapping[str, tuple[Any, ...]]) -> None:
     if name in neutral and value not in neutral[name]:
-        raise handler_error(f"{name} is {value!r}; the embedded engine does not support it, leave it out")
+        raise handler_error(f"{name} is {value!r}; the engine does not support it, leave it out")
 
 
 def _spec(params: UsedParams, eos_token_ids: tuple[int, ...]) -> SamplingSpec:
@@ -214,13 +229,13 @@ def _rids(rid: str | list[str] | None, prompts: int, copies: int) -> list[str]:
 
 
 def _pictures(
-    request: GenerateRequest, prompts: Sequence[Sequence[int]], cache: PictureCache | None
+    request: GenerateRequest, prompts: Sequence[Sequence[int]], place: PlacePictures | None
 ) -> Sequence[tuple[PlacedPicture, ...]]:
     """Return the pictures of each prompt."""
     refs = request.pictures
     if refs is None or not any(refs):
         return [()] * len(prompts)
-    if cache is None:
+    if place is None:
         raise handler_error("pictures: the model takes none")
     if request.input_ids is None or len(refs) != len(prompts):
         raise handler_error(f"pictures has {len(refs)} lists: give input_ids, and a list for each of its prompts")
@@ -229,16 +244,16 @@ def _pictures(
             check_spans(own, len(prompt))
         except ValueError as error:
             raise handler_error(f"pictures: {error}") from error
-    return cache.placed(refs)
+    return place(refs)
 
 
 def parse_generate(
     raw: bytes,
     tokenizer: Tokenizer | None,
     eos_token_ids: tuple[int, ...],
-    cache: PictureCache | None = None,
+    place: PlacePictures | None = None,
 ) -> GenerateCall:
-    """Parse the body of `/generate`; `cache` has the pictures, for a model that takes them.
+    """Parse the body of `/generate`; `place` finds the pictures, for a model that takes them.
 
     A seed that is given once for several samples is split: sample i of those that share it draws from
     `derive_seed(seed, i)`. A seed of a single sample is that sample's stream itself.
@@ -246,7 +261,7 @@ def parse_generate(
     Raises:
         Refusal: the body is refused.
         RequestError: a sampling value is out of range.
-        MissingPicture: the cache lacks a picture.
+        MissingPicture: a picture is not kept here.
     """
     request = decode(raw, GenerateRequest)
     for name in UNSUPPORTED_FIELDS:
@@ -263,7 +278,7 @@ def parse_generate(
     start = -1 if request.logprob_start_len is None or not request.return_logprob else request.logprob_start_len
     routing_from = request.routed_experts_start_len if request.return_routed_experts else -1
     rids = _rids(request.rid, len(prompts), n)
-    pictures = _pictures(request, prompts, cache)
+    pictures = _pictures(request, prompts, place)
     inputs = []
     for position, (prompt, spec, shown) in enumerate(zip(prompts, specs, pictures, strict=True)):
         ids = tuple(prompt)
@@ -280,3 +295,83 @@ def parse_generate(
         return_logprob=bool(request.return_logprob),
         trim_stop=not params[0].no_stop_trim,
     )
+
+
+def finish_reason(finish: Finish | None, length: int) -> dict[str, Any] | None:
+    """Return SGLang's finish_reason object; None while the sample is still being streamed."""
+    if finish is None:
+        return None
+    if finish.reason == FinishReason.length:
+        return {"type": "length", "length": length}
+    if finish.reason == FinishReason.stop:
+        return {"type": "stop", "matched": finish.matched}
+    if finish.queued:
+        return {"type": "abort", "message": "Abort in waiting queue"}
+    return {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+
+
+def _triples(
+    logprobs: list[float] | list[float | None], tokens: list[int] | tuple[int, ...]
+) -> list[tuple[float | None, int, None]]:
+    return list(zip(logprobs, tokens, repeat(None, len(tokens)), strict=True))
+
+
+def sample_reply(
+    call: GenerateCall, index: int, output: GenerationOutput, tokenizer: Tokenizer | None, received: float
+) -> dict[str, Any]:
+    """Return the JSON object of sample `index`; `received` is the call's arrival on the monotonic clock."""
+    length = len(output.output_ids)
+    finish = output.finish
+    meta: dict[str, Any] = {"id": output.rid, "finish_reason": finish_reason(finish, length)}
+    if finish is None or not finish.queued:
+        meta["prompt_tokens"] = output.prompt_tokens
+        meta["cached_tokens"] = output.cached_tokens
+        meta["cached_tokens_details"] = None
+        meta["num_retractions"] = output.num_retractions
+    meta["weight_version"] = output.weight_version
+    if call.return_logprob:
+        request = call.inputs[index]
+        prompt = request.input_ids[request.prompt_logprobs_from :]
+        scored = output.prompt_logprobs
+        meta["input_token_logprobs"] = [] if scored is None else _triples(scored, prompt)
+        meta["output_token_logprobs"] = _triples(output.logprobs, output.output_ids)
+        meta["output_token_logprobs_length"] = length
+    if output.routing is not None:
+        meta["routed_experts"] = base64.b64encode(output.routing.astype("<i4").tobytes()).decode("ascii")
+    meta["reasoning_tokens"] = 0
+    meta["completion_tokens"] = length
+    meta["weight_versions"] = [{"version": s.version, "start": s.start, "end": s.end} for s in output.spans]
+    meta["dp_rank"] = None
+    meta["e2e_latency"] = time.monotonic() - received
+    meta["response_sent_to_client_ts"] = time.time()
+    reply: dict[str, Any] = {"output_ids": output.output_ids, "meta_info": meta}
+    if tokenizer is None:
+        return reply
+    text = tokenizer.decode(output.output_ids)
+    if call.trim_stop and finish is not None and isinstance(finish.matched, str):
+        text = text.partition(finish.matched)[0]
+    return {"text": text, **reply}
+
+
+def refusing(handler: Callable[[web.BaseRequest, bytes], Awaitable[web.StreamResponse]]) -> Handler:
+    """Wrap `handler` so that refusals are answered with SGLang's error bodies."""
+
+    async def answer(request: web.BaseRequest, body: bytes) -> web.StreamResponse:
+        try:
+            return await handler(request, body)
+        except Refusal as error:
+            raise Refused(400, error.body, "malformed") from error
+        except (RequestError, PictureError) as error:
+            raise Refused(400, handler_error(str(error)).body, "malformed") from error
+        except MissingPicture as error:
+            raise Refused(409, MissingPictures([*error.hashes]), "missing_pictures") from error
+        except WeightUpdateError as error:
+            damaged = {"damaged": True} if isinstance(error, DamagedWeights) else {}  # SGLang's has no such field
+            failure = {"success": False, "message": str(error), "num_paused_requests": 0, **damaged}
+            raise Refused(400, failure, "weight_update") from error
+        except MemoryStateError as error:
+            raise Refused(400, handler_error(str(error)).body, "memory_state") from error
+        except EngineStoppedError as error:
+            raise Refused(503, {"error": {"message": str(error)}}, "engine_stopped") from error
+
+    return answer
