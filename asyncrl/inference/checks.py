@@ -12,7 +12,8 @@ from asyncrl.comm.names import GENERATION_SERVER, MODEL_WORKER
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.memory import context_length, needed_context, single_answer
 from asyncrl.config.setting import Device
-from asyncrl.inference.settings import BACKENDS, GenerationConfig, ProgramConfig, guests_of
+from asyncrl.inference.backend import ProgramConfig
+from asyncrl.inference.settings import BACKENDS, GenerationConfig, guests_of
 from asyncrl.models.model_config import read_model_config
 from asyncrl.runtime.plan import WorkerPlan, plan_if_valid
 from asyncrl.runtime.process.hardware import LOOPBACK, count_gpus
