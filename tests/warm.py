@@ -13,10 +13,10 @@ Each process begins with the modules of the template and nothing else of any run
 launcher does anything. A supervisor is the spawner's grandchild whose parent ends at once, so that the kernel hands it
 to the launcher, which is a subreaper.
 
-Only `python -m asyncrl.launch`, rehearsals, checks of model folders, supervisors, workers and the making of base models
-are forked; all else that a process starts (processes of users' code, SGLang, tools) is started as always. What is about
-the start itself, about what a process has not imported or about its memory runs cold: `start_run(cold=True)`.
-`ASYNCRL_COLD_TESTS=1 make test` runs everything so.
+Only `python -m asyncrl.launch`, rehearsals, checks of model folders, rules for pictures, supervisors, workers and the
+making of base models are forked; all else that a process starts (processes of users' code, SGLang, tools) is started as
+always. What is about the start itself, about what a process has not imported or about its memory runs cold:
+`start_run(cold=True)`. `ASYNCRL_COLD_TESTS=1 make test` runs everything so.
 
 On other hosts, which are this machine in tests, nobody forks from the template: ssh and such start supervisors there.
 Below them a *stand-in* (`python_of_hosts`) has the template fork the process in its place, passes signals on to it, and
@@ -102,6 +102,7 @@ PRELOADED = (
 MODULES = (
     "asyncrl.launch",
     "asyncrl.launch.before_start.rehearsal",
+    "asyncrl.models.picture_rules",
     "asyncrl.runtime.main",
     "asyncrl.trainer.supervised.child",
     "asyncrl.weights.whole_folder",
