@@ -5,7 +5,6 @@ from __future__ import annotations
 import pkgutil
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any
 from urllib.parse import urlsplit
 
 from asyncrl.comm.names import GENERATION_SERVER, MODEL_WORKER
@@ -152,26 +151,17 @@ def first_shared_gpu(plans: list[WorkerPlan]) -> tuple[str, tuple[str, str]] | N
 
 
 def _adopted(config: ExperimentConfig, program: ProgramConfig) -> Iterator[str]:
-    """Yield an error message for each adopted server that the run cannot use, and for each setting that adopted servers
-    never hear of.
-    """
+    """Yield an error message for each adopted server that the run cannot use, and for a limit that none hears of."""
     generation, named = config.generation, config.generation.engine.named
     yield from addresses(named("urls"), program.urls, config.system)
     servers = [url.rstrip("/") for url in program.urls]
     for url in sorted({url for url in servers if servers.count(url) > 1}):
         yield f"{named('urls')}={url!r}: given {servers.count(url)} times; name each server once"
-    unheard: dict[str, Any] = {
-        "generation.max_running_requests": generation.max_running_requests,
-        named("args"): program.args,
-        named("env"): program.env,
-        named("tensor_parallel"): program.tensor_parallel if program.tensor_parallel > 1 else None,
-    }
-    for name, value in unheard.items():
-        if value:
-            yield (
-                f"{name}={value!r}: a server in {named('urls')} has what it was started with; give it to the server, "
-                "and leave it out here"
-            )
+    if limit := generation.max_running_requests:
+        yield (
+            f"generation.max_running_requests={limit}: a server in {named('urls')} has the limit that it was started "
+            "with; give it to the server, and leave it out here"
+        )
 
 
 def _unused_urls(generation: GenerationConfig) -> Iterator[str]:

@@ -147,7 +147,7 @@ def show_end(run_dir: Path, code: int, console: Console) -> None:
 
 def what_next(run_dir: Path, code: int) -> list[str]:
     """Return the commands that show more of a run that ended with `code`, each in a line that can be copied."""
-    lines = [("pace", _command("doctor", run_dir)), ("look at it", _command("dashboard", run_dir))]
+    lines = [("explain it", _command("doctor", run_dir)), ("look at it", _command("dashboard", run_dir))]
     if code == EXIT_INTERRUPTED:
         lines.append(("continue", "the same command continues from the newest checkpoint"))
     return [f"{label:<{SUMMARY_INDENT}}{what}" for label, what in lines]

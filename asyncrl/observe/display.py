@@ -218,15 +218,15 @@ class _Panel:
     Args:
         eta: `max_head_offpolicyness`.
         failures: counts of failed rollouts.
-        doctor: the command that says what sets the pace.
 
     Attributes:
+        doctor: the command that says what sets the pace; empty: it is not shown.
         stage_lines: lines below the figures: the state of the run.
         outlook: how far the step at hand is.
     """
 
     def __init__(self, title: str, total_steps: int, eta: int, failed: Mapping[str, int], doctor: str) -> None:
-        self._title, self._total, self._eta, self._failed, self._doctor = title, total_steps, eta, failed, doctor
+        self._title, self._total, self._eta, self._failed, self.doctor = title, total_steps, eta, failed, doctor
         self.stage_lines: Sequence[StatusLine] = ()
         self.outlook = ""
         self._recent: deque[Row] = deque(maxlen=_RECENT)
@@ -250,8 +250,8 @@ class _Panel:
     def render(self) -> RenderableType:
         """Return the panel of the newest row, for rich."""
         body: list[RenderableType] = [self._progress(), self._figures(self._recent[-1] if self._recent else {})]
-        enough = self._doctor and not self.stage_lines and len(self._recent) >= FEWEST_STEPS
-        lines = (self.outlook, *self.stage_lines, f"pace: {self._doctor}" if enough else "")
+        enough = self.doctor and not self.stage_lines and len(self._recent) >= FEWEST_STEPS
+        lines = (self.outlook, *self.stage_lines, f"pace: {self.doctor}" if enough else "")
         body += [Text(str(line), style="dim") for line in lines if line]
         title = Text(self._title, style="bold", overflow="ellipsis")
         return Panel(Group(*body), title=title, title_align="left", border_style="cyan", padding=(0, 1))
@@ -354,7 +354,7 @@ class LiveDisplay:
         """Draw the last state and stop."""
         self._closed.set()
         self._redrawing.join()
-        self._panel.stage_lines, self._panel.outlook = (), ""
+        self._panel.stage_lines, self._panel.outlook, self._panel.doctor = (), "", ""
         try:
             self._live.stop()  # draws a last frame
         finally:

@@ -154,7 +154,7 @@ class Launch:
         manager: the newest line of the GserverManager; empty if it wrote none.
         rollouts_since: time of the first line in which rollouts run; None if there is none.
         step: number of the newest step, also of an earlier launch.
-        step_ends: times at which its newest steps were complete: the MasterWorker then publishes their weights.
+        step_ends: times at which the training of its newest steps ended.
         silent: the processes that should still write lines, and have not done so for some seconds.
     """
 
@@ -169,11 +169,13 @@ class Launch:
         self.manager, lines = manager.last, manager.between(self.began_at, self.now)
         self.rollouts_since: float | None = next((line["at"] for line in lines if line.get("rollouts_running")), None)
         master = processes.get("master_worker/0", Process("master_worker/0"))
-        published = [span for span in master.spans if span["span"] == "publish"]
-        # The manager goes back with a launch that continues from a checkpoint; one that has just started says 0.
-        self.step = int(self.manager.get("trained_version") or (published[-1]["step"] if published else 0))
-        ends: list[float] = [span["begin"] for span in published if span["begin"] >= self.began_at]
-        self.step_ends = ends[-PACE_STEPS:]
+        trained = [span for span in master.spans if span["span"] == "train"]
+        newest = int(trained[-1]["step"]) if trained else 0
+        told = int(self.manager.get("trained_version", newest))
+        # The manager is told of a step a moment after its span is written. Further back is a run that has gone back.
+        self.step = told if told < newest - 1 else max(told, newest)
+        ends = [span["end"] for span in trained if span["end"] >= self.began_at and span["step"] <= self.step]
+        self.step_ends: list[float] = ends[-PACE_STEPS:]
 
     def of_kind(self, kind: str) -> list[Process]:
         """Return its processes of a kind."""
@@ -218,8 +220,9 @@ def standstill(launch: Launch) -> tuple[str, str] | None:
     """
     now = launch.now
     since = now - launch.step_ends[-1]
-    counts = [p.rate(work, now - WINDOW_S, now) for p in launch.processes for work in ("answers_total", "flops_total")]
-    if any(counts) or since < max(LONG_S, TIMES_A_STEP * launch.step_s):
+    if since < max(LONG_S, TIMES_A_STEP * launch.step_s):
+        return None
+    if any(p.rate(work, now - WINDOW_S, now) for p in launch.processes for work in ("answers_total", "flops_total")):
         return None
     sentence = f"no step since {since:.0f} s, after step {launch.step}; {launch.describe()}."
     if silent := launch.silent:

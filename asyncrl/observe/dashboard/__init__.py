@@ -55,14 +55,14 @@ Decode = Callable[[Sequence[int]], str]
 def page_data(history: History, decode: Decode | None = None) -> dict[str, Any]:
     """Return all data of the run that the page shows. `decode` turns token ids into text, for single tokens."""
     settings = history.ledger.settings
-    sizes = StepSizes(*(int(history.setting(name, 0)) for name in StepSizes._fields))
+    running = history.state is State.running
     data = {
         "name": history.name,
         "folder": str(history.folder),
         "state": str(history.state),
         "step": max(history.steps, default=0),
         "total": history.setting("total_train_steps", 0),
-        "outlook": outlook(Launch(history.processes), sizes) if history.state is State.running else "",
+        "outlook": outlook(Launch(history.processes), _sizes(history)) if running else "",
         "eta": settings.max_head_offpolicyness if settings else 0,
         "config": _flat(without_secrets(history.config)),
         "series": _series(history),
@@ -90,6 +90,13 @@ def _clean(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_clean(each) for each in value]
     return value
+
+
+def _sizes(history: History) -> StepSizes:
+    config = history.config
+    return StepSizes(
+        *(int(config.get(name) or least) for name, least in zip(StepSizes._fields, (0, 0, 1), strict=True))
+    )
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -32,7 +32,7 @@ def test_a_folder_of_the_user_is_named_from_there_so_that_the_line_fits_80_colum
 ) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     lines = what_next(Path("/home/somebody/.cache/asyncrl/async_ppo/trial0"), EXIT_OK)
-    assert lines[0] == f"pace       {program()} doctor ~/.cache/asyncrl/async_ppo/trial0"
+    assert lines[0] == f"explain it {program()} doctor ~/.cache/asyncrl/async_ppo/trial0"
     assert max(map(len, lines)) <= 80
     spaced = what_next(Path("/home/somebody/my runs/trial0"), EXIT_OK)
     assert spaced[0].endswith(" doctor ~/'my runs/trial0'"), "a shell expands what is before the quotes"

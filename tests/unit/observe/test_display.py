@@ -145,7 +145,7 @@ def test_on_80_columns_the_lines_below_the_figures_follow_the_run() -> None:
     display.stage_lines([StatusLine(stands_still)])
     assert " ".join(below("waiting")) == stands_still
     display.close()
-    assert "pace: " in out.getvalue(), "it stays when the run has ended"
+    assert "pace: " not in out.getvalue(), "the end of a run names the command once more"
 
 
 def test_before_the_first_step_there_is_the_accuracy_of_the_initial_model_alone() -> None:

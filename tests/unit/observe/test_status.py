@@ -103,6 +103,24 @@ def test_a_launch_that_continues_is_starting_until_it_has_made_a_step_itself() -
     assert outlook(launch(begun, {30: -7200.0}), SIZES).startswith("step 21 of 40"), "from the checkpoint of step 20"
 
 
+def test_a_step_counts_from_the_end_of_its_training_also_while_it_is_published() -> None:
+    gate = {"rollouts_running": 8, "finished_untrained": 1}
+    lines = {"gserver_manager/0": [line(5.0, **gate, trained_version=0), line(39.0, **gate, trained_version=2)]}
+    publishing = launch(lines, {1: 20.0, 2: 30.0, 3: 40.0})
+    assert (publishing.step, publishing.step_s) == (3, 10.0), "the manager has not been told yet"
+    lines["gserver_manager/0"].append(line(41.0, **gate, trained_version=3))
+    assert launch(lines, {1: 20.0, 2: 30.0, 3: 40.0}).step == 3
+    assert shown(lines, {1: 20.0, 2: 30.0, 3: 40.0}) == []
+
+
+def test_a_run_that_has_gone_back_counts_from_there() -> None:
+    """Without a checkpoint a death of the brain takes it back to version 0, within one launch."""
+    lines = {"gserver_manager/0": [line(60.0, rollouts_running=8, trained_version=0)]}
+    again = launch(lines, {1: 20.0, 2: 30.0, 3: 40.0})
+    assert (again.step, again.step_ends) == (0, [])
+    assert outlook(again, SIZES).startswith("step 1 of 40")
+
+
 def test_how_far_the_first_batch_of_a_launch_is_and_when_it_will_be_ready() -> None:
     gate = {"rollouts_running": 8, "submitted_total": 8, "finished_untrained": 0, "trained_version": 30}
     lines: dict[str, list[Line]] = {"rollout_worker/0": [line(0.0, answers_total=0)]}
