@@ -19,8 +19,6 @@ from asyncrl.trainer.settings import OptimizerConfig, RoleRanks
 
 CUTS = "asyncrl.trainer.parallel.checks"
 """Checks of layouts in which some rank has a part of a model, or of the tokens of a sequence."""
-NEEDS_VALUES = frozenset({"gae", "gae_turn"})
-"""Advantages that are estimated from a critic's values; a test compares this list with the estimators' errors."""
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:

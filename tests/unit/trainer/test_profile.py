@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.optional_checks import optional_problems
 from asyncrl.observe.settings import ProfileConfig
 from asyncrl.runtime.process import stacks
 from asyncrl.runtime.supervisor import LAUNCH_VARIABLE
-from asyncrl.trainer import checks
 from asyncrl.trainer.rank.profile import StepProfile
 
 SLEEPER = """
@@ -119,9 +119,9 @@ async def test_a_host_without_py_spy_says_so(tmp_path: Path, monkeypatch: pytest
 def test_what_there_is_not_is_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stacks, "py_spy", lambda: None)
     config = ExperimentConfig(total_train_steps=5)
-    assert not [line for line in checks.check(config) if "profile" in line]
+    assert not [line for line in optional_problems(config) if "profile" in line]
     config.profile = ProfileConfig(steps=[5, 6], ranks=[0, 1])
-    assert [line.partition(":")[0] for line in checks.check(config) if "profile" in line] == [
+    assert [line.partition(":")[0] for line in optional_problems(config) if "profile" in line] == [
         "profile.steps=[5, 6]",
         "profile.ranks=[0, 1]",
         "profile.stacks=true",

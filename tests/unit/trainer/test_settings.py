@@ -15,6 +15,7 @@ import torch
 from asyncrl.algorithms.inputs import AdvantageInputs
 from asyncrl.algorithms.registry import ProximalMode
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.optional_checks import optional_problems
 from asyncrl.config.plugin_code.catalog import known, resolve
 from asyncrl.config.setting import ChoiceConfig, Device, Dtype
 from asyncrl.models.folder_checks import hugging_face_folder
@@ -22,7 +23,6 @@ from asyncrl.runtime.plan import plan_workers
 from asyncrl.trainer import checks, feature_checks
 from asyncrl.trainer.checks import warnings
 from asyncrl.trainer.feature_checks import NEEDS_VALUES
-from asyncrl.trainer.model import lora_checks
 from asyncrl.trainer.parallel.placement import engine_of
 from asyncrl.trainer.settings import (
     AttentionImplementation,
@@ -42,8 +42,8 @@ SetInstalled = Callable[[bool], None]
 
 def check(config: ExperimentConfig) -> Iterator[str]:
     """Yield the problems of a training rank's settings, those of optional features included."""
-    for module in (checks, feature_checks, lora_checks):
-        yield from module.check(config)
+    yield from checks.check(config)
+    yield from optional_problems(config)
 
 
 NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
@@ -291,7 +291,7 @@ def test_routing_is_replayed_of_known_mixtures_of_experts_and_engines_that_tell(
     assert the_message(config).startswith("moe.replay_routing=True: generation.backend='sglang' does not tell which")
     config.generation.backend = "embedded"
     config.samples.replay = "somewhere"
-    assert "kept samples do not tell which experts there were" in the_message(config)
+    assert "kept samples do not tell which experts there were" in " ".join(check(config)), "and there are none"
     config.samples.replay = None
     for model_type, experts in (("deepseek_v3", "n_routed_experts"), ("qwen3_next", "num_experts")):
         folder = tmp_path / model_type
@@ -543,7 +543,7 @@ def test_the_behaviour_stands_for_the_proximal_policy_only_where_no_sample_is_ol
     config.max_head_offpolicyness = 0
     assert list(check(config)) == []
     config.samples.replay = "kept"
-    assert "the samples of 'kept' need not be of the policy" in the_message(config)
+    assert "the samples of 'kept' need not be of the policy" in " ".join(check(config)), "and there are none"
 
 
 @pytest.mark.parametrize(
