@@ -59,6 +59,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "pacing": ("manager/rollouts/pacing.py",),
     "queue": ("data/prompt_queue.py", "data/curriculum.py"),
     "buffer": ("master/data/sample_buffer.py", "master/data/order.py", "master/data/while_waiting.py"),
+    "wait for a batch": ("master/train_loop.py",),
     "step plan": ("master/step.py",),
     "router": ("manager/router.py",),
     "fleet": ("manager/fleet/decisions.py", "staging/fan_out.py", "manager/fleet/servers.py"),
@@ -71,6 +72,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "chat": ("chat/conversation.py", "chat/parsers.py", "chat/call_formats.py"),
     "rewards": ("plugins/rewards/math_answer.py", "plugins/rewards/text.py", "plugins/rewards/code_tests.py"),
 }
+ONLY = {
+    "master/train_loop.py": {"next_batch", "_enough_rollouts", "_more", "_nothing_would_expire", "_refreshed"},
+}
+"""Functions of a module that are changed; what the others decide, only whole processes show."""
 PRELOADED = (
     "aiohttp",
     "hydra",
@@ -146,7 +151,11 @@ def mutants(group: str, file: str, text: str) -> list[Mutant]:
     for line in encoded.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
     found = []
-    for node, after, (first, last) in _changes(tree, None):
+    roots: list[ast.AST] = [tree]
+    if file in ONLY:
+        functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+        roots = [function for function in functions if function.name in ONLY[file]]
+    for node, after, (first, last) in (change for root in roots for change in _changes(root, None)):
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
         start, end = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
