@@ -104,11 +104,11 @@ class ProcessHistory:
                 self._take(process, Appended(older).read(), after=process.last.get("at", 0.0))
                 self._take(process, self._files[name].read())
 
-    def has_started(self, launcher: int) -> bool:
-        """True if the launcher with this process id has started all processes."""
+    def launches(self) -> dict[int, float]:
+        """Return the launchers that have started all processes: the time of each by its process id."""
         self.refresh()
         of_launchers = self.processes.get("launcher/0", Process("launcher/0"))
-        return any((span["span"], span.get("pid")) == (START, launcher) for span in of_launchers.spans)
+        return {span["pid"]: span["end"] for span in of_launchers.spans if span["span"] == START}
 
     def _take(self, process: Process, raw_lines: list[bytes], after: float = 0.0) -> None:
         for raw in raw_lines:

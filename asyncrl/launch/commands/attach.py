@@ -86,7 +86,7 @@ def detach(command: Sequence[str], run_dir: Path) -> int:
         except subprocess.TimeoutExpired:
             waited_s += _LOOK_S
         finally:
-            started = observed.has_started(launcher.pid)
+            started = launcher.pid in observed.launches()
             _show(shown.read())
         if started:
             break

@@ -24,12 +24,13 @@ from rich.console import Console
 
 from asyncrl.comm import names
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.run_dir import LEDGER_DIR, RESTARTS_FILE, read_summary, run_dir_of
+from asyncrl.config.run_dir import LEDGER_DIR, OBSERVED_DIR, RESTARTS_FILE, read_summary, run_dir_of
 from asyncrl.config.setting import ConfigError
 from asyncrl.launch.before_start.setting_checks import experiment_parser, load_rl
 from asyncrl.launch.commands import ERROR, refuse
 from asyncrl.launch.commands.audit import Audit, audit
 from asyncrl.launch.train import summary_lines
+from asyncrl.observe.status import ProcessHistory
 from asyncrl.observe.tail import read_rows
 from asyncrl.runtime.plan import PROCESS_KINDS, Restart, plan_workers
 from asyncrl.runtime.settings import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
@@ -203,7 +204,8 @@ def _report(
         return refuse("\n".join(line.removeprefix(ERROR) for line in watched.lines))
     run_dir = run_dir_of(config)
     entries = read_ledger(run_dir / LEDGER_DIR, lambda place, what: None)  # the audit reports its errors
-    complete(watched.done, watched.steps, read_rows(run_dir / RESTARTS_FILE))
+    launches = ProcessHistory(run_dir / OBSERVED_DIR, "launcher-0").launches()
+    complete(watched.done, watched.steps, read_rows(run_dir / RESTARTS_FILE), sorted(launches.values()))
     find_work(watched.done, entries)
     add_costs(watched.done, entries)
     found = audit(run_dir) if (run_dir / LEDGER_DIR).is_dir() else Audit(("there is no ledger",), None)  # type: ignore[arg-type]

@@ -216,7 +216,7 @@ class RunLauncher:
     def begun(self) -> bool:
         """True once the first launcher has started the run's processes."""
         if not self._begun and self._process is not None:
-            self._begun = self._observed.has_started(self._process.pid)
+            self._begun = self._process.pid in self._observed.launches()
         return self._begun
 
     @property

@@ -238,26 +238,43 @@ def replaced_as(target: str) -> str:
 
 
 def complete(
-    done: Sequence[InjectedFault], steps: Sequence[tuple[float, int]], restarts: Sequence[Mapping[str, Any]]
+    done: Sequence[InjectedFault],
+    steps: Sequence[tuple[float, int]],
+    restarts: Sequence[Mapping[str, Any]],
+    launches: Sequence[float] = (),
 ) -> None:
     """Fill in the times at which the run continued after each fault.
 
-    `steps`: for each row of metrics, the time when it was seen, and its step. `restarts`: lines of `restarts.jsonl`.
+    Args:
+        steps: for each row of metrics, the time when it was seen, and its step.
+        restarts: lines of `restarts.jsonl`.
+        launches: times at which a launcher had started all processes. Those of a killed launcher may end their step.
     """
+
+    def resumed(each: InjectedFault) -> float | None:
+        if each.kind != LAUNCHER:
+            what = (replaced_as(each.fault.target), WHOLE_RUN)
+            ends = (line["time"] for line in restarts if line.get("went_on") in what and line["time"] > each.at)
+            return next(ends, None)
+        began = next((at for at in launches if at > each.at), None)
+        return None if began is None else next((seen for seen, _ in steps if seen > began), None)
+
     kills = [each for each in done if each.fault.kind is FaultKind.kill]
     for each in kills:
         later = (other for other in kills if other.at > each.at and _covers(other, each))
         next_kill = min(later, key=lambda other: other.at, default=None)
-        resumed_at = _resumed_at(each, restarts, steps)
+        resumed_at = resumed(each)
         if next_kill is not None and (resumed_at is None or next_kill.at < resumed_at):
             each.overtaken_by = next_kill.fault.number
-            resumed_at = _resumed_at(next_kill, restarts, steps)
+            resumed_at = resumed(next_kill)
         each.ready_s = None if resumed_at is None else resumed_at - each.at
     for each in done:
         over = each.over if each.over is not None else each.at
         if each.fault.kind is FaultKind.kill and each.kind in _OF_BRAIN:
             over = max(over, each.at + (each.ready_s or 0.0))
         row = next((seen for seen, _ in steps if seen > over), None)
+        if each.kind == LAUNCHER:
+            row = None if each.ready_s is None else each.at + each.ready_s
         origin = each.at if each.fault.kind is FaultKind.kill else over
         each.next_step_s = None if row is None else row - origin
 
@@ -265,16 +282,6 @@ def complete(
 def _covers(later: InjectedFault, earlier: InjectedFault) -> bool:
     """True if the restart after `later` includes the restart that was due after `earlier`."""
     return later.kind == LAUNCHER or replaced_as(later.fault.target) == replaced_as(earlier.fault.target)
-
-
-def _resumed_at(
-    each: InjectedFault, restarts: Sequence[Mapping[str, Any]], steps: Sequence[tuple[float, int]]
-) -> float | None:
-    """Return the time when the replacement was ready. After the death of a launcher, only the next step shows this."""
-    if each.kind == LAUNCHER:
-        return next((seen for seen, _ in steps if seen > each.at), None)
-    what = (replaced_as(each.fault.target), WHOLE_RUN)
-    return next((line["time"] for line in restarts if line.get("went_on") in what and line["time"] > each.at), None)
 
 
 def find_work(done: Sequence[InjectedFault], entries: Sequence[Entry]) -> None:

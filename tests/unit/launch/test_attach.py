@@ -19,15 +19,15 @@ from asyncrl.runtime.trials.claim import TrialClaim
 
 def test_a_launch_has_started_once_its_own_launcher_says_so(tmp_path: Path) -> None:
     observed = ProcessHistory(tmp_path, "launcher-0")
-    assert not observed.has_started(7)
+    assert 7 not in observed.launches()
     for name, pid in (("launcher-0", 6), ("model_worker-0", 7)):
         (tmp_path / f"{name}.jsonl").write_text(f'{{"span": "start", "begin": 1, "end": 2, "pid": {pid}}}\n')
-    assert (observed.has_started(6), observed.has_started(7)) == (True, False)
+    assert [pid in observed.launches() for pid in (6, 7)] == [True, False]
     with (tmp_path / "launcher-0.jsonl").open("a") as lines:
         lines.write(
             '{"span": "call", "begin": 3, "end": 4, "pid": 7}\n{"span": "start", "begin": 3, "end": 4, "pid": 7}\n'
         )
-    assert observed.has_started(7)
+    assert 7 in observed.launches()
 
 
 @pytest.mark.parametrize("where", ["nothing", "ended", "terminal", "container"])

@@ -72,9 +72,10 @@ def test_the_brain_is_at_work_with_the_first_step_after_it_was_ready(target: str
     assert (done.ready_s, done.at_work_s, done.next_step_s) == (5.0, 9.0, 9.0)
 
 
-def test_a_killed_launcher_is_made_good_by_the_next_step() -> None:
+def test_a_killed_launcher_is_made_good_by_the_next_step_of_the_next_launch() -> None:
+    """The processes of the killed one end their step."""
     done = kill(1, LAUNCHER, 100.0)
-    complete([done], [(99.0, 9), (120.0, 8)], [])
+    complete([done], [(99.0, 8), (100.7, 9), (120.0, 10)], [], launches=[5.0, 112.0])
     find_work([done], [])
     assert (done.at_work_s, done.next_step_s) == (20.0, 20.0)
 
