@@ -53,6 +53,7 @@ def test_a_run_trains_on_a_server_that_knows_only_the_documented_verbs(
         total_train_steps=4,
         generation__backend="sglang",
         generation__sglang__urls=f"[{url}]",
+        generation__max_running_requests=None,
         manager__update_mode=mode,
         eval__interval=2,
     )
