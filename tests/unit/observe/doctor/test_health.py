@@ -49,10 +49,10 @@ def append(file: Path, line: dict[str, Any]) -> None:
         lines.write(json.dumps(line) + "\n")
 
 
-def publish_steps(run: Path) -> float:
-    """Let the MasterWorker tell when it published each step, as in a real run; return when the last one was."""
+def train_steps(run: Path) -> float:
+    """Let the MasterWorker tell when it trained each step, as in a real run; return when the last one was complete."""
     for number, step in History(run).steps.items():
-        span = {"span": "publish", "begin": step.at, "end": step.at + 0.05, "step": number}
+        span = {"span": "train", "begin": step.at - 0.05, "end": step.at, "step": number}
         append(run / "observed" / "master_worker-0.jsonl", span)
     return step.at
 
@@ -318,7 +318,7 @@ def test_a_run_whose_processes_have_not_told_anything_yet_is_starting(tmp_path: 
 
 
 def test_a_run_that_is_started_again_hours_later_is_starting_and_does_not_stand_still(run: Path) -> None:
-    lock, again = hold(run), publish_steps(run) + 7200
+    lock, again = hold(run), train_steps(run) + 7200
     line = {"at": again, "pid": 9, "stage": "starts processes", "activity": "works", "since": again}
     write(run / "observed" / "launcher-0.jsonl", line)
     write(
@@ -332,7 +332,7 @@ def test_a_run_that_is_started_again_hours_later_is_starting_and_does_not_stand_
 
 
 def test_a_run_that_stands_still_names_the_silent_process(run: Path) -> None:
-    lock, ended = hold(run), publish_steps(run)
+    lock, ended = hold(run), train_steps(run)
     stands = ended + 500
     with (run / "ledger" / "000001.jsonl").open() as lines:
         admitted = json.loads(next(line for line in lines if '"kind":"admitted"' in line))
@@ -361,7 +361,7 @@ def test_a_run_that_stands_still_names_the_silent_process(run: Path) -> None:
 
 
 def test_a_run_that_waits_for_one_rollout_says_what_ends_it(run: Path) -> None:
-    lock, stands = hold(run), publish_steps(run) + 500
+    lock, stands = hold(run), train_steps(run) + 500
     for file in (run / "observed").glob("*.jsonl"):
         append(file, {"at": stands, "pid": 1, "stage": "plays", "since": stands - 600})
     found = examine(History(run)).findings[0]
