@@ -118,8 +118,6 @@ _keep_proofs: list[partial[None]] = []
 RUN_VARIABLE = "ASYNCRL_TESTS_TEMPLATE"
 """Environment variable of a worker of pytest that was forked: the run whose template it came from."""
 
-PROCESS_VARIABLE = "ASYNCRL_TESTS_TEMPLATE_PROCESS"
-"""Environment variable with the process id of that template."""
 MORE_VARIABLE = "ASYNCRL_TESTS_PRELOADED"
 """Environment variable with further modules, which many tests import."""
 
@@ -296,7 +294,6 @@ def main(number: int, modules: Sequence[str]) -> None:
             pid = os.fork()
             if not pid:
                 if request.get("stands_in"):
-                    request["environment"][PROCESS_VARIABLE] = str(os.getppid())
                     _guard(request, standard, socket.socket(fileno=teller))
                 _launch(request, standard)
             for descriptor in standard:

@@ -61,7 +61,7 @@ class Process:
 
     @property
     def activity(self) -> Activity:
-        """What the process does by its newest line; `serves` if an earlier version of asyncrl wrote it."""
+        """The activity in its newest line; `serves` if an earlier version of asyncrl wrote the line."""
         return Activity(self.last.get("activity", Activity.serves))
 
     def between(self, begin: float, end: float) -> list[ObservedLine]:

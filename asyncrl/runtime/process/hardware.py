@@ -1,4 +1,4 @@
-"""What this machine has, without torch: GPUs, network, and the open files that it allows a process."""
+"""The machine, without torch: its GPUs, its network, and how many files a process may open."""
 
 from __future__ import annotations
 
