@@ -198,9 +198,9 @@ async def _call_seconds(batch: int, security: HttpSecurity | None, manager: Conn
     calls_before, used_before = await after(WARM_UP_S)
     calls, used = await after(CALLS_S)
     await cancel(*calling)
-    manager.send(False)
     for client in (*clients, master):
         await client.close()
+    manager.send(False)
     return (used - used_before) / (calls - calls_before)
 
 

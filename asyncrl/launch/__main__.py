@@ -17,13 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.load import load_experiment
-from asyncrl.config.setting import ConfigError
 from asyncrl.launch.commands import COMMANDS, program, refuse
-from asyncrl.runtime.settings import EXIT_CONFIG
+from asyncrl.runtime.settings import EXIT_CONFIG, EXIT_INTERRUPTED
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,6 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_standard_streams()
     try:
         return _main(sys.argv[1:] if argv is None else list(argv))
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return EXIT_INTERRUPTED
     except PermissionError as error:
         if error.filename is None:
             raise
@@ -70,6 +68,12 @@ def _main(argv: list[str]) -> int:
         command = importlib.import_module(f"asyncrl.launch.commands.{argv[0]}")
         return int(command.main(argv[1:], program()))
     args = _parse(argv, program())
+    import msgspec  # here and below, so that `main` says that Ctrl-C ended it while it still imported
+
+    from asyncrl.config.experiment import ExperimentConfig
+    from asyncrl.config.load import load_experiment
+    from asyncrl.config.setting import ConfigError
+
     folder = Path(args.config_dir) if args.config_dir else None
     try:
         if args.experiment is None:

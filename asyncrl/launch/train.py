@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -83,9 +82,6 @@ def train(config: Config, folder: Path | None, *, again: Sequence[str] | None = 
         if isinstance(error, TrialHeld):
             return EXIT_HELD
         return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return EXIT_INTERRUPTED
 
 
 def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | None, detached: bool) -> int:

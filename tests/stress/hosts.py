@@ -167,9 +167,13 @@ FAULTS: list[tuple[str, str, Fault]] = [
     ("nothing is done", "steps go on", lambda _: None),
     ("a GenerationServer is killed on its host", "it is started again there", kill("generation_server/0")),
     ("a RolloutWorker is killed", "it is started again; its prompts are played again", kill("rollout_worker/0")),
-    ("a rank is killed", "the trainer's side continues from the last step", kill("model_worker/0")),
-    ("the MasterWorker is killed", "it is started again and asks the ranks", kill("master_worker/0")),
-    ("the GserverManager is killed", "it is started again and asks workers and ranks", kill("gserver_manager/0")),
+    ("a rank is killed", "master, manager and ranks begin again at the last step", kill("model_worker/0")),
+    ("the MasterWorker is killed", "master, manager and ranks begin again at the last step", kill("master_worker/0")),
+    (
+        "the GserverManager is killed",
+        "master, manager and ranks begin again at the last step",
+        kill("gserver_manager/0"),
+    ),
     (
         "a RolloutWorker's supervisor is killed",
         "its process ends; it is started again",

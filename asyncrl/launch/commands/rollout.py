@@ -7,7 +7,6 @@ total_train_steps * train_batch_size rollouts in the run's folder `samples/`.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from asyncrl.launch.before_start.setting_checks import experiment_parser, load_r
 from asyncrl.launch.commands import refuse
 from asyncrl.observe.display import make_display
 from asyncrl.runtime.launcher import Launcher
-from asyncrl.runtime.settings import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED
+from asyncrl.runtime.settings import EXIT_CONFIG, EXIT_FAILED
 from asyncrl.runtime.trials.claim import TrialError
 from asyncrl.trainer.supervised.base_model import BaseModelError
 
@@ -43,9 +42,6 @@ def main(argv: Sequence[str], program: str) -> int:
     except (BaseModelError, TrialError, ConfigError) as error:
         refuse(str(error))
         return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return EXIT_INTERRUPTED
 
 
 def open_gate(config: ExperimentConfig) -> ExperimentConfig:

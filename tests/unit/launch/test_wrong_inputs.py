@@ -642,6 +642,23 @@ os.write(told, b"%d" % min(os.pipe()))
     assert int(ended.stdout) > 2, ended.stderr
 
 
+def test_ctrl_c_while_the_command_still_imports_its_modules_shows_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupted:
+        """An import during which Ctrl-C is pressed."""
+
+        @staticmethod
+        def find_spec(name: str, *_: object) -> None:
+            if name == "asyncrl.config.load":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "asyncrl.config.load")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted, *sys.meta_path])
+    assert main(["async_ppo"]) == 130
+    assert capsys.readouterr().err == "stopped\n"
+
+
 def test_a_machine_without_room_for_temporary_files_or_processes_is_told_what_to_set(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
