@@ -163,15 +163,16 @@ def disk_full(started: Started) -> Iterator[None]:
 
 
 FROZEN = f"host is frozen for {SILENT_S:g} s"
+AGAIN = "master, manager and ranks begin again at the last step"
 FAULTS: list[tuple[str, str, Fault]] = [
     ("nothing is done", "steps go on", lambda _: None),
     ("a GenerationServer is killed on its host", "it is started again there", kill("generation_server/0")),
     ("a RolloutWorker is killed", "it is started again; its prompts are played again", kill("rollout_worker/0")),
-    ("a rank is killed", "master, manager and ranks begin again at the last step", kill("model_worker/0")),
-    ("the MasterWorker is killed", "master, manager and ranks begin again at the last step", kill("master_worker/0")),
+    ("a rank is killed", AGAIN, kill("model_worker/0")),
+    ("the MasterWorker is killed", AGAIN, kill("master_worker/0")),
     (
         "the GserverManager is killed",
-        "master, manager and ranks begin again at the last step",
+        AGAIN,
         kill("gserver_manager/0"),
     ),
     (
