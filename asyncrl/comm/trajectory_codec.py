@@ -7,11 +7,10 @@ A message carries one or more trajectories in two frames, so that they share the
               columns  the C columns of COLUMNS, in that order, each with the entries of all trajectories end to end
 
 That is the only rule for arrays. A column that a trajectory does not need has size 0 for it, so an optional column
-costs 8 bytes. COLUMNS says which size a column must have for a trajectory. Sizes are sent all the same, so that an
-invalid entry in the header affects its own trajectory alone. The columns stand widest type first, which aligns them
-without padding. One frame for all arrays costs a copy at the sender (a memcpy, about 10 GB/s) and saves libzmq at least
-one system call per array: on plain sockets the rate is twice that of eight frames, at both 13 kB and 208 kB per
-message.
+costs 8 bytes. The sizes follow from a trajectory's entry (`TrajectoryHeader.sizes`). They are sent all the same, so
+that an invalid entry affects its own trajectory alone. The columns stand widest type first, which aligns them without
+padding. One frame for all arrays costs a copy at the sender (a memcpy, about 10 GB/s) and saves libzmq at least one
+system call per array: on plain sockets the rate is twice that of eight frames, at both 13 kB and 208 kB per message.
 
 A trajectory's prompt is the longest run of tokens that all its samples begin with and that no policy generated
 (loss_mask 0, behave_logprobs 0, versions -1). It is sent once, and only as tokens: 4 bytes per token instead of 13 in
