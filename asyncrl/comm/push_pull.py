@@ -349,12 +349,13 @@ class TrajectoryPusher:
             raise CodecError(f"trajectory {trajectory.rollout_id!r} takes {prepared.nbytes} bytes, limit {MAX_BYTES}")
         if self._closed:
             raise PushTimeout(f"{self._identity} was closed")
-        push = Push(trajectory.rollout_id, prepared, asyncio.get_running_loop().create_future())
+        loop = asyncio.get_running_loop()
+        push = Push(trajectory.rollout_id, prepared, loop.create_future())
         self._queued.append(push)
         self._hold_queued()
+        limit = loop.call_later(timeout_s, push.settle, TimeoutError())  # a fifth of the time of `asyncio.timeout`
         try:
-            async with asyncio.timeout(timeout_s):
-                await push.accepted
+            await push.accepted
         except TimeoutError as error:
             awaited = "a place among those held" if push.seq < 0 else "an acknowledgement"
             with contextlib.suppress(ValueError):
@@ -363,6 +364,8 @@ class TrajectoryPusher:
                 f"trajectory {push.rollout_id!r} of {self._identity} waited too long for {awaited}: "
                 f"{len(self._outbox)} are held, pullers {list(self._links)}, connected {self._writable}"
             ) from error
+        finally:
+            limit.cancel()
 
     async def close(self, timeout_s: float) -> list[str]:
         """Wait up to `timeout_s` seconds for acknowledgements, then close; return the ids never acknowledged.
@@ -415,12 +418,14 @@ class TrajectoryPusher:
         self._pump_scheduled = False
         now = asyncio.get_running_loop().time()
         filling: dict[str, Batch] = {}  # by puller
-        while (taken := self._outbox.take(self._writable, now)) is not None:
+        writable = self._writable
+        while (taken := self._outbox.take(writable, now)) is not None:
             entry, address = taken
             batch = filling.get(address)
             if batch is None or not batch.add(entry):
                 if batch is not None:
                     self._send(address, batch)  # if the puller accepts no more now, at most this entry is taken back
+                    writable = self._writable
                 filling[address] = batch = Batch()
                 batch.add(entry)
         for address, batch in filling.items():

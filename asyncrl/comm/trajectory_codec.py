@@ -7,11 +7,10 @@ A message carries one or more trajectories in two frames, so that they share the
               columns  the C columns of COLUMNS, in that order, each with the entries of all trajectories end to end
 
 That is the only rule for arrays. A column that a trajectory does not need has size 0 for it, so an optional column
-costs 8 bytes. COLUMNS says which size a column must have for a trajectory. Sizes are sent all the same, so that an
-invalid entry in the header affects its own trajectory alone. The columns stand widest type first, which aligns them
-without padding. One frame for all arrays costs a copy at the sender (a memcpy, about 10 GB/s) and saves libzmq at least
-one system call per array: on plain sockets the rate is twice that of eight frames, at both 13 kB and 208 kB per
-message.
+costs 8 bytes. The sizes follow from a trajectory's entry (`TrajectoryHeader.sizes`). They are sent all the same, so
+that an invalid entry affects its own trajectory alone. The columns stand widest type first, which aligns them without
+padding. One frame for all arrays costs a copy at the sender (a memcpy, about 10 GB/s) and saves libzmq at least one
+system call per array: on plain sockets the rate is twice that of eight frames, at both 13 kB and 208 kB per message.
 
 A trajectory's prompt is the longest run of tokens that all its samples begin with and that no policy generated
 (loss_mask 0, behave_logprobs 0, versions -1). It is sent once, and only as tokens: 4 bytes per token instead of 13 in
@@ -27,7 +26,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, cycle, repeat
 from operator import attrgetter, mul
@@ -69,52 +68,35 @@ class CodecError(ValueError):
     """A message that cannot be encoded, or bytes that are not a valid message."""
 
 
-class Counts(NamedTuple):
-    """What the sizes of a trajectory's columns follow from: its entry, the tokens of its prompt, those of all samples
-    after the prompt, and the samples.
-    """
-
-    entry: TrajectoryHeader
-    prompt: int
-    tokens: int
-    samples: int
-
-    def sizes(self) -> list[int]:
-        """Return the number of entries in each of COLUMNS."""
-        return [column.size(self) for column in COLUMNS.values()]
-
-
 class Column(NamedTuple):
-    """An array of the payload: its type on the wire, its size for a trajectory, and the bounds of its values. Floats
-    are finite. One with a number by sample is sent as numbers, and packed as `code` of `struct`.
+    """An array of the payload: its type on the wire and the bounds of its values. Floats are finite. One with a number
+    by sample is sent as numbers, and packed as `code` of `struct`.
     """
 
     dtype: np.dtype[Any]
-    size: Callable[[Counts], int]
     least: int | None = None
     most: int | None = None
     code: str = ""
 
 
 _I8, _F8, _I4, _F4, _U1 = map(np.dtype, ("<i8", "<f8", "<i4", "<f4", "|u1"))
-_samples: Callable[[Counts], int] = attrgetter("samples")
-_tokens: Callable[[Counts], int] = attrgetter("tokens")
 COLUMNS: dict[str, Column] = {
-    "lengths": Column(_I8, _samples, 0, code="q"),  # tokens after the prompt; at least 1 with the prompt's
-    "rewards": Column(_F8, _samples, code="d"),
-    "prompts": Column(_I4, attrgetter("prompt"), 0),
-    "tokens": Column(_I4, _tokens, 0),
-    "versions": Column(_I4, _tokens, -1),
-    "behave_logprobs": Column(_F4, _tokens),
-    "token_rewards": Column(_F4, lambda n: n.tokens if n.entry.token_rewards else 0),  # 0 where loss_mask is 0
-    "token_columns": Column(_F4, lambda n: n.tokens * len(n.entry.token_columns)),  # end to end, each as token_rewards
-    "episodes": Column(_I4, _samples, 0, code="i"),
-    "routing": Column(_U1, lambda n: (n.prompt + n.tokens) * n.entry.routing_bytes),  # of the prompt, then of the rest
-    "loss_mask": Column(_U1, _tokens, None, 1),
-    "truncated": Column(_U1, _samples, None, 1, "B"),
-    "groups": Column(_U1, lambda n: n.samples if n.entry.groups else 0, code="B"),  # position among the entry's names
-    "pictures": Column(_U1, lambda n: n.entry.picture_bytes),  # content of each picture, once
+    "lengths": Column(_I8, 0, code="q"),  # tokens after the prompt; at least 1 with the prompt's
+    "rewards": Column(_F8, code="d"),
+    "prompts": Column(_I4, 0),
+    "tokens": Column(_I4, 0),
+    "versions": Column(_I4, -1),
+    "behave_logprobs": Column(_F4),
+    "token_rewards": Column(_F4),  # 0 where loss_mask is 0
+    "token_columns": Column(_F4),  # end to end, each as token_rewards
+    "episodes": Column(_I4, 0, code="i"),
+    "routing": Column(_U1),  # of the prompt, then of the rest
+    "loss_mask": Column(_U1, None, 1),
+    "truncated": Column(_U1, None, 1, "B"),
+    "groups": Column(_U1, code="B"),  # position among the entry's names
+    "pictures": Column(_U1),  # content of each picture, once
 }
+"""`TrajectoryHeader.sizes`, `prepare` and `_trajectory` keep this order."""
 _ITEM_SIZES = [column.dtype.itemsize for column in COLUMNS.values()]
 _BY_TOKEN = ("tokens", "loss_mask", "behave_logprobs", "versions")
 _by_token = attrgetter(*_BY_TOKEN)
@@ -167,16 +149,25 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     groups: Annotated[list[_Group], msgspec.Meta(max_length=MAX_GROUPS)] = []
     """Names of the comparison groups."""
 
-    @property
-    def routing_bytes(self) -> int:
-        """Bytes of a token's experts."""
-        shape = self.routing
-        return 0 if shape is None else shape.layers * shape.per_token * shape.width
-
-    @property
-    def picture_bytes(self) -> int:
-        """Bytes of all pictures."""
-        return 0 if self.pictures is None else sum(size for _, size in self.pictures.contents)
+    def sizes(self, prompt: int, tokens: int, samples: int) -> list[int]:
+        """Return the number of entries in each of COLUMNS; `tokens` are those of all samples after the prompt."""
+        routing, pictures = self.routing, self.pictures
+        return [
+            samples,  # lengths
+            samples,  # rewards
+            prompt,  # prompts
+            tokens,  # tokens
+            tokens,  # versions
+            tokens,  # behave_logprobs
+            tokens if self.token_rewards else 0,
+            tokens * len(self.token_columns),
+            samples,  # episodes
+            0 if routing is None else (prompt + tokens) * routing.layers * routing.per_token * routing.width,
+            tokens,  # loss_mask
+            samples,  # truncated
+            samples if self.groups else 0,
+            0 if pictures is None else sum(size for _, size in pictures.contents),
+        ]
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -275,18 +266,24 @@ def prepare(trajectory: Trajectory) -> Prepared:
         raw = msgspec.Raw(_encode(entry))
     except (TypeError, OverflowError) as error:
         raise CodecError(f"trajectory {entry!r:.400} cannot be sent: {error}") from error
-    all_parts: dict[str, Sequence[Any]] = {
-        **parts,
-        "lengths": lengths,
-        "rewards": rewards,
-        "prompts": prompt,
-        "episodes": episodes,
-        "truncated": truncated,
-        "groups": [numbers[name] for name in groups],
-        "pictures": contents,
-    }
-    sizes = Counts(entry, sum(map(len, prompt)), sum(lengths), len(lengths)).sizes()
-    return Prepared(raw, [all_parts[name] for name in COLUMNS], sizes, sum(map(mul, sizes, _ITEM_SIZES)))
+    in_order = [
+        lengths,
+        rewards,
+        prompt,
+        parts["tokens"],
+        parts["versions"],
+        parts["behave_logprobs"],
+        parts["token_rewards"],
+        parts["token_columns"],
+        episodes,
+        parts["routing"],
+        parts["loss_mask"],
+        truncated,
+        [numbers[name] for name in groups],
+        contents,
+    ]
+    sizes = entry.sizes(sum(map(len, prompt)), sum(lengths), len(lengths))
+    return Prepared(raw, in_order, sizes, sum(map(mul, sizes, _ITEM_SIZES)))
 
 
 def _parts(runs: Sequence[Sample | SampleColumns], names: Sequence[str]) -> dict[str, Sequence[Array]]:
@@ -368,6 +365,8 @@ def _pictures_header(
     prompt: Sequence[PlacedPicture], samples: Sequence[Sequence[PlacedPicture]]
 ) -> tuple[PicturesHeader | None, list[bytes]]:
     """Return the header of a trajectory's pictures and each distinct content; None and no content without pictures."""
+    if not prompt and not any(samples):
+        return None, []
     contents: dict[str, bytes] = {}
     numbers: dict[str, int] = {}
 
@@ -376,8 +375,6 @@ def _pictures_header(
         contents[sha256] = placed.picture.data
         return placed.position, placed.length, numbers.setdefault(sha256, len(numbers))
 
-    if not prompt and not any(samples):
-        return None, []
     own = [[span(placed) for placed in each] for each in (prompt, *samples)]
     sizes = [(sha256, len(data)) for sha256, data in contents.items()]
     return PicturesHeader(sizes, own[0], own[1:] if any(own[1:]) else []), [*contents.values()]
@@ -520,7 +517,7 @@ def _split(frames: Sequence[Frame], max_bytes: int) -> tuple[list[msgspec.Raw], 
 
 def _fault(columns: Sequence[Array]) -> str | None:
     """Describe a value that is out of its column's bounds; None if all are in bounds."""
-    for (name, (dtype, _, least, most, _)), values in zip(COLUMNS.items(), columns, strict=True):
+    for (name, (dtype, least, most, _)), values in zip(COLUMNS.items(), columns, strict=True):
         if not len(values):
             continue
         if dtype.kind == "f" and not np.isfinite(values).all():
@@ -534,43 +531,44 @@ def _fault(columns: Sequence[Array]) -> str | None:
 
 def _trajectory(entry: TrajectoryHeader, sizes: list[int], columns: Sequence[Array]) -> Trajectory:
     """Return the trajectory of `entry` from its part of the columns, whose values are in bounds."""
-    own = dict(zip(COLUMNS, columns, strict=True))
-    prompt, mask, lengths = own["prompts"], own["loss_mask"], own["lengths"].tolist()
-    tokens, samples = sum(lengths), len(lengths)
-    if sizes != (expected := Counts(entry, len(prompt), tokens, samples).sizes()):
+    lengths, rewards, prompt, tokens, versions, logprobs, token_rewards, *others = columns
+    token_columns, episodes, experts, mask, truncated, groups, contents = others
+    samples, by_sample = len(lengths), lengths.tolist()
+    expected = entry.sizes(len(prompt), sum(by_sample), samples)
+    if sizes != expected:
         name, size, right = next(each for each in zip(COLUMNS, sizes, expected, strict=True) if each[1] != each[2])
         raise CodecError(
-            f"trajectory.{name} has {size} entries, expected {right}: {samples} samples with {tokens} tokens after a "
-            f"prompt of {len(prompt)}, and the header {entry!r:.400}"
+            f"trajectory.{name} has {size} entries, expected {right}: {samples} samples with {sum(by_sample)} tokens "
+            f"after a prompt of {len(prompt)}, and the header {entry!r:.400}"
         )
-    if not samples or (0 in lengths and not len(prompt)):
-        raise CodecError(f"trajectory.lengths is {lengths!r:.80}: at least one sample, each with at least one token")
+    if not samples or (0 in by_sample and not len(prompt)):
+        raise CodecError(f"trajectory.lengths is {by_sample!r:.80}: at least one sample, each with at least one token")
     if not all(map(math.isfinite, entry.metrics.values())):
         raise CodecError(f"trajectory.metrics is {entry.metrics!r:.80}: use finite numbers")
     rest = SampleColumns(
-        own["tokens"],
+        tokens,
         mask,
-        own["behave_logprobs"],
-        own["versions"],
-        own["lengths"],
-        own["rewards"],
-        own["truncated"],
-        own["episodes"],
-        token_rewards=own["token_rewards"] if entry.token_rewards else None,
-        reward_parts=_numbers("reward_parts", entry.reward_parts, samples),
-        metrics=_numbers("sample_metrics", entry.sample_metrics, samples),
-        groups=_groups(entry.groups, own["groups"]) if entry.groups else (),
+        logprobs,
+        versions,
+        lengths,
+        rewards,
+        truncated,
+        episodes,
+        token_rewards if entry.token_rewards else None,
+        _numbers("reward_parts", entry.reward_parts, samples),
+        _numbers("sample_metrics", entry.sample_metrics, samples),
+        groups=_groups(entry.groups, groups) if entry.groups else (),
     )
     if entry.token_rewards or entry.token_columns:
-        named = _token_columns(entry.token_columns, own["token_columns"], own["token_rewards"], mask)
+        named = _token_columns(entry.token_columns, token_columns, token_rewards, mask)
         rest = replace(rest, token_columns=named)
     routing: Array | None = None
     prompt_pictures: tuple[PlacedPicture, ...] = ()
     if (shape := entry.routing) is not None:
-        experts = own["routing"].view(_ROUTING_DTYPES[shape.width]).reshape(-1, shape.layers, shape.per_token)
+        experts = experts.view(_ROUTING_DTYPES[shape.width]).reshape(-1, shape.layers, shape.per_token)
         routing, rest = experts[: len(prompt)], replace(rest, routing=experts[len(prompt) :])
     if entry.pictures is not None:
-        prompt_pictures, pictures = _pictures(own["pictures"], entry.pictures, prompt, rest)
+        prompt_pictures, pictures = _pictures(contents, entry.pictures, prompt, rest)
         rest = replace(rest, pictures=pictures)
     whole = SharedPrompt(prompt, rest, routing, prompt_pictures) if len(prompt) else rest
     return Trajectory(entry.rollout_id, entry.prompt_id, entry.order, whole, entry.metrics)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -130,4 +131,15 @@ async def test_calls_end_at_their_deadlines_and_only_what_had_a_place_is_still_s
     assert isinstance(link, NarrowLink)
     await later
     assert link.messages == [[0], [1]], "the first, whose call had ended, and the last"
+    assert await sender.close(60.0) == []
+
+
+async def test_nothing_of_an_acknowledged_trajectory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(push_pull, "PeerRouter", NarrowLink)
+    sender = TrajectoryPusher(["narrow"], None, identity="test")
+    sent = trajectory(0)
+    tokens = weakref.ref(sent.samples[0].tokens)
+    await sender.push(sent, 3600.0)
+    del sent
+    assert tokens() is None
     assert await sender.close(60.0) == []
