@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from rich.console import Console
 
@@ -23,6 +22,7 @@ from asyncrl.launch.before_start.models import with_model
 from asyncrl.launch.before_start.pipeline import StartChecks
 from asyncrl.launch.before_start.setting_checks import experiment_parser, load_rl, validate
 from asyncrl.launch.commands import refuse
+from asyncrl.launch.train import command_on
 from asyncrl.observe.display import make_display
 from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.settings import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED
@@ -73,10 +73,5 @@ def _run(config: ExperimentConfig, console: Console) -> int:
         display.close()
     folder = launcher.run_dir / SAMPLES_DIR
     console.print(f"samples    {folder}")
-    console.print(f"           show them with: python -m asyncrl.launch show {_short(launcher.run_dir)}")
+    console.print(f"           show them with: {command_on('show', launcher.run_dir)}")
     return code
-
-
-def _short(path: Path) -> str:
-    home = os.path.expanduser("~")
-    return f"~{str(path)[len(home) :]}" if str(path).startswith(f"{home}/") else str(path)
