@@ -36,8 +36,10 @@ from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.messages import (
     AllocateReply,
     AllocateRequest,
+    ConsumedReport,
     FinishedRollout,
     FinishRequest,
+    ReceivedReport,
     ReceivedRollout,
     RequestSize,
     RunBegin,
@@ -155,11 +157,11 @@ class Load:
         for version in itertools.count(1):
             await asyncio.sleep(REPORT_S)
             trained, self.ended = self.ended, []
-            refused = await master.received([ReceivedRollout(name, f"e0-{name}", 0, 0, 320) for name in trained])
+            arrived = [ReceivedRollout(name, f"e0-{name}", 0, 0, 320) for name in trained]
+            refused = (await master.call(ReceivedReport(arrived))).refused
             assert not refused, f"{len(refused)} rollouts do not count"
-            await master.consumed(
-                version, [TrainedRollout(each, f"e0-{each}", 0, {0: 320}, 8, 8, 0.5) for each in trained]
-            )
+            steps = [TrainedRollout(each, f"e0-{each}", 0, {0: 320}, 8, 8, 0.5) for each in trained]
+            await master.call(ConsumedReport(version, steps))
 
 
 def _serve(security: HttpSecurity | None, report: Connection) -> None:

@@ -13,6 +13,7 @@ from functools import partial
 from asyncrl.comm.names import TrainerTurn
 from asyncrl.comm.waits import HOLD_S
 from asyncrl.manager.client import ManagerClient
+from asyncrl.manager.messages import WaitAsleepRequest
 from asyncrl.master.data.stall import StallWatch
 from asyncrl.master.data.while_waiting import DeviceTurns
 from asyncrl.master.evaluations import Row
@@ -126,7 +127,7 @@ class SharedDevices(DeviceTurns):
             StopRequested: before the manager has answered.
         """
         if self.training and self._others:
-            reply = await or_stop(self._manager.wait_asleep(self._turn.number, 0.0), self._stop, math.inf)
+            reply = await or_stop(self._manager.call(WaitAsleepRequest(self._turn.number)), self._stop, math.inf)
             self._lending.others, self._lending.wake_s = reply.others, reply.wake_s
             if not self._lending.lends(missing, self._colocated):
                 return False
@@ -162,7 +163,7 @@ class SharedDevices(DeviceTurns):
         self._announce(training=True)
         with observer.doing("waits for guests to leave the devices", "switch", Activity.blocked, step=version + 1):
             hold_s, what = min(HOLD_S, self._stall.limit_s / 2), "guests to give their memory back"
-            asked = partial(self._manager.wait_asleep, self._turn.number, hold_s)
+            asked = partial(self._manager.call, WaitAsleepRequest(self._turn.number, hold_s))
             while waits_for := (await self._stall.wait(asked(), version, what)).waits_for:
                 _log.info("step %d waits for %s", version + 1, ", ".join(waits_for))
         self._began = time.time()
@@ -176,7 +177,7 @@ class SharedDevices(DeviceTurns):
         self._announce(training=True)
         try:
             async with asyncio.timeout(limit_s):
-                stayed = (await self._manager.wait_asleep(self._turn.number, limit_s)).waits_for
+                stayed = (await self._manager.call(WaitAsleepRequest(self._turn.number, limit_s))).waits_for
         except TimeoutError:
             stayed = ["guests"]
         if stayed:

@@ -102,7 +102,7 @@ class Notifier:
         """Return a future that the next `notify` completes; cancel it when it is no longer needed."""
         waiter: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiters[waiter] = None
-        waiter.add_done_callback(lambda done: self._waiters.pop(done, None))
+        waiter.add_done_callback(self._waiters.pop)
         return waiter
 
     async def wait(self, timeout_s: float) -> bool:
@@ -161,13 +161,13 @@ class RunningTimeout:
     """Like `asyncio.timeout`, but counts only seconds in which this process ran.
 
     Args:
-        paused: seconds in which it returns True do not count either; it is called once a second.
+        paused: seconds in which it returns True do not count either; it is called once a second. None: all count.
 
     Raises:
         TimeoutError: from its block, after `limit_s` such seconds.
     """
 
-    def __init__(self, limit_s: float, paused: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, limit_s: float, paused: Callable[[], bool] | None = None) -> None:
         self._left_s, self._paused = max(0.0, limit_s), paused
         self._timeout = asyncio.timeout(None)
         self._slice: asyncio.TimerHandle | None = None
@@ -194,7 +194,7 @@ class RunningTimeout:
             self._timeout.reschedule(loop.time())
             return
         slice_s = min(self._left_s, SLICE_S)
-        if not self._paused():
+        if self._paused is None or not self._paused():
             self._left_s -= slice_s
         self._slice = loop.call_later(slice_s, self._next_slice)
 

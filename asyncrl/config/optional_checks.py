@@ -17,7 +17,6 @@ CHECKS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         _TRAINER: (
             "algorithm",
             "model.attn_implementation",
-            "model.path",
             "model.publish_dtype",
             "moe",
             "optimizer.muon_lr",

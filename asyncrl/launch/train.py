@@ -106,7 +106,7 @@ def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | N
         return int(_attaching().detach(again, run_dir))
     title = f"asyncrl {config.experiment_name}/{config.trial_name}"
     steps, eta = config.total_train_steps, config.max_head_offpolicyness
-    display = make_display(config.logging.display, title, steps, eta, _command("doctor", run_dir))
+    display = make_display(config.logging.display, title, steps, eta, command_on("doctor", run_dir))
     launcher = Launcher(config, display, detached=detached, check_checkpoint=verify)
     try:
         if resumes:
@@ -143,13 +143,13 @@ def show_end(run_dir: Path, code: int, console: Console) -> None:
 
 def what_next(run_dir: Path, code: int) -> list[str]:
     """Return the commands that show more of a run that ended with `code`, each in a line that can be copied."""
-    lines = [("explain it", _command("doctor", run_dir)), ("look at it", _command("dashboard", run_dir))]
+    lines = [("explain it", command_on("doctor", run_dir)), ("look at it", command_on("dashboard", run_dir))]
     if code == EXIT_INTERRUPTED:
         lines.append(("continue", "the same command continues from the newest checkpoint"))
     return [f"{label:<{SUMMARY_INDENT}}{what}" for label, what in lines]
 
 
-def _command(name: str, run_dir: Path) -> str:
+def command_on(name: str, run_dir: Path) -> str:
     """Return a command on the run, to be copied; a folder below the user's is named from there, as lines are short."""
     home, folder = f"{os.path.expanduser('~')}/", str(run_dir)
     return f"{program()} {name} {'~/' if folder.startswith(home) else ''}{shlex.quote(folder.removeprefix(home))}"

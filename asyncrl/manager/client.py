@@ -19,7 +19,6 @@ from typing import Any
 
 from msgspec import structs
 
-from asyncrl.comm.ended_rollouts import RolloutCounts
 from asyncrl.comm.http_client import HttpError, HttpRefused, JsonHttp
 from asyncrl.comm.name_resolve import NameResolveError
 from asyncrl.comm.security import HttpSecurity
@@ -71,7 +70,7 @@ class ManagerClient:
         self._worker, self._incarnation, self._launch, self._host = worker, incarnation, launch, host
         self._manager: int | None = None  # number of the manager that the session is with
         self._opening = asyncio.Lock()
-        self._held = HeldRollouts()
+        self._held = HeldRollouts()  # for the report to a new manager
         self._released: list[str] = []  # this and the following are not reported yet
         self._finished: list[m.FinishedRollout] = []
         self._to_schedule: list[tuple[m.RouteRequest, asyncio.Future[m.Route | None]]] = []
@@ -86,7 +85,7 @@ class ManagerClient:
         The caller asks again for ids that are not granted, unless they are `gone`.
         """
         request = m.AllocateRequest(worker=self._worker, rollouts=list(rollouts), timeout_s=timeout_s)
-        reply = await self._call(request, hold_s=timeout_s)
+        reply = await self._call(request)
         self._held.granted(reply.granted)
         expires_at = asyncio.get_running_loop().time() + ROUTE_LIFE_S
         granted = [
@@ -130,44 +129,7 @@ class ManagerClient:
         Returns:
             The URLs of the servers lost since, and the number of the last loss.
         """
-        request = m.LostServersRequest(worker=self._worker, after=after, timeout_s=timeout_s)
-        return await self._call(request, hold_s=timeout_s)
-
-    async def begin_run(self, begin: m.RunBegin) -> None:
-        """Bring the checkpoint from which the run continues, before the calls that follow here."""
-        self._manager = (await self._send(begin)).manager
-
-    async def received(self, rollouts: Sequence[m.ReceivedRollout]) -> list[str]:
-        """Report what the trainer has received; return the ids of those that do not count, and must not be trained."""
-        return (await self._report(m.ReceivedReport(list(rollouts)))).refused
-
-    async def consumed(
-        self, version: int, trained: Sequence[m.TrainedRollout] = (), dropped: Sequence[m.DroppedRollout] = ()
-    ) -> m.ConsumedReply:
-        """Report what the step to `version` consumed, and received rollouts that will not be trained."""
-        return await self._report(m.ConsumedReport(version, list(trained), list(dropped)))
-
-    async def wait_expiring(self, version: int, timeout_s: float) -> list[str]:
-        """Wait until the step at policy version `version` makes no running rollout expire; return those awaited."""
-        request = m.WaitExpiringRequest(version, timeout_s)
-        return (await self._send(request, hold_s=timeout_s)).running
-
-    async def wait_asleep(self, turn: int, timeout_s: float) -> m.WaitAsleepReply:
-        """Wait until all guests have released their memory, in the trainer's turn of this number."""
-        request = m.WaitAsleepRequest(turn, timeout_s)
-        return await self._send(request, hold_s=timeout_s)
-
-    async def close_gate(self) -> None:
-        """Close the gate: no rollout starts from now on."""
-        await self._report(m.CloseGate())
-
-    async def end_run(self, version: int) -> RolloutCounts:
-        """Abandon all rollouts that run or wait to be trained; return the final counters."""
-        return await self._report(m.EndReport(version))
-
-    async def status(self) -> m.StatusReply:
-        """Return the manager's state."""
-        return await self._send(m.StatusRequest())
+        return await self._call(m.LostServersRequest(worker=self._worker, after=after, timeout_s=timeout_s))
 
     async def close(self) -> None:
         """Report ends that are not reported yet, then close the connections."""
@@ -184,19 +146,25 @@ class ManagerClient:
         await asyncio.gather(*self._flushes, return_exceptions=True)
         await self._http.close()
 
-    async def _send(self, request: m.Request[m.R], *, hold_s: float = 0.0) -> m.R:
-        """Make the call, and repeat it while the manager does not answer.
+    async def call(self, request: m.Request[m.R]) -> m.R:
+        """Make a call that reports nothing of a worker's, and repeat it while the manager does not answer. Calls of a
+        trainer are meant for the manager that answered the last `RunBegin`.
 
         Raises:
             HttpRefused: the manager refused the call.
             ManagerGone: the manager did not answer.
         """
+        if isinstance(request, m.TrainerRequest):
+            request = structs.replace(request, manager=self._manager or 0)
+        hold_s: float = getattr(request, "timeout_s", 0.0)
         deadline = asyncio.get_running_loop().time() + self._retry_s + hold_s
         failures = 0
         while True:
             try:
                 url, limit_s = self._url + request.path, hold_s + CALL_S
                 answer: m.R = await self._http.call("POST", url, request, timeout_s=limit_s, reply=request.reply)
+                if isinstance(answer, m.Session):
+                    self._manager = answer.manager
                 return answer
             except HttpError as error:
                 if isinstance(error, HttpRefused) and error.status < 500:
@@ -226,7 +194,7 @@ class ManagerClient:
             _log.warning("the GserverManager moved from %s to %s", self._url, url)
             self._url = url
 
-    async def _call(self, request: m.WorkerRequest[m.R], *, hold_s: float = 0.0) -> m.R:
+    async def _call(self, request: m.WorkerRequest[m.R]) -> m.R:
         """Make the worker's call, and report its unreported ends with it.
 
         No end is lost: it is reported again until the manager of the present session has confirmed it, or has received
@@ -241,7 +209,7 @@ class ManagerClient:
                 request, incarnation=self._incarnation, manager=manager, released=released, finished=finished
             )
             try:
-                answer = await self._send(request, hold_s=hold_s)
+                answer = await self.call(request)
             except BaseException as error:  # the ends may have arrived; reporting them again is harmless
                 self._report_again(released, finished)
                 if not isinstance(error, HttpRefused) or error.status != SESSION_REQUIRED:
@@ -261,13 +229,10 @@ class ManagerClient:
         """Return the number of the manager that the session is with; open a session first if there is none."""
         async with self._opening:
             if self._manager is None:
-                report = m.HeldReport(self._worker, self._incarnation, self._held.all(), self._launch, self._host)
-                self._manager = (await self._send(report)).manager
+                held = self._held.all()
+                await self.call(m.HeldReport(self._worker, self._incarnation, held, self._launch, self._host))
+            assert self._manager is not None, "set by the reply"
             return self._manager
-
-    async def _report(self, request: m.TrainerRequest[m.R]) -> m.R:
-        """Make the trainer's call to the manager whose run it has begun."""
-        return await self._send(structs.replace(request, manager=self._manager or 0))
 
     def _spawn(self, call: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
         """Start `call` in the event loop's next turn, so that it includes all that the current turn adds."""
@@ -281,7 +246,7 @@ class ManagerClient:
         requests = [request for request, _ in batch]
         request = m.ScheduleRequest(worker=self._worker, requests=requests, timeout_s=timeout_s)
         try:
-            reply = await self._call(request, hold_s=timeout_s)
+            reply = await self._call(request)
             for request_id, route in reply.scheduled.items():
                 if (answer := answers.pop(request_id, None)) is None:
                     _log.warning("the GserverManager placed request %s, which is not waiting here", request_id)

@@ -28,7 +28,6 @@ from asyncrl.comm import names
 from asyncrl.comm.http_client import JsonHttp
 from asyncrl.comm.name_resolve import NameResolver, NameResolveTimeout, Subtree
 from asyncrl.comm.waits import LOOK_S, RunningClock
-from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import DATA_RECORD_FILE
 from asyncrl.data.datasets import DataRecord
 from asyncrl.data.prompt_queue import DataOrder
@@ -74,6 +73,8 @@ class GserverManager(AsyncWorker):
         self._ledger = None if config.samples.only else Ledger.of_run(self.run_dir, config)
         """How every rollout ended; a run that only keeps samples trains none."""
         bound = (config.train_batch_size, config.max_head_offpolicyness)
+        likely = (config.dataset.max_prompt_tokens, config.rollout.sampling.max_new_tokens, config.group_size)
+        first = RequestSize(*likely)  # most agents ask for the whole group
         self._service = ManagerService(
             batch_size=bound[0],
             max_staleness=bound[1],
@@ -81,7 +82,7 @@ class GserverManager(AsyncWorker):
             lease_s=config.system.silence_s,
             order=self._order(),
             number=spec.incarnation,
-            first=_first_request(config) if config.manager.update_mode != UpdateMode.finish else None,
+            first=None if config.manager.update_mode == UpdateMode.finish else first,
             pacing=pkgutil.resolve_name(DEADLINE_PACING)(*bound) if config.rollout.pacing == Pacing.deadline else None,
             clock=self._clock,
             versions_in_use=lambda: self._fleets.versions_in_use(),
@@ -115,12 +116,12 @@ class GserverManager(AsyncWorker):
             tell=partial(notice, self.run_dir),
         )
         own = self._fleets.own
-        registry = manager_registry(self._service, own.decisions, own.logprob_check)
+        registry = manager_registry(self._service, own.decisions, self._fleets.logprob_check)
         methods = self._service.methods() | {StatusRequest.path: (StatusRequest, self._answer_status)}
         colocated = None
         if own.decisions.guests:
             make = pkgutil.resolve_name(COLOCATED_SERVERS)
-            colocated = make(self.resolver, own.decisions, own.runner, self._clock)
+            colocated = make(self.resolver, own.decisions, own, self._clock)
             methods[WaitAsleepRequest.path] = (WaitAsleepRequest, colocated.wait_asleep)
         http = ManagerHttp(methods, security=self.http_security, registry=registry)
         try:
@@ -134,7 +135,6 @@ class GserverManager(AsyncWorker):
                     self._fleets.run(),
                     self._watch_versions(),
                     self._watch_registrations(),
-                    self._say_begun(),
                     self._write_ledger(),
                 ]
                 if colocated is not None:
@@ -142,7 +142,7 @@ class GserverManager(AsyncWorker):
                     works.append(colocated.run())
                 if not self.config.system.shared_filesystem:
                     bring: Callable[..., Coroutine[Any, Any, None]] = pkgutil.resolve_name(MANAGER_PART)
-                    works.append(bring(self, servers_http, own.decisions, own.runner, self._clock))
+                    works.append(bring(self, servers_http, own.decisions, own, self._clock))
                 tasks = [loops.create_task(work) for work in works]
                 await self.stop.wait()
                 for task in tasks:
@@ -224,7 +224,7 @@ class GserverManager(AsyncWorker):
                 self._service.routes_changed(target.version)
         guests = self._fleets.own.decisions.guests  # that wake need not wait for this version, even if it was refused
         guests.announced = max(guests.announced, target.version)
-        self._fleets.own.runner.changed.notify()
+        self._fleets.own.changed.notify()
 
     async def _watch_registrations(self) -> None:
         """Follow the registered generation servers, and RolloutWorkers."""
@@ -247,22 +247,12 @@ class GserverManager(AsyncWorker):
             await self._workers.look()
             await asyncio.sleep(LOOK_S)
 
-    async def _say_begun(self) -> None:
-        while not self._service.begun:
-            await self._service.progress.wait(LOOK_S)
-        self.log.info("the gate is open: %s", self._service.gate.counts())
-
     async def _write_ledger(self) -> None:
         """Hand the ledger's lines to the kernel several times a second, so that others may read them."""
         while self._ledger is not None:
             if self._service.begun:  # before that, a thread may write the lineage's first line
                 await self._ledger.written()
             await asyncio.sleep(LOOK_S)
-
-
-def _first_request(config: ExperimentConfig) -> RequestSize:
-    """Return the likely size of a rollout's first request: most agents ask for the whole group."""
-    return RequestSize(config.dataset.max_prompt_tokens, config.rollout.sampling.max_new_tokens, config.group_size)
 
 
 def _servers(registered: Subtree) -> dict[int, tuple[str, int]]:
@@ -294,7 +284,9 @@ class RolloutWorkers:
         self._replaced = await asyncio.to_thread(follow, f"{names.INCARNATIONS}/{names.ROLLOUT_WORKER}")
 
     async def look(self) -> None:
-        """Report the present entries of name resolution."""
+        """Report the present entries of name resolution, and drop the rollouts of workers that are silent, gone, or
+        another incarnation than before.
+        """
         statuses = {_worker(key): names.WorkerStatus.decode(value) for key, value in self._statuses.entries().items()}
         replaced = {_worker(key): int(number) for key, number in self._replaced.entries().items()}
         if not self._service.begun:  # of those that are ready, except processes that have died since
@@ -302,14 +294,18 @@ class RolloutWorkers:
             alive = {name: number for name, number in ready.items() if number >= replaced.get(name, 0)}
             self._service.await_workers(alive)
         await self._drop_rollouts_of_replaced(replaced)
-        # joined workers, which have no successors, only if they have not left
-        self._drop_rollouts_of_silent(
-            {
-                name: each.incarnation
-                for name, each in statuses.items()
-                if each.state in ("starting", "ready") or names.index_of(name) < self._of_launch
-            }
-        )
+        present = {
+            name: each.incarnation
+            for name, each in statuses.items()  # joined workers, which have no successors, only if they have not left
+            if each.state in ("starting", "ready") or names.index_of(name) < self._of_launch
+        }
+        new = [worker for worker, number in present.items() if self._service.incarnation_seen(worker, number)]
+        gone = self.present - present.keys()
+        self.present = set(present)
+        for worker in gone:
+            self._service.worker_died(worker)
+        for worker in [*gone, *new, *self._service.expire_workers()]:
+            self._log.warning(_WORKER_GONE, worker)
 
     async def _drop_rollouts_of_replaced(self, replaced: dict[str, int]) -> None:
         """Drop the rollouts of workers whose death the launcher reports, and record the kind of death.
@@ -317,24 +313,14 @@ class RolloutWorkers:
         This comes first, because a death makes running prompts suspects. If the dead worker's name expired first, it
         would count as silent, which need not be a death.
         """
-        newest = self._service.workers.incarnation
-        new = {worker: number for worker, number in replaced.items() if number > newest(worker)}
+        of = self._service.workers.of
+        new = {worker: number for worker, number in replaced.items() if number > of(worker).incarnation}
         if new:
             tree = await asyncio.to_thread(self._resolver.get_subtree, f"{names.KILLED}/{names.ROLLOUT_WORKER}")
             killed = {_worker(key): int(number) for key, number in tree.items()}
             for worker, number in new.items():
                 if self._service.incarnation_seen(worker, number, killed=killed.get(worker) == number):
                     self._log.warning(_WORKER_GONE, worker)
-
-    def _drop_rollouts_of_silent(self, workers: dict[str, int]) -> None:
-        """Drop the rollouts of workers that are silent, gone, or another incarnation than before."""
-        new = [worker for worker, number in workers.items() if self._service.incarnation_seen(worker, number)]
-        gone = self.present - workers.keys()
-        self.present = set(workers)
-        for worker in gone:
-            self._service.worker_died(worker)
-        for worker in [*gone, *new, *self._service.expire_workers()]:
-            self._log.warning(_WORKER_GONE, worker)
 
 
 def _worker(key: str) -> str:

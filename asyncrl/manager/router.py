@@ -32,6 +32,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from math import inf
+from operator import attrgetter
 from typing import NamedTuple, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
@@ -151,8 +152,7 @@ class _LeastLoaded(Policy):
         super().__init__(servers, conversations)
         self._heap: list[tuple[tuple[int, int], int]] = []
 
-    @abstractmethod
-    def _load(self, view: ServerView) -> tuple[int, int]: ...
+    _load: Callable[[ServerView], tuple[int, int]]
 
     def changed(self, view: ServerView) -> None:
         if view.routable:
@@ -180,15 +180,13 @@ class _LeastLoaded(Policy):
 class LeastRequests(_LeastLoaded):
     """The server with the fewest sequences; ties go to the fewer tokens, then to the lower index."""
 
-    def _load(self, view: ServerView) -> tuple[int, int]:
-        return view.sequences, view.tokens
+    _load = attrgetter("sequences", "tokens")
 
 
 class LeastTokens(_LeastLoaded):
     """The server with the fewest outstanding tokens."""
 
-    def _load(self, view: ServerView) -> tuple[int, int]:
-        return view.tokens, view.sequences
+    _load = attrgetter("tokens", "sequences")
 
 
 class PrefixAffine(Policy):

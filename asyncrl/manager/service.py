@@ -22,6 +22,7 @@ whenever something that they depend on has changed:
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,7 @@ if TYPE_CHECKING:  # optional: only a run with a curriculum, or with `rollout.pa
     from asyncrl.data.curriculum import Curriculum
     from asyncrl.manager.rollouts.pacing import DeadlinePacing
 
+_log = logging.getLogger(__name__)
 MAX_BODY_BYTES = 16 * 2**20
 """Limit of all calls but the following. A call for ten thousand requests takes less than two megabytes."""
 MAX_RUN_BYTES = 256 * 2**20
@@ -207,6 +209,7 @@ class ManagerService:
             if not self.workers.is_back(ended):
                 self._end(ended)
         self._changed()
+        _log.info("the gate is open: %s", self.gate.counts())
 
     async def _check_trainer(self, request: m.TrainerRequest[Any]) -> None:
         """Return once the state is rebuilt, if the call is meant for this manager."""
@@ -279,17 +282,14 @@ class ManagerService:
         for dropped in request.dropped:
             self.admission.rollout_ended(dropped.rollout_id, kept=False)
         if trained:
-            self._train(request)
+            self.rollouts.train(request.version, request.trained)
+            self.admission.batch_taken()
+            self._last_step = self._reply(self.rollouts.checkpoint())
         self._changed()
         reply = self._last_step if request.trained and self._last_step else self._reply()
         if self._ledger is not None:
             await self._ledger.written()
         return reply
-
-    def _train(self, request: m.ConsumedReport) -> None:
-        self.rollouts.train(request.version, request.trained)
-        self.admission.batch_taken()
-        self._last_step = self._reply(self.rollouts.checkpoint())
 
     def _reply(self, checkpoint: m.GateCheckpoint | None = None) -> m.ConsumedReply:
         """Return the gate's state as of now."""
@@ -407,7 +407,7 @@ class ManagerService:
             if known.has_ended(request.rollout_id):
                 return None
             admitted_at = known.admitted_at(request.rollout_id)
-        return self.routes.place(request, Caller(worker, self.workers.host(worker)), admitted_at or 0)
+        return self.routes.place(request, Caller(worker, self.workers.of(worker).host), admitted_at or 0)
 
     def _note_call(self, request: m.WorkerRequest[Any]) -> None:
         """Renew the caller's lease, and record the ends that its call reports.
@@ -438,12 +438,12 @@ class ManagerService:
 
     def _check_current(self, worker: str, incarnation: int) -> None:
         """Refuse a call of a process that a later one has replaced."""
-        if incarnation < (newest := self.workers.incarnation(worker)):
+        if incarnation < (newest := self.workers.of(worker).incarnation):
             raise m.BadRequest(f"$.incarnation: {incarnation} of {worker} is over, {newest} is there")
 
     def _is_over(self, request: m.WorkerRequest[Any]) -> bool:
         """True if another process has replaced the worker that sent the request."""
-        return request.incarnation < self.workers.incarnation(request.worker)
+        return request.incarnation < self.workers.of(request.worker).incarnation
 
     def _finish(self, finished: m.FinishedRollout) -> None:
         """Record the end of a rollout: a rank has it, or it is dropped."""
@@ -489,7 +489,10 @@ def answering(method: m.Method) -> Handler:
         try:
             return json_response(await handler(decoder.decode(body or b"{}")))
         except msgspec.ValidationError as error:
-            raise _malformed(_with_path_first(str(error))) from error
+            what, _, path = (
+                str(error).replace("`", "").partition(" - at ")
+            )  # "Expected `int`, got `str` - at `$.order`"
+            raise _malformed(f"{path or '$'}: {what[:1].lower()}{what[1:]}") from error
         except m.SessionRequired as error:
             raise Refused(409, {"error": str(error)}, "not_introduced") from error
         except m.NotRebuilt as error:
@@ -502,9 +505,3 @@ def answering(method: m.Method) -> Handler:
 
 def _malformed(message: str) -> Refused:
     return Refused(400, {"error": message}, "malformed")
-
-
-def _with_path_first(message: str) -> str:
-    """Turn msgspec's "Expected `int`, got `str` - at `$.order`" into "$.order: expected int, got str"."""
-    what, _, path = message.replace("`", "").partition(" - at ")
-    return f"{path or '$'}: {what[:1].lower()}{what[1:]}"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, NoReturn, Self, TypeVar
 
 from asyncrl.comm import names
@@ -157,7 +157,7 @@ class Stalled(CannotContinue):
 
 
 async def while_ranks_work(
-    working: Coroutine[Any, Any, _T], workers: Sequence[RequestClient], limit_s: float, what: Callable[[], str]
+    working: Awaitable[_T], workers: Sequence[RequestClient], limit_s: float, what: Callable[[], str]
 ) -> _T:
     """Await `working`, in which ranks compute or write, however long it takes while the ranks show signs of life.
 
@@ -198,7 +198,7 @@ async def await_while_responsive(
     await _unless(watch(), running)
 
 
-async def _unless(watching: Coroutine[Any, Any, NoReturn], working: Coroutine[Any, Any, _T]) -> _T:
+async def _unless(watching: Coroutine[Any, Any, NoReturn], working: Awaitable[_T]) -> _T:
     """Await `working`, unless `watching` raises first; `working` is cancelled then."""
     task, watch = asyncio.ensure_future(working), asyncio.ensure_future(watching)
     try:
@@ -292,7 +292,5 @@ class RankClients:
         return (await self.some([self._workers[self._publisher]], request))[0]
 
     async def _answers(self, calls: Sequence[tuple[RequestClient, Request[R]]]) -> list[R]:
-        async def answers() -> list[R]:
-            return await asyncio.gather(*(worker.call(request, timeout_s=math.inf) for worker, request in calls))
-
-        return await while_ranks_work(answers(), self._workers, self._limit_s, lambda: calls[0][1].verb)
+        answers = asyncio.gather(*(worker.call(request, timeout_s=math.inf) for worker, request in calls))
+        return await while_ranks_work(answers, self._workers, self._limit_s, lambda: calls[0][1].verb)

@@ -238,17 +238,11 @@ class Publishing:
         # All trained policies, those on ranks of their own at the same time. They are handed over in this order, which
         # is then that of every rank's collectives.
         publishing = [self._ranks.some(ranks, Publish(role, version, to_disk)) for role, ranks in self._actors.items()]
-        ((own, *_), *_), _ = await asyncio.gather(asyncio.gather(*publishing), self._collect(version, kept))
+        ((own, *_), *_), _ = await asyncio.gather(asyncio.gather(*publishing), self.collect(version, kept))
         return own.path
 
-    async def _collect(self, version: int, kept: Collection[int]) -> None:
+    async def collect(self, version: int, kept: Collection[int]) -> None:
         """Remove all versions but those `kept` and the members of pools at `version`."""
         members = {member for pool in self._pools for member in pool.needed(version)}
         for role in self._actors:
             await self._ranks.all(CollectWeights(role, tuple(sorted(members.union(kept)))))
-
-    async def forget_others(self, version: int) -> None:
-        """Remove the weights of all versions except this one and earlier members of pools: after a restart the steps of
-        later versions are repeated, with other results.
-        """
-        await self._collect(version, {version})

@@ -145,11 +145,15 @@ class RunState:
 
 
 class MemoryCheckpointer:
-    """Keeps the state of each step, and decides which steps other processes may see."""
+    """Keeps the state of each step, and decides which steps other processes may see.
+
+    Attributes:
+        whole: version whose state is complete.
+    """
 
     def __init__(self, memory_checkpoint: MemoryCheckpoint | None, ranks: RankClients) -> None:
         self._memory_checkpoint, self._ranks = memory_checkpoint, ranks
-        self._begun = self._whole = 0
+        self._begun = self.whole = 0
 
     @property
     def on(self) -> bool:
@@ -160,11 +164,7 @@ class MemoryCheckpointer:
         """True if a process that replaces this one would know of the step that made `version`, or none would know of
         any.
         """
-        return not self.on or self._whole == version
-
-    def found(self, version: int) -> None:
-        """Record that the run continues at `version`, whose state is complete."""
-        self._whole = version
+        return not self.on or self.whole == version
 
     async def begin(self, version: int, state: dict[str, Any]) -> None:
         """Have the ranks copy the state of the step that made `version`, and begin to write it."""
@@ -187,7 +187,7 @@ class MemoryCheckpointer:
         except RemoteError as error:
             self._keep_no_more(error)
         else:
-            self._whole = self._begun
+            self.whole = self._begun
 
     async def load(self, announced: int) -> dict[str, Any] | None:
         """Have the ranks restore the kept state; return the master's part; None without a kept state.
@@ -244,7 +244,7 @@ class Checkpoints:
         self._clock, self._begun_s = clock, clock()  # a process that begins counts from then
         self._owed = False  # a checkpoint was due when a master before this one died
         self._figures: Row = {}
-        self._config, self._root = config, checkpoint_root(run_dir)
+        self._config, self._root = config, run_dir / CHECKPOINTS_DIR
         self._ranks, self._run, self._evaluations, self._collector = ranks, run, evaluations, collector
         self._under_way: asyncio.Task[None] | None = None
 
@@ -360,11 +360,6 @@ def files_of(shares: Sequence[WrittenShare]) -> dict[str, FileEntry]:
     return {name: entry for share in shares for name, entry in share.files.items()}
 
 
-def checkpoint_root(run_dir: Path) -> Path:
-    """Folder of the run's checkpoints."""
-    return run_dir / CHECKPOINTS_DIR
-
-
 def write_counts(run_dir: Path, step: int, books: RolloutCounts) -> None:
     """Write the books as of `step`, for an end at which the manager does not answer."""
     _write_json(run_dir / COUNTS_FILE, {"step": step, "books": msgspec.to_builtins(books)})
@@ -383,7 +378,7 @@ def write_summary(run_dir: Path, steps: int, total_steps: int, books: RolloutCou
         "paths": {
             "metrics": str(run_dir / METRICS_FILE),
             "weights": str(run_dir / WEIGHTS_DIR),
-            "checkpoints": str(checkpoint_root(run_dir)),
+            "checkpoints": str(run_dir / CHECKPOINTS_DIR),
             "logs": str(run_dir / LOGS_DIR),
         },
     }

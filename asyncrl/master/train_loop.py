@@ -21,7 +21,7 @@ import logging
 import math
 import pkgutil
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,10 +32,11 @@ from asyncrl.comm.names import ACTOR
 from asyncrl.comm.request_reply import RequestClient
 from asyncrl.comm.waits import HOLD_S, LOOK_S, RunningClock
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.run_dir import DATA_RECORD_FILE
+from asyncrl.config.run_dir import CHECKPOINTS_DIR, DATA_RECORD_FILE
 from asyncrl.data.datasets import DataRecord
 from asyncrl.inference.settings import guests_of
 from asyncrl.manager.client import ManagerClient
+from asyncrl.manager.messages import CloseGate, WaitExpiringRequest
 from asyncrl.master.data.sample_buffer import Collector, Reports, SampleBuffer, TrainBatch, check_counts
 from asyncrl.master.data.stall import PromptsUsedUp, StallWatch
 from asyncrl.master.data.while_waiting import AheadScorer, DeviceTurns, frozen_calls
@@ -48,7 +49,6 @@ from asyncrl.master.run_state import (
     Checkpoints,
     MemoryCheckpointer,
     RunState,
-    checkpoint_root,
     write_counts,
     write_summary,
 )
@@ -205,7 +205,7 @@ class TrainLoop:
             self.metrics_log.open(version, perf_counter(), dropped, state["metrics_log"], announced, idle_s)
             write_counts(self.run_dir, version, reports.counts)
         if not from_memory:
-            await self.publishing.forget_others(version)  # 3
+            await self.publishing.collect(version, {version})  # 3: later steps are repeated, with other results
         in_use = {*reports.versions_in_use, announced}
         path = await self.publishing.publish(version, in_use, to_disk=True) if version else ""
         awaited = self.metrics_log.awaits_evaluation()
@@ -234,10 +234,10 @@ class TrainLoop:
         if from_memory := state is not None:
             _log.info("going on after step %d, which was complete", state["version"])
         else:
-            loaded = await self.ranks.all(LoadCheckpoint(str(checkpoint_root(self.run_dir))))
+            loaded = await self.ranks.all(LoadCheckpoint(str(self.run_dir / CHECKPOINTS_DIR)))
             state = loaded[0].master_state or fresh
         await self.run_state.restore(state)
-        self.memory_checkpointer.found(self.run_state.version)
+        self.memory_checkpointer.whole = self.run_state.version
         self.checkpoints.resume(saved=not from_memory)
         self.announcer.announced = announced if from_memory else self.run_state.version
         used = self.reports.checkpoint.prompts_used
@@ -319,10 +319,10 @@ class TrainLoop:
         what = "the end of rollouts that would expire (on_stale=wait)"
         hold_s = min(HOLD_S, self.stall.limit_s / 2)
 
-        def asked() -> Coroutine[Any, Any, Sequence[str]]:
-            return self.peers.manager.wait_expiring(version, 0.0 if self.turns.training else hold_s)
-
-        while running := await self.stall.wait(asked(), version, what, rollouts=True):
+        while True:
+            asked = self.peers.manager.call(WaitExpiringRequest(version, 0.0 if self.turns.training else hold_s))
+            if not (running := (await self.stall.wait(asked, version, what, rollouts=True)).running):
+                break
             self.turns.give()
             _log.info("step %d is held for %d rollouts that would expire", version, len(running))
         await self._refreshed(version)
@@ -429,7 +429,7 @@ class TrainLoop:
         state = self.run_state
         if state.complete:
             with suppress(StopRequested):  # all steps are trained: the end is the same, and the books close the gate
-                await or_stop(self.peers.manager.close_gate(), self.stop, self.config.system.stall_timeout_s)
+                await or_stop(self.peers.manager.call(CloseGate()), self.stop, self.config.system.stall_timeout_s)
         else:
             await self.announcer.close()
             await self.turns.take_to_end(self.config.system.stop_timeout_s / 2)

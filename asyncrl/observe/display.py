@@ -299,12 +299,8 @@ class _Panel:
         return grid
 
     def _share(self, key: str) -> str:
-        return f"{100 * sum(row.get(key, 0.0) for row in self._recent) / self._recent_s:.0f} %"
-
-    @property
-    def _recent_s(self) -> float:
-        total: float = sum(row["time/step_s"] for row in self._recent)
-        return max(total, 1e-9)
+        seconds = max(sum(row["time/step_s"] for row in self._recent), 1e-9)
+        return f"{100 * sum(row.get(key, 0.0) for row in self._recent) / seconds:.0f} %"
 
 
 class LiveDisplay:

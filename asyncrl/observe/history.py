@@ -281,7 +281,8 @@ class LedgerHistory:
         self.launches: list[Begin] = []
         self.ended: End | None = None
         self.newest_at = 0.0
-        self._since_step = _SinceStep()
+        self._since_step = StepOf(0.0)  # what the next `step` line counts as its own
+        self._trained_since: list[Trained] = []
         self._ended_since: list[str] = []
         self._ended_in: deque[tuple[int, list[str]]] = deque()
         """By step, the ids of the rollouts that ended in it and are still kept."""
@@ -333,25 +334,22 @@ class LedgerHistory:
                 self.rollouts[line.rollout] = Rollout(*head, line.version, since)
                 self.newest_at = max(self.newest_at, line.at)
             case Finished():
-                self._take_finished(line)
+                if (rollout := self.rollouts.get(line.rollout)) is not None:
+                    rollout.finished_at, rollout.tokens = line.at, line.tokens
+                self.newest_at = max(self.newest_at, line.at)
             case Dropped():
                 self._since_step.dropped[line.reason] += 1
                 self._end(line.rollout, line.reason, line.at)
             case Abandoned():
                 self._end(line.rollout, ABANDONED, line.at)
             case Trained():
-                self._since_step.trained.append(line)
+                self._trained_since.append(line)
             case Step():
                 self._take_step(line)
             case Begin():
                 self._take_begin(line)
             case End():
                 self.ended = line
-
-    def _take_finished(self, line: Finished) -> None:
-        if (rollout := self.rollouts.get(line.rollout)) is not None:
-            rollout.finished_at, rollout.tokens = line.at, line.tokens
-        self.newest_at = max(self.newest_at, line.at)
 
     def _end(self, rollout_id: str, end: str, at: float) -> None:
         self._ended_since.append(rollout_id)
@@ -360,10 +358,11 @@ class LedgerHistory:
         self.newest_at = max(self.newest_at, at)
 
     def _take_step(self, line: Step) -> None:
-        since, self._since_step = self._since_step, _SinceStep()
-        step = StepOf(line.at, admitted=since.admitted, dropped=since.dropped, books=line.books)
+        step, self._since_step = self._since_step, StepOf(0.0)
+        step.at, step.books = line.at, line.books
+        trained_since, self._trained_since = self._trained_since, []
         times: list[tuple[float, float]] = []
-        for trained in since.trained:
+        for trained in trained_since:
             for version, tokens in trained.versions.items():
                 step.ages[line.step - 1 - version] += tokens
             self._end(trained.rollout, TRAINED, line.at)
@@ -404,14 +403,5 @@ class LedgerHistory:
                 self._ended_since.append(rollout.id)
         self.launches.append(line)
         self.ended = None
-        self._since_step = _SinceStep()
+        self._since_step, self._trained_since = StepOf(0.0), []
         self.newest_at = max(self.newest_at, line.at)
-
-
-@dataclass(slots=True)
-class _SinceStep:
-    """The part of the ledger after the newest `step` line, which the next `step` line counts as its own."""
-
-    trained: list[Trained] = field(default_factory=list)
-    admitted: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)

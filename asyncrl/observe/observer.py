@@ -56,40 +56,6 @@ class Activity(StrEnum):
     """It waits for another process to start, or for memory of a device that another process holds."""
 
 
-class _LoopDelays:
-    """Largest delay of event loops since the last `take`, in seconds: the time from a ping to its callback."""
-
-    def __init__(self) -> None:
-        self._loops: list[AbstractEventLoop] = []
-        self._pinged: dict[AbstractEventLoop, float] = {}
-        self._late_s = 0.0
-
-    def watch(self, loop: AbstractEventLoop) -> None:
-        """Measure the delay of `loop` from now on."""
-        self._loops.append(loop)
-
-    def take(self) -> float | None:
-        """Return the largest delay and reset it; None if no loop is watched."""
-        late_s, self._late_s = self._late_s, 0.0
-        return late_s if self._loops else None
-
-    def ping(self, now: float) -> None:
-        """Schedule a callback on each loop to measure its delay; one that has not run yet counts with its age."""
-        for loop in list(self._loops):
-            if (asked := self._pinged.get(loop)) is not None and not loop.is_closed():
-                self._late_s = max(self._late_s, now - asked)
-                continue
-            self._pinged[loop] = now
-            try:
-                loop.call_soon_threadsafe(self._pong, loop)
-            except RuntimeError:  # closed
-                self._loops.remove(loop)
-
-    def _pong(self, loop: AbstractEventLoop) -> None:
-        if (asked := self._pinged.pop(loop, None)) is not None:
-            self._late_s = max(self._late_s, time.monotonic() - asked)
-
-
 class Observer:
     """Writes the lines of one process.
 
@@ -106,7 +72,9 @@ class Observer:
         self._gauges: list[Gauges] = []
         self._failed: dict[str, str] = {}
         self._shortage: dict[str, Any] = {}
-        self._late_s, self._delays = 0.0, _LoopDelays()
+        self._late_s = self._loop_late_s = 0.0
+        self._loops: list[AbstractEventLoop] = []
+        self._pinged: dict[AbstractEventLoop, float] = {}
         self._unreadable = False
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="observer", daemon=True)
@@ -140,8 +108,10 @@ class Observer:
         self._gauges.append(read)
 
     def watch(self, loop: AbstractEventLoop) -> None:
-        """Measure the delay of `loop` from now on; of several loops the largest delay is reported."""
-        self._delays.watch(loop)
+        """Measure the delay of `loop` from now on, the time from a ping to its callback; of several loops the largest
+        delay is reported.
+        """
+        self._loops.append(loop)
 
     def span(self, name: str, begin: float, end: float, **about: Any) -> None:
         """Write a span `name` from `begin` to `end`, in seconds since 1970."""
@@ -159,9 +129,9 @@ class Observer:
             "late_s": round(self._late_s, 3),
             **self._shortage,
         }
-        if (loop_late_s := self._delays.take()) is not None:
-            line["loop_late_s"] = round(loop_late_s, 3)
-        self._late_s = 0.0
+        if self._loops:
+            line["loop_late_s"] = round(self._loop_late_s, 3)
+        self._late_s = self._loop_late_s = 0.0
         for read in self._gauges:
             try:
                 line |= read()
@@ -175,10 +145,26 @@ class Observer:
             now = time.monotonic()
             self._late_s = max(self._late_s, now - last - TICK_S)
             last = now
-            self._delays.ping(now)
+            self._ping_loops(now)
             if now - due >= self._every_s:
                 due = now
                 self._append()
+
+    def _ping_loops(self, now: float) -> None:
+        """Schedule a callback on each loop to measure its delay; one that has not run yet counts with its age."""
+        for loop in list(self._loops):
+            if (asked := self._pinged.get(loop)) is not None and not loop.is_closed():
+                self._loop_late_s = max(self._loop_late_s, now - asked)
+                continue
+            self._pinged[loop] = now
+            try:
+                loop.call_soon_threadsafe(self._pong, loop)
+            except RuntimeError:  # closed
+                self._loops.remove(loop)
+
+    def _pong(self, loop: AbstractEventLoop) -> None:
+        if (asked := self._pinged.pop(loop, None)) is not None:
+            self._loop_late_s = max(self._loop_late_s, time.monotonic() - asked)
 
     def _append(self, **about: Any) -> None:
         """Append a line, unless this process's counters cannot be read: that must end neither it nor the thread."""

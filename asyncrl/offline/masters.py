@@ -30,7 +30,15 @@ from asyncrl.config.variants import EvaluationSet, evaluation_sets
 from asyncrl.data.prompt_queue import UsedPrompts
 from asyncrl.data.tokenizers import load_tokenizer
 from asyncrl.manager.client import ManagerClient, ManagerGone
-from asyncrl.manager.messages import GateCheckpoint, ReceivedRollout, RunBegin
+from asyncrl.manager.messages import (
+    CloseGate,
+    EndReport,
+    GateCheckpoint,
+    ReceivedReport,
+    ReceivedRollout,
+    RunBegin,
+    StatusRequest,
+)
 from asyncrl.master.data.stall import RolloutSigns
 from asyncrl.master.evaluations import evaluation_statistics
 from asyncrl.master.peers import NameBoard, Stalled, connect, router_of_peers
@@ -111,11 +119,11 @@ class Recorder(AsyncWorker):
             lease_s = self.config.system.lease_s
             self.resolver.add(names.puller_key(0), puller.endpoint, lease_s=lease_s, replace=True)
             used = UsedPrompts(kept.values()).to_json()
-            await manager.begin_run(RunBegin(checkpoint=GateCheckpoint(used=used)))
+            await manager.call(RunBegin(checkpoint=GateCheckpoint(used=used)))
             self.ready()
             await self._record(manager, NameBoard(self.resolver))
-            await manager.close_gate()
-            write_counts(self.run_dir, 0, await manager.end_run(0))
+            await manager.call(CloseGate())
+            write_counts(self.run_dir, 0, await manager.call(EndReport(0)))
         finally:
             puller.close()
             await manager.close()
@@ -129,7 +137,8 @@ class Recorder(AsyncWorker):
         try:
             while self._kept < wanted and not self.stop.is_set():
                 batch = await asyncio.to_thread(self._gather, min(ROLLOUTS_PER_FILE, wanted - self._kept))
-                refused = await manager.received(list(map(_received, batch))) if batch else []
+                arrived = ReceivedReport(list(map(_received, batch)))
+                refused = (await manager.call(arrived)).refused if batch else []
                 batch = [trajectory for trajectory in batch if trajectory.rollout_id not in refused]
                 if batch:
                     await asyncio.to_thread(self._write, batch)
@@ -140,14 +149,14 @@ class Recorder(AsyncWorker):
                 elif clock() - progress_at > limit_s:
                     raise Stalled(
                         f"no sign of life of a rollout for {limit_s:g} s (system.stall_timeout_s): {self._kept} of "
-                        f"{wanted} are kept; {(await manager.status()).describe()}{signs.describe()}"
+                        f"{wanted} are kept; {(await manager.call(StatusRequest())).describe()}{signs.describe()}"
                     )
         finally:
             ticking.cancel()
 
     async def _rollouts_live(self, manager: ManagerClient, signs: RolloutSigns) -> bool:
         try:
-            return signs.take(self._kept, await manager.status())
+            return signs.take(self._kept, await manager.call(StatusRequest()))
         except (HttpError, ManagerGone) as error:
             self.log.info("it is not known what the rollouts do: %s", error)
             return False

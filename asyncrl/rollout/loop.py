@@ -32,18 +32,12 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NoReturn, Self
+from typing import TYPE_CHECKING, NoReturn
 
-import numpy as np
-
-from asyncrl.algorithms.filters import FilterDecision, GroupView
 from asyncrl.api import EpisodeTimeout, Prompt, Sample, Trajectory
-from asyncrl.api.columns import numbers_of
-from asyncrl.api.trajectory import FINISHED_AT, compared_episodes, named_columns
+from asyncrl.api.trajectory import FINISHED_AT
 from asyncrl.comm.ended_rollouts import LOST_EPISODES, DropReason, failed_in, filtered
 from asyncrl.comm.waits import BURST_S, HOLD_S
-from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.data.prompt_format import InvalidPrompt, OverlongPrompt
 from asyncrl.data.prompt_queue import PromptRef
 from asyncrl.manager.client import ManagerClient
@@ -55,6 +49,8 @@ from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code_pool.call_records import group_failed_in, metered
 
 if TYPE_CHECKING:  # optional, see `asyncrl.runtime.plan`
+    from asyncrl.algorithms.filters import FilterDecision
+    from asyncrl.rollout.group_rules import GroupRules
     from asyncrl.rollout.policy_answers import PolicyAnswers
 
 _log = logging.getLogger(__name__)
@@ -109,147 +105,13 @@ class RolloutSlots:
         self._room.set()
 
 
-class TrajectorySender:
-    """Sends trajectories, each with the counts of the episodes that were lost since the last one was acknowledged."""
-
-    def __init__(self, push: Callable[[Trajectory], Awaitable[None]]) -> None:
-        self._push = push
-        self._lost: Counter[str] = Counter()
-
-    def take_lost(self, counted: dict[str, float]) -> None:
-        """Move the counts of lost episodes from a group's metrics to the next trajectory that is sent."""
-        self._lost.update({name: counted.pop(name) for name in list(counted) if name.startswith(LOST_EPISODES)})
-
-    async def send(self, trajectory: Trajectory) -> None:
-        """Send `trajectory`; return when a training rank has it."""
-        lost, self._lost = self._lost, Counter()  # includes counts of groups that were not pushed
-        trajectory.metrics.update(lost)
-        trajectory.metrics[FINISHED_AT] = time.time()
-        try:
-            await self._push(trajectory)
-        except BaseException:
-            self._lost.update(lost)
-            raise
-
-
-class Failures:
-    """Decides if the prompts of failed rollouts are tried again, and when the loop has to end."""
-
-    def __init__(self) -> None:
-        self._in_a_row = 0
-
-    def clear(self) -> None:
-        """Record that a rollout did not fail."""
-        self._in_a_row = 0
-
-    def end_of(self, granted: GrantedRollout, error: Exception, code: str | None, running: int) -> FinishedRollout:
-        """Return the end of a rollout that failed with `error`.
-
-        Args:
-            code: name of the user's code that failed, if known.
-            running: number of running rollouts, this one included.
-
-        Raises:
-            Exception: `error`, if too many rollouts have failed in a row.
-        """
-        rollout_id, prompt_id = granted.rollout_id, granted.prompt_id
-        if isinstance(error, EpisodeTimeout):  # other TimeoutErrors are the user's own
-            _log.warning("rollout of prompt %s exceeded rollout.rollout_timeout_s", prompt_id)
-            return FinishedRollout(rollout_id, accepted=False, reason=DropReason.timeout)
-        if isinstance(error, OverlongPrompt):  # the start reported their number; not a sign of a defect
-            _log.debug("prompt %s is left out: %s", prompt_id, error)
-            return FinishedRollout(rollout_id, accepted=False, reason=DropReason.overlong_prompt)
-        self._in_a_row += 1
-        if self._in_a_row >= max(MAX_FAILURES_IN_A_ROW, running):
-            _log.error("%d rollouts in a row failed, the last on prompt %s", self._in_a_row, prompt_id)
-            raise error
-        reason = DropReason.invalid_prompt if isinstance(error, InvalidPrompt) else failed_in(code)
-        again = reason != DropReason.invalid_prompt and granted.failures + 1 < MAX_ATTEMPTS
-        fate = "to be tried again" if again else "dropped"
-        _log.warning("rollout of prompt %s failed, %s", prompt_id, fate, exc_info=error)
-        return FinishedRollout(rollout_id, accepted=False, reason=reason, return_prompt=again)
-
-
-Filter = Callable[[GroupView], FilterDecision]
-Shaping = Callable[[GroupView], "np.ndarray[tuple[int], np.dtype[np.float64]]"]
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRules:
-    """The run's rules for a group that was played: filters, shaping of rewards, and which answers are right.
-
-    Attributes:
-        filters: a group is dropped if one rejects it.
-        shapings: change rewards in this order, separately in each comparison group.
-        right_at: reward from which on an answer counts as right, for a curriculum; None without one.
-    """
-
-    filters: Sequence[Filter] = ()
-    shapings: Sequence[Shaping] = ()
-    right_at: float | None = None
-
-    @classmethod
-    def of(cls, config: RolloutConfig, registered_in: Sequence[str] = (), right_at: float | None = None) -> Self:
-        """Build the rules of these settings."""
-        filters, shapings = (
-            [resolve(kind, choice.name, choice.params, registered_in) for choice in choices]
-            for kind, choices in (("filter", config.filters), ("shaping", config.shaping))
-        )
-        return cls(filters, shapings, right_at)
-
-    def judge(self, samples: Sequence[Sample]) -> FilterDecision:
-        """Return a decision to keep if the filters keep any comparison group, else the first group's rejection."""
-        decisions = [self._judge_group([samples[at] for at in positions]) for positions in compared(samples)]
-        return next((decision for decision in decisions if decision.keep), decisions[0])
-
-    def _judge_group(self, samples: Sequence[Sample]) -> FilterDecision:
-        """Return the first rejection, or a decision to keep."""
-        view, _ = view_of(samples)
-        rejections = (decision for accept in self.filters if not (decision := accept(view)).keep)
-        return next(rejections, FilterDecision(True))
-
-    def success(self, samples: Sequence[Sample]) -> float | None:
-        """Return the share of samples that count as right, by all their rewards; None without a curriculum."""
-        if self.right_at is None:
-            return None
-        return sum(sample.total_reward >= self.right_at for sample in samples) / len(samples)
-
-    def shape(self, samples: Sequence[Sample]) -> tuple[Sample, ...]:
-        """Apply the shapings to the rewards. The change of an episode's reward is added to each of its samples.
-
-        Raises:
-            ValueError: a shaping does not return one reward for each episode.
-        """
-        shaped = list(samples)
-        for positions in compared(samples):
-            group = self._shape_group([samples[at] for at in positions])
-            for at, sample in zip(positions, group, strict=True):
-                shaped[at] = sample
-        return tuple(shaped)
-
-    def _shape_group(self, samples: Sequence[Sample]) -> Sequence[Sample]:
-        for reshape in self.shapings:
-            view, positions = view_of(samples)
-            rewards = reshape(view)
-            if len(rewards) != len(view.rewards_S):
-                raise ValueError(
-                    f"a shaping gave {len(rewards)} rewards for {len(view.rewards_S)} episodes; give one each"
-                )
-            alone = len(samples) == len(rewards)
-            samples = [
-                replace(sample, reward=_shaped(sample, float(rewards[at]), float(view.rewards_S[at]), alone=alone))
-                for sample, at in zip(samples, positions, strict=True)
-            ]
-        return samples
-
-
 class RolloutLoop:
     """Runs rollouts. `run` continues until it is cancelled or everything fails.
 
     Args:
         gate: client of the GserverManager, which admits rollouts, chooses their prompts and receives their ends.
         push: sends a trajectory to a training rank; returns once it is acknowledged.
-        rules: for groups that were played.
+        rules: for groups that were played; None if the run has no filter, shaping or curriculum.
         least_episodes: a group that lost episodes and has fewer left fails.
         make_answers: makes the record of a rollout's answers by policy; None if the run has one policy.
     """
@@ -261,15 +123,15 @@ class RolloutLoop:
         client: RolloutClient,
         push: Callable[[Trajectory], Awaitable[None]],
         config: RolloutConfig,
-        rules: GroupRules,
+        rules: GroupRules | None = None,
         least_episodes: int = 1,
         make_answers: Callable[[], PolicyAnswers] | None = None,
     ) -> None:
         self._components, self._gate, self._client, self._config = components, gate, client, config
         self._tries = RetryLimits(MAX_ATTEMPTS, least_episodes, config.rollout_timeout_s)
-        self._rules, self._make_answers = rules, make_answers
-        self._sender = TrajectorySender(push)
-        self._failures = Failures()
+        self._rules, self._make_answers, self._push = rules, make_answers, push
+        self._lost: Counter[str] = Counter()  # episodes since the last trajectory that was acknowledged, by name
+        self._failures_in_a_row = 0
         self.slots = RolloutSlots(gate, config.max_concurrent)
 
     async def run(self) -> NoReturn:
@@ -296,9 +158,9 @@ class RolloutLoop:
                     code = group_failed_in(error, type(self._components.agent).__name__, policy.failures)
                     raise
                 outcome = await self._judge_and_send(granted, samples, metrics)
-            self._failures.clear()
+            self._failures_in_a_row = 0
         except Exception as error:
-            outcome = self._failures.end_of(granted, error, code, self.slots.running)
+            outcome = self._failed(granted, error, code)
         finally:
             self.slots.free()
         self._gate.finish([outcome])
@@ -310,7 +172,7 @@ class RolloutLoop:
         if policy.answers is not None:
             policy.answers.check(samples)
             counted |= policy.answers.metrics()
-        self._sender.take_lost(counted)
+        self._lost.update({name: counted.pop(name) for name in list(counted) if name.startswith(LOST_EPISODES)})
         return samples, metrics_of(samples) | counted | meter.metrics()
 
     async def _judge_and_send(
@@ -320,12 +182,13 @@ class RolloutLoop:
         rollout_id = granted.rollout_id
         if not samples:
             return FinishedRollout(rollout_id, accepted=False, reason=DropReason.agent_rejected)
-        success = self._rules.success(samples)
-        decision = self._rules.judge(samples)
-        if not decision.keep:
-            return self._rejection(granted, decision, success)
-        shaped = self._rules.shape(samples)
-        await self._sender.send(Trajectory(rollout_id, granted.prompt_id, granted.order, shaped, metrics))
+        success = None
+        if self._rules is not None:
+            success, decision = self._rules.success(samples), self._rules.judge(samples)
+            if not decision.keep:
+                return self._rejection(granted, decision, success)
+            samples = self._rules.shape(samples)
+        await self._send(Trajectory(rollout_id, granted.prompt_id, granted.order, tuple(samples), metrics))
         return FinishedRollout(rollout_id, accepted=True, success=success)
 
     def _rejection(self, granted: GrantedRollout, decision: FilterDecision, success: float | None) -> FinishedRollout:
@@ -343,35 +206,36 @@ class RolloutLoop:
             success=success,
         )
 
+    async def _send(self, trajectory: Trajectory) -> None:
+        """Send `trajectory` with the counts of lost episodes; return when a training rank has it."""
+        lost, self._lost = self._lost, Counter()  # includes counts of groups that were not pushed
+        trajectory.metrics.update(lost)
+        trajectory.metrics[FINISHED_AT] = time.time()
+        try:
+            await self._push(trajectory)
+        except BaseException:
+            self._lost.update(lost)
+            raise
 
-def compared(samples: Sequence[Sample]) -> list[list[int]]:
-    """Return the positions of the samples of each comparison group, in order of first appearance."""
-    by_name: dict[str, list[int]] = {}
-    for position, sample in enumerate(samples):
-        by_name.setdefault(sample.group, []).append(position)
-    return list(by_name.values())
+    def _failed(self, granted: GrantedRollout, error: Exception, code: str | None) -> FinishedRollout:
+        """Return the end of a rollout that failed with `error`, in the user's code of the name `code`, if known.
 
-
-def view_of(samples: Sequence[Sample]) -> tuple[GroupView, list[int]]:
-    """Build the view of one comparison group for filters and shaping: its episodes, and for each sample the position
-    of its episode.
-    """
-    view, position = GroupView.of_samples(
-        rewards=[sample.reward for sample in samples],
-        token_rewards=[sample.token_rewards for sample in samples],
-        loss_masks=[sample.loss_mask for sample in samples],
-        truncated=[sample.truncated for sample in samples],
-        episodes=compared_episodes([sample.episode for sample in samples], [sample.group for sample in samples]),
-        columns=named_columns([numbers_of(sample) for sample in samples]),
-    )
-    return view, position.tolist()
-
-
-def _shaped(sample: Sample, reward: float, before: float, *, alone: bool) -> float:
-    """Return the sample's new reward after its episode's total changed from `before` to `reward`.
-
-    The result is exactly `reward` if all episodes have one sample (`alone`) and the sample has no rewards of turns.
-    """
-    if alone and sample.token_rewards is None:
-        return reward
-    return sample.reward + (reward - before)
+        Raises:
+            Exception: `error`, if too many rollouts have failed in a row.
+        """
+        rollout_id, prompt_id = granted.rollout_id, granted.prompt_id
+        if isinstance(error, EpisodeTimeout):  # other TimeoutErrors are the user's own
+            _log.warning("rollout of prompt %s exceeded rollout.rollout_timeout_s", prompt_id)
+            return FinishedRollout(rollout_id, accepted=False, reason=DropReason.timeout)
+        if isinstance(error, OverlongPrompt):  # the start reported their number; not a sign of a defect
+            _log.debug("prompt %s is left out: %s", prompt_id, error)
+            return FinishedRollout(rollout_id, accepted=False, reason=DropReason.overlong_prompt)
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row >= max(MAX_FAILURES_IN_A_ROW, self.slots.running):
+            _log.error("%d rollouts in a row failed, the last on prompt %s", self._failures_in_a_row, prompt_id)
+            raise error
+        reason = DropReason.invalid_prompt if isinstance(error, InvalidPrompt) else failed_in(code)
+        again = reason != DropReason.invalid_prompt and granted.failures + 1 < MAX_ATTEMPTS
+        fate = "to be tried again" if again else "dropped"
+        _log.warning("rollout of prompt %s failed, %s", prompt_id, fate, exc_info=error)
+        return FinishedRollout(rollout_id, accepted=False, reason=reason, return_prompt=again)

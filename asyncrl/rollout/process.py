@@ -20,13 +20,21 @@ from asyncrl.observe import observer
 from asyncrl.observe.observer import Activity
 from asyncrl.rollout.evaluation import Evaluator
 from asyncrl.rollout.generation_servers import capabilities_of
-from asyncrl.rollout.loop import GroupRules, RolloutLoop
+from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.messages import Evaluate, EvaluationResult, StillThere
 from asyncrl.rollout.rollout_client import RolloutClient
 from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code.prompts import check_same_data
 from asyncrl.rollout.user_code_pool.call_records import failed_user_code
-from asyncrl.runtime.plan import EMBEDDER, KEPT_ANSWERS, POLICY_ANSWERS, REPLAY, WORKER_INPUTS, brings_inputs
+from asyncrl.runtime.plan import (
+    EMBEDDER,
+    GROUP_RULES,
+    KEPT_ANSWERS,
+    POLICY_ANSWERS,
+    REPLAY,
+    WORKER_INPUTS,
+    brings_inputs,
+)
 from asyncrl.runtime.process.waiting import StopRequested, cancel
 from asyncrl.runtime.process.worker import AsyncWorker, CannotContinue
 
@@ -141,7 +149,9 @@ class RolloutWorker(AsyncWorker):
             make_answers = partial(pkgutil.resolve_name(POLICY_ANSWERS), config.trained_policies)
         pusher = TrajectoryPusher((), self.security, identity=self.name)
         try:
-            rules = GroupRules.of(config.rollout, config.algorithm.plugins, right_at)
+            rules = None
+            if config.rollout.filters or config.rollout.shaping or right_at is not None:
+                rules = pkgutil.resolve_name(GROUP_RULES)(config.rollout, config.algorithm.plugins, right_at)
             least = config.algorithm.least_episodes
             loop = RolloutLoop(components, manager, client, pusher.push, config.rollout, rules, least, make_answers)
             self.ready()

@@ -46,8 +46,7 @@ import asyncio
 import itertools
 import logging
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -167,14 +166,6 @@ class OpenRequest:
         """Return the number of tokens that the next round requests for `partial`."""
         return min(self.request.sampling.max_new_tokens - len(partial.token_ids), self.round_tokens)
 
-    def ask_for_less(self) -> None:
-        """Halve the tokens per round, because the last round was not answered."""
-        self.round_tokens = max(1, max(map(self.wanted, self.open_partials.values())) // 2)
-
-    def ask_for_more(self) -> None:
-        """Double the tokens per round, because the last round was answered quickly."""
-        self.round_tokens = min(2 * self.round_tokens, self.most_round_tokens)
-
 
 class GenerationFailed(RuntimeError):
     """No server completed the request; the message has the last reason."""
@@ -252,11 +243,13 @@ class RolloutClient:
         if request.sampling.stop and not self._servers.can.find_stops_of(request):
             most = min(most, STOP_CHUNK)
         work = OpenRequest(own_id, request, rollout_id, min_version, partials, most, most)
-        async with self._free_slot():
-            try:
-                await self._complete(work, route)
-            finally:
-                self._manager.release(own_id)
+        with current_meter().limited():  # the wait for a slot is not the rollout's time: servers work on others
+            await self._slots.acquire()
+        try:
+            await self._complete(work, route)
+        finally:
+            self._slots.release()
+            self._manager.release(own_id)
         if request.score_from is not None:
             return GenerationResult(request.request_id, (), work.scores)
         prompt_tokens = len(request.input_ids)
@@ -268,16 +261,6 @@ class RolloutClient:
     def figures(self) -> dict[str, float]:
         """Figures for `observed/`: complete answers so far."""
         return {"answers_total": self._answers}
-
-    @asynccontextmanager
-    async def _free_slot(self) -> AsyncIterator[None]:
-        """Hold a slot within this block. The wait for one is not the rollout's time: servers work on other requests."""
-        with current_meter().limited():
-            await self._slots.acquire()
-        try:
-            yield
-        finally:
-            self._slots.release()
 
     async def _complete(self, work: OpenRequest, route: Route | None) -> None:
         """Run rounds until every answer is complete; the first goes to `route` if given."""
@@ -305,13 +288,13 @@ class RolloutClient:
                     ) from error
                 _log.warning("request %s: %s; trying again", name, error)
                 if now() - begun >= self._timeout_s / 4:
-                    work.ask_for_less()
+                    work.round_tokens = max(1, max(map(work.wanted, work.open_partials.values())) // 2)
                 await asyncio.sleep(_BACKOFF.delay(failures))
                 continue
             failures = 0
             if work.tokens > before:
                 idle = 0
-                work.ask_for_more()
+                work.round_tokens = min(2 * work.round_tokens, work.most_round_tokens)
             else:
                 idle += 1
             if idle > 1:  # repeatedly aborted in the queue: the servers are busy with other work

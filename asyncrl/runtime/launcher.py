@@ -118,7 +118,7 @@ class Launcher:
     async def _run(self, backend: LauncherBackend) -> int:
         self._processes = RunProcesses(backend, self._trial, self._display)
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._interrupt)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._terminate)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._interrupt, False)
         sizes = StepSizes(self.config.total_train_steps, self.config.train_batch_size, self.config.group_size)
         showing = asyncio.create_task(self._output.follow(sizes if self._purpose is Purpose.train else None))
         guarding = asyncio.create_task(self._guard_claim())
@@ -203,13 +203,12 @@ class Launcher:
         self._claim_lost = self._claim_lost or await asyncio.to_thread(self._trial.claim.is_lost)
         return self._claim_lost
 
-    def _terminate(self) -> None:
-        """Handle SIGTERM: save a checkpoint and end. A batch system and a script in between may both send it."""
-        if not self._interrupts:
-            self._interrupt()
-
-    def _interrupt(self) -> None:
-        """Handle SIGINT: the first one saves a checkpoint and ends, the second ends at once."""
+    def _interrupt(self, again: bool = True) -> None:
+        """Handle SIGINT: the first one saves a checkpoint and ends, the second ends at once. A second SIGTERM (not
+        `again`) changes nothing: a batch system and a script in between may both send it.
+        """
+        if self._interrupts and not again:
+            return
         self._interrupts += 1
         if self._interrupts == 1:
             self._display.note("stopping after a checkpoint; once more to stop at once")

@@ -48,10 +48,10 @@ def begin(final: Path) -> Path:
 def commit(final: Path) -> None:
     """Make the directory aside visible as `final`, replacing a former one. Its files must be synced already."""
     directory = aside(final)
-    sync_directory(directory)
+    sync(directory)
     former = _set_aside(final)
     rename(directory, final)
-    sync_directory(final.parent)
+    sync(final.parent)
     remove_leftover(former, _log)
 
 
@@ -110,13 +110,13 @@ def link_file(source: Path, target: Path) -> None:
             if error.errno in PASSING:
                 raise
             shutil.copyfile(source, target)
-            sync_file(target)
+            sync(target)
 
     retry_write_blocking(link, f"{target}", _log)
 
 
-def sync_file(path: Path) -> None:
-    """Sync a file that other code has written."""
+def sync(path: Path) -> None:
+    """Force the file `path`, which other code has written, or the entries of the directory `path` to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -129,14 +129,9 @@ def syncing() -> Iterator[Callable[[Path], object]]:
     """Yield a function that begins to sync a file in a thread; all files are synced when the block ends."""
     synced: list[Future[None]] = []
     with ThreadPoolExecutor(_SYNCS_AT_ONCE) as pool:
-        yield lambda path: synced.append(pool.submit(sync_file, path))
-        for sync in synced:
-            sync.result()
-
-
-def sync_directory(path: Path) -> None:
-    """Force a directory's entries to the disk."""
-    sync_file(path)
+        yield lambda path: synced.append(pool.submit(sync, path))
+        for each in synced:
+            each.result()
 
 
 def clear_leftovers(parent: Path) -> None:

@@ -18,7 +18,7 @@ from asyncrl.models.ranks import Ranks
 from asyncrl.trainer.batches.step_batch import build_step_batch
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.rank.training_rank import TrainingRank
-from asyncrl.weights.atomic_dir import sync_directory, sync_file
+from asyncrl.weights.atomic_dir import sync
 from asyncrl.weights.manifest import verify
 from asyncrl.weights.publishing import SharedFiles, publish, tokenizer_assets
 from gpu_rows.bench import Bench, Figure, grouped, tried
@@ -101,8 +101,8 @@ def _plain(version: Path, file: Path) -> Iterator[Figure]:
     tensors = {name: each for shard in version.glob("*.safetensors") for name, each in load_file(shard).items()}
     begun = time.perf_counter()
     save_file(tensors, file)
-    sync_file(file)
-    sync_directory(file.parent)
+    sync(file)
+    sync(file.parent)
     written = time.perf_counter()
     for tensor in load_file(file).values():  # which only maps it
         tensor.clone()

@@ -17,7 +17,7 @@ from asyncrl.manager.messages import RequestSize, StatusReply, StatusRequest
 from asyncrl.manager.rollouts.pacing import DeadlinePacing
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import UpdateMode
-from asyncrl.rollout.loop import GroupRules, RolloutLoop
+from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.rollout_client import RolloutClient
 from asyncrl.rollout.settings import Pacing, RolloutConfig
 from asyncrl.weights.transports.base import ManagerEnd
@@ -103,4 +103,4 @@ async def run_worker(index: int, setup: Setup, network: Network, push: Callable[
     client = RolloutClient(manager, security=None, max_concurrent=concurrent, request_timeout_s=limit_s)
     client._servers.http = VirtualHttp(network)
     async with client:
-        await RolloutLoop(code, manager, client, push, config, GroupRules()).run()
+        await RolloutLoop(code, manager, client, push, config).run()

@@ -25,7 +25,13 @@ from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.fleet_runner import FleetRunner
 from asyncrl.manager.fleet.servers import Target
-from asyncrl.manager.messages import TrainedRollout, WaitAsleepReply
+from asyncrl.manager.messages import (
+    ConsumedReport,
+    TrainedRollout,
+    WaitAsleepReply,
+    WaitAsleepRequest,
+    WaitExpiringRequest,
+)
 from asyncrl.master.data.sample_buffer import Collector, SampleBuffer, TrainBatch, trained_rollout
 from asyncrl.master.data.stall import StallWatch
 from asyncrl.master.data.while_waiting import DeviceTurns
@@ -89,9 +95,9 @@ class Turns:
         self._decisions.guests.begin(turn)
         self._runner.changed.notify()
 
-    async def wait_asleep(self, turn: int, timeout_s: float) -> WaitAsleepReply:
+    async def call(self, request: WaitAsleepRequest) -> WaitAsleepReply:
         """See `ManagerClient`."""
-        deadline = self._loop.time() + timeout_s
+        deadline = self._loop.time() + request.timeout_s
         while True:
             waits_for = [f"generation server {life.index} ({life.state})" for life in awake(self._decisions)]
             left_s = deadline - self._loop.time()
@@ -184,7 +190,7 @@ class Reports:
         if not trained and not drops:
             return
         self._buffer.drops, self.trained = [], []
-        await self._manager.consumed(version, trained, [drop.message for drop in drops])
+        await self._manager.call(ConsumedReport(version, trained, [drop.message for drop in drops]))
         if drops:
             await self._head.call(Discard(tuple(drop.record.rollout_id for drop in drops)), timeout_s=1.0)
 
@@ -263,12 +269,15 @@ class MasterLoop:
         while True:
             await self._enough_rollouts()
             if self._setup.on_stale == OnStale.wait:
-                while await self.manager.wait_expiring(self.version, 0.0 if self.turns.training else HOLD_S):
+                while (await self.manager.call(self._expiring())).running:
                     self.turns.give()
                 await self.collector.refresh()
             batch = self.buffer.take(self.version)
             if batch is not None:
                 return batch
+
+    def _expiring(self) -> WaitExpiringRequest:
+        return WaitExpiringRequest(self.version, 0.0 if self.turns.training else HOLD_S)
 
     async def _enough_rollouts(self) -> None:
         now = asyncio.get_running_loop().time

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from asyncrl.manager.messages import RunBegin, ServerState
+from asyncrl.manager.messages import CloseGate, RunBegin, ServerState, StatusRequest
 from asyncrl.master.settings import OnStale
 from asyncrl.runtime.process.waiting import cancel
 from simulator.clock import run as run_virtual
@@ -123,7 +123,7 @@ class Simulation:
         return marks[0], self._mark()
 
     async def _diagnosis(self) -> str:
-        gate = (await self.master.manager.status()).describe()
+        gate = (await self.master.manager.call(StatusRequest())).describe()
         states = Counter(
             f"{life.state} v{life.version} {life.reason}".strip() for life in self.manager.decisions.servers
         )
@@ -142,7 +142,7 @@ class Simulation:
         """Let all rollouts end, then check that everything is accounted for."""
         found: list[str] = []
         master = self.master
-        await master.manager.close_gate()
+        await master.manager.call(CloseGate())
         deadline = self._loop.time() + DRAIN_LIMIT_S
         gate, router = self.manager.service.gate, self.manager.service.router
         decisions = self.manager.decisions

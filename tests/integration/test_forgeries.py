@@ -29,7 +29,15 @@ from asyncrl.comm.trajectory_codec import encode_trajectories
 from asyncrl.data.prompt_queue import DataOrder
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.fleet.decisions import FleetDecisions
-from asyncrl.manager.messages import DroppedRollout, FinishedRollout, ReceivedRollout, RunBegin, TrainedRollout
+from asyncrl.manager.messages import (
+    ConsumedReport,
+    DroppedRollout,
+    FinishedRollout,
+    ReceivedReport,
+    ReceivedRollout,
+    RunBegin,
+    TrainedRollout,
+)
 from asyncrl.manager.process import manager_registry
 from asyncrl.manager.service import ManagerHttp, ManagerService
 from asyncrl.manager.settings import UpdateMode
@@ -227,22 +235,23 @@ async def test_a_forged_report_to_the_manager_changes_nothing(http_security: Htt
     await client.allocate(["a", "b"], timeout_s=LIMIT_S)
     client.finish([FinishedRollout("a", True)])
     await client.flush()
-    assert await client.received([ReceivedRollout("a", "e0-0", 0, 0, 4)]) == []
-    stepped = await client.consumed(1, [trained("a", 0)])
+    assert (await client.call(ReceivedReport([ReceivedRollout("a", "e0-0", 0, 0, 4)]))).refused == []
+    stepped = await client.call(ConsumedReport(1, [trained("a", 0)]))
     before = service.gate.counts()
     assert (before.submitted, before.trained, before.running) == (2, 1, 1)
     with pytest.raises(HttpRefused, match="cannot be trained yet"):
-        await client.consumed(1_000_000, [trained("b", 1)])
+        await client.call(ConsumedReport(1_000_000, [trained("b", 1)]))
     again, unknown = ReceivedRollout("a", "e0-0", 0, 0, 4), ReceivedRollout("x", "e0-2", 2, 0, 4)
-    assert await client.received([again, unknown]) == ["a", "x"]
+    assert (await client.call(ReceivedReport([again, unknown]))).refused == ["a", "x"]
     with pytest.raises(HttpRefused, match=r"\['a', 'x'\] do not count, 2 in all"):
-        await client.consumed(2, [trained("a", 0), trained("x", 2)])
-    assert await client.consumed(1, [trained("b", 1)]) == stepped, "the step is known: nothing is trained again"
-    await client.consumed(1, [], [DroppedRollout("a", "stale"), DroppedRollout("y", "stale")])
+        await client.call(ConsumedReport(2, [trained("a", 0), trained("x", 2)]))
+    again_stepped = await client.call(ConsumedReport(1, [trained("b", 1)]))
+    assert again_stepped == stepped, "the step is known: nothing is trained again"
+    await client.call(ConsumedReport(1, [], [DroppedRollout("a", "stale"), DroppedRollout("y", "stale")]))
     client.finish([FinishedRollout("b", True)])
     with pytest.raises(HttpRefused, match="'a' was used before"):
         await client.allocate(["a"], timeout_s=0.0)
-    await client.begin_run(RunBegin(7, received=[unknown]))
+    await client.call(RunBegin(7, received=[unknown]))
     assert service.gate.counts() == before
     assert http.refused == {"malformed": 3}
     await client.close()

@@ -22,8 +22,12 @@ from asyncrl.manager.client import ManagerClient, ManagerGone
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.messages import (
     AllocateRequest,
+    CloseGate,
+    ConsumedReport,
     DroppedRollout,
+    EndReport,
     FinishedRollout,
+    ReceivedReport,
     ReceivedRollout,
     RequestSize,
     RouteRequest,
@@ -31,6 +35,7 @@ from asyncrl.manager.messages import (
     StatusReply,
     StatusRequest,
     TrainedRollout,
+    WaitExpiringRequest,
 )
 from asyncrl.manager.process import manager_registry
 from asyncrl.manager.rollouts.ledger_files import lines_in
@@ -96,7 +101,7 @@ class Manager:
     async def begin(self, run: RunBegin) -> None:
         """Begin the run, as the master does, without workers that hold anything."""
         self.service.await_workers({})
-        await self.client("master_worker/0").begin_run(run)
+        await self.client("master_worker/0").call(run)
 
     async def close(self) -> None:
         for client in self.clients:
@@ -134,7 +139,7 @@ async def accept(client: ManagerClient, *names: str) -> None:
     """A worker reports that it delivered these rollouts, and the master that they arrived."""
     client.finish([FinishedRollout(name, True) for name in names])
     await client.flush()
-    assert await client.received([arrived(name) for name in names]) == []
+    assert (await client.call(ReceivedReport([arrived(name) for name in names]))).refused == []
 
 
 def trained(name: str) -> TrainedRollout:
@@ -160,7 +165,7 @@ async def test_a_prefix_is_granted_and_the_rest_waits_for_room(manager: Manager)
     second = asyncio.create_task(client.allocate(["e"], timeout_s=30))
     await held(manager, lambda: len(manager.service.admission.calls))
     await accept(client, "a", "b")
-    await client.consumed(1, [trained("a"), trained("b")])
+    await client.call(ConsumedReport(1, [trained("a"), trained("b")]))
     assert not second.done()
     manager.serve(1)
     assert [grant.version for grant in (await second).granted] == [1]
@@ -190,7 +195,7 @@ async def test_workers_that_wait_get_a_rollout_each_in_turn(manager: Manager) ->
 async def test_a_prompt_that_the_trainer_dropped_is_the_next_for_any_worker(manager: Manager) -> None:
     client, other = manager.client(), manager.client("rollout_worker/1")
     (first, _) = (await client.allocate(["a", "b"], timeout_s=30)).granted
-    await other.consumed(0, [], [DroppedRollout("a", "stale")])
+    await other.call(ConsumedReport(0, [], [DroppedRollout("a", "stale")]))
     (again, later) = (await other.allocate(["c", "d"], timeout_s=30)).granted
     assert (again.prompt_id, again.order, again.row, again.attempt) == (first.prompt_id, 0, first.row, 0)
     assert later.order == 2
@@ -217,12 +222,12 @@ async def test_a_prompt_that_a_worker_drops_for_good_is_used_and_in_the_ledger_b
     await worker.flush()
     assert manager.given_up() == []
     dropped_by_trainer = [DroppedRollout("d", "stale")]
-    first = await master.consumed(0, [], dropped_by_trainer)
+    first = await master.call(ConsumedReport(0, [], dropped_by_trainer))
     assert manager.given_up() == ["a", "c"]
     assert first.checkpoint is None
     assert (first.counts.submitted, first.counts.dropped) == (4, {"failed": 2, "zero_variance": 1, "stale": 1})
     lines = manager.ledger.lines
-    again = await master.consumed(0, [], dropped_by_trainer)
+    again = await master.call(ConsumedReport(0, [], dropped_by_trainer))
     assert (again, manager.ledger.lines) == (first, lines), "the first reply may have been lost"
 
 
@@ -230,14 +235,14 @@ async def test_a_step_is_in_the_ledger_before_the_master_hears_of_it_and_counts_
     worker, master = manager.client(), manager.client("master_worker/0")
     await worker.allocate([*"abcd"], timeout_s=30)
     await accept(worker, *"abc")
-    first = await master.consumed(1, [trained("a"), trained("b")])
+    first = await master.call(ConsumedReport(1, [trained("a"), trained("b")]))
     lines = list(lines_in(manager.folder))
     assert (len(lines), b'"kind":"step"' in lines[-1]) == (manager.ledger.lines, True)
     assert first.checkpoint is not None
     assert (first.checkpoint.line, first.checkpoint.prompts_used, first.counts.trained) == (len(lines), 2, 2)
     worker.finish([FinishedRollout("d", False, "failed")])
     await worker.flush()
-    again = await master.consumed(1, [trained("a"), trained("b")])
+    again = await master.call(ConsumedReport(1, [trained("a"), trained("b")]))
     later = list(lines_in(manager.folder))[len(lines) :]
     assert again == first, "the first reply may have been lost; the drop is not in the step's state"
     assert [b'"kind":"dropped"' in line for line in later] == [True]
@@ -246,10 +251,10 @@ async def test_a_step_is_in_the_ledger_before_the_master_hears_of_it_and_counts_
 async def test_the_end_of_the_run_is_the_ledgers_last_line_however_often_it_is_reported(manager: Manager) -> None:
     worker, master = manager.client(), manager.client("master_worker/0")
     await worker.allocate(["a", "b"], timeout_s=30)
-    counts = await master.end_run(0)
+    counts = await master.call(EndReport(0))
     lines = list(lines_in(manager.folder))
     assert (counts.abandoned, b'"kind":"end"' in lines[-1]) == (2, True)
-    assert (await master.end_run(0), list(lines_in(manager.folder))) == (counts, lines)
+    assert (await master.call(EndReport(0)), list(lines_in(manager.folder))) == (counts, lines)
 
 
 async def test_calls_of_the_trainer_that_are_meant_for_another_manager_are_refused(
@@ -263,10 +268,10 @@ async def test_calls_of_the_trainer_that_are_meant_for_another_manager_are_refus
     master = manager.client("master_worker/0")
     before = manager.ledger.lines
     for call in (
-        master.received([arrived("a")]),
-        master.consumed(1, [trained("a")]),
-        master.close_gate(),
-        master.end_run(1),
+        master.call(ReceivedReport([arrived("a")])),
+        master.call(ConsumedReport(1, [trained("a")])),
+        master.call(CloseGate()),
+        master.call(EndReport(1)),
     ):
         with pytest.raises(HttpRefused, match=r"409.*\$.manager: 0 was the manager before, 3 is there"):
             await call
@@ -280,12 +285,12 @@ async def test_the_trainer_waits_until_the_gate_is_open(http_security: HttpSecur
     manager.url = await manager.http.start("127.0.0.1")
     manager.service.await_workers({"rollout_worker/0": 0})
     master = manager.client("master_worker/0")
-    await master.begin_run(RunBegin(received=[arrived("a")]))
-    reporting = asyncio.create_task(master.received([arrived("a")]))
+    await master.call(RunBegin(received=[arrived("a")]))
+    reporting = asyncio.create_task(master.call(ReceivedReport([arrived("a")])))
     await held(manager, lambda: len(manager.service.progress._waiters))
     assert not reporting.done()
     manager.service.await_workers({})
-    assert await reporting == [], "it counts since the master brought it"
+    assert (await reporting).refused == [], "it counts since the master brought it"
     assert manager.counts().finished_untrained == 1
     await manager.close()
 
@@ -314,7 +319,7 @@ async def test_a_late_drop_of_a_rollout_that_was_given_up_as_lost_leaves_its_pro
     assert manager.service.expire_workers() == ["rollout_worker/0"]
     worker.finish([FinishedRollout("a", False, "failed")])
     await worker.flush()
-    await master.consumed(0)
+    await master.call(ConsumedReport(0))
     assert manager.given_up() == []
 
 
@@ -458,13 +463,13 @@ async def test_a_step_is_held_until_nothing_would_expire(manager: Manager) -> No
     client = manager.client()
     await client.allocate([*"abcd"], timeout_s=30)
     await accept(client, "a", "b")
-    assert await client.wait_expiring(0, 0.01) == []
-    await client.consumed(1, [trained("a"), trained("b")])
-    assert sorted(await client.wait_expiring(1, 0.01)) == ["c", "d"]
-    waiting = asyncio.create_task(client.wait_expiring(1, 30))
+    assert (await client.call(WaitExpiringRequest(0, 0.01))).running == []
+    await client.call(ConsumedReport(1, [trained("a"), trained("b")]))
+    assert sorted((await client.call(WaitExpiringRequest(1, 0.01))).running) == ["c", "d"]
+    waiting = asyncio.create_task(client.call(WaitExpiringRequest(1, 30)))
     await held(manager, lambda: len(manager.service.progress._waiters))
     await accept(client, "c", "d")
-    assert await waiting == []
+    assert (await waiting).running == []
 
 
 async def test_a_silent_workers_rollouts_are_dropped_and_go_to_its_successor(manager: Manager) -> None:
@@ -491,14 +496,14 @@ async def test_what_a_worker_that_was_given_up_delivers_does_not_count_and_its_p
     manager.service.expire_workers()
     client.finish([FinishedRollout("a", True)])
     await client.flush()
-    assert await master.received([arrived("a")]) == ["a"]
+    assert (await master.call(ReceivedReport([arrived("a")]))).refused == ["a"]
     (again,) = (await client.allocate(["b"], timeout_s=30)).granted
     assert again.order == 0
     await accept(client, "b")
-    await master.consumed(1, [trained("b")])
+    await master.call(ConsumedReport(1, [trained("b")]))
     books = manager.counts()
     assert (books.trained, books.running, books.dropped) == (1, 0, {"worker_died": 1})
-    assert await master.received([arrived("b")]) == ["b"], "it is trained"
+    assert (await master.call(ReceivedReport([arrived("b")]))).refused == ["b"], "it is trained"
 
 
 async def test_a_request_of_a_rollout_that_ended_while_it_waited_is_not_placed(manager: Manager) -> None:
@@ -539,14 +544,14 @@ async def test_a_worker_that_was_silent_while_a_grant_was_under_way_asks_for_oth
     assert reply.gone == ["a"]
     assert [grant.rollout_id for grant in reply.granted] == ["b"]
     assert [grant.order for grant in reply.granted] == [0]
-    await manager.client("master_worker/0").end_run(0)
+    await manager.client("master_worker/0").call(EndReport(0))
     assert (await client.allocate(["b"], timeout_s=30)).gone == ["b"]
 
 
 async def test_asking_at_a_closed_gate_is_held(manager: Manager) -> None:
     """Workers would ask again at once, hundreds of times a second, until the run ends."""
     client, master = manager.client(), manager.client("master_worker/0")
-    await master.close_gate()
+    await master.call(CloseGate())
     asking = asyncio.create_task(client.allocate(["a"], timeout_s=30))
     await held(manager, lambda: len(manager.service.admission.calls))
     assert not asking.done()
@@ -558,7 +563,7 @@ async def test_closing_ends_the_wait_at_the_gate(manager: Manager) -> None:
     await client.allocate([*"abcd"], timeout_s=30)
     waiting = asyncio.create_task(client.allocate(["e"], timeout_s=30))
     await held(manager, lambda: len(manager.service.admission.calls))
-    await master.close_gate()
+    await master.call(CloseGate())
     reply = await waiting
     assert (reply.closed, reply.granted) == (True, [])
 
@@ -567,7 +572,7 @@ async def test_abandoning_balances_the_books(manager: Manager) -> None:
     client = manager.client()
     await client.allocate([*"abcd"], timeout_s=30)
     await accept(client, "a")
-    books = await manager.client("master_worker/0").end_run(0)
+    books = await manager.client("master_worker/0").call(EndReport(0))
     assert (books.submitted, books.abandoned, books.running, books.finished_untrained) == (4, 4, 0, 0)
 
 
@@ -589,7 +594,7 @@ async def test_a_report_brings_how_gate_and_servers_stand(manager: Manager) -> N
     manager.clock.now = 2.0
     await accept(client, "d")  # until now one ran
     manager.clock.now = 5.0
-    reply = await manager.client("master_worker/0").consumed(0)
+    reply = await manager.client("master_worker/0").call(ConsumedReport(0))
     assert (reply.idle_s, reply.versions_in_use) == (3.0, [3, 4])
 
 
@@ -597,7 +602,7 @@ async def test_the_status_has_a_line_for_people(manager: Manager) -> None:
     client = manager.client()
     await client.allocate([*"abcd"], timeout_s=30)
     manager.clock.now = 3.0
-    status = await client.status()
+    status = await client.call(StatusRequest())
     assert status.gate.idle_s == 0.0, "rollouts run"
     assert status.describe().startswith("gate: trained 0 + finished 0 + running 4 of 4 allowed at served version 0")
 
@@ -605,7 +610,7 @@ async def test_the_status_has_a_line_for_people(manager: Manager) -> None:
 async def test_strangers_are_refused_and_counted(manager: Manager) -> None:
     for _ in range(2):
         with pytest.raises(HttpRefused, match="401"):
-            await manager.client(token="wrong").status()
+            await manager.client(token="wrong").call(StatusRequest())
     assert manager.http.refused == {"unauthorized": 2}
 
 
@@ -674,7 +679,7 @@ async def test_a_malformed_call_is_refused_with_what_is_wrong_and_changes_nothin
 
 async def test_a_report_of_twenty_thousand_drops_is_taken(manager: Manager) -> None:
     drops = [DroppedRollout(f"{number:032x}", "stale") for number in range(20_000)]
-    reply = await manager.client("master_worker/0").consumed(1, [], drops)
+    reply = await manager.client("master_worker/0").call(ConsumedReport(1, [], drops))
     assert reply.counts.dropped == {}, "none of them is known"
 
 
@@ -682,7 +687,7 @@ async def test_a_manager_that_does_not_answer_is_given_up_in_time(manager: Manag
     client = manager.client(retry_s=0.2)
     await manager.http.close()
     with pytest.raises(ManagerGone, match=r"given up after 0.2 s"):
-        await client.status()
+        await client.call(StatusRequest())
 
 
 async def test_metrics_are_open_and_tell_the_books(manager: Manager) -> None:
@@ -738,7 +743,7 @@ async def test_a_prompt_that_rests_is_granted_to_be_dropped_and_what_was_measure
     await client.allocate(["r0", "r1"], timeout_s=30)
     client.finish([FinishedRollout("r0", True, success=1.0), FinishedRollout("r1", False, "dull", success=0.5)])
     await client.flush()
-    assert await client.received([arrived("r0")]) == []
+    assert (await client.call(ReceivedReport([arrived("r0")]))).refused == []
     granted = (await client.allocate(["r2", "r3"], timeout_s=30)).granted
     assert {(grant.prompt_id, grant.rests) for grant in granted} == {
         (f"e1{prompts[0][2:]}", True),
@@ -747,7 +752,7 @@ async def test_a_prompt_that_rests_is_granted_to_be_dropped_and_what_was_measure
     (resting,) = [grant for grant in granted if grant.rests]
     client.finish([FinishedRollout(resting.rollout_id, False, "curriculum")])
     await client.flush()
-    reply = await client.consumed(1, [trained("r0")])
+    reply = await client.call(ConsumedReport(1, [trained("r0")]))
     assert reply.checkpoint is not None
     rows = [int(prompt[3:]) for prompt in prompts[:2]]
     assert sorted(reply.checkpoint.curriculum) == sorted([[rows[0], 0, 1.0], [rows[1], 0, 0.5]])

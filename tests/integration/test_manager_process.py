@@ -36,6 +36,7 @@ from asyncrl.manager.messages import (
     FinishedRollout,
     GateCheckpoint,
     GrantedRollout,
+    ReceivedReport,
     ReceivedRollout,
     Route,
     RouteRequest,
@@ -86,7 +87,7 @@ class Run:
         begin = RunBegin(version, GateCheckpoint(used=UsedPrompts(used).to_json(), **known))
 
         async def bring() -> None:
-            await (await self.client("master_worker/0")).begin_run(begin)
+            await (await self.client("master_worker/0")).call(begin)
 
         self.bringing = asyncio.create_task(bring())
 
@@ -127,7 +128,7 @@ class Run:
         """Wait until `condition` holds of the servers' states."""
         async with asyncio.timeout(LIMIT_S):
             while not condition(self.servers()):
-                await self.manager._fleets.own.runner.changed.wait(0.2)
+                await self.manager._fleets.own.changed.wait(0.2)
 
     async def close(self) -> None:
         for client in self.clients:
@@ -245,7 +246,8 @@ async def test_one_killed_one_hanging_and_one_refusing_server_lose_nothing(
         assert all(len(c.token_ids) == 6 and c.versions == sorted(c.versions) for c in result.completions)
     client.finish([FinishedRollout(f"r{i}", True) for i in range(12)])
     await client.flush()
-    assert await client.received([ReceivedRollout(f"r{i}", "a prompt", i, 0, 12) for i in range(12)]) == []
+    arrived = ReceivedReport([ReceivedRollout(f"r{i}", "a prompt", i, 0, 12) for i in range(12)])
+    assert (await client.call(arrived)).refused == []
     books = run.counts()
     assert (books.submitted, books.finished_untrained, books.running) == (12, 12, 0)
     assert run.manager._service.router.placed == 0
@@ -428,7 +430,7 @@ async def test_what_was_in_hand_at_a_death_is_suspect_though_the_name_runs_out_b
     async with asyncio.timeout(LIMIT_S):
         while not run.manager._workers.present:
             await progress.wait(0.05)
-    assert run.manager._service.workers.incarnation("rollout_worker/0") == 1
+    assert run.manager._service.workers.of("rollout_worker/0").incarnation == 1
     assert rollouts.suspects._against == {rollouts.prompt_id(0): 2}
     assert run.counts().dropped == {"worker_died": 1}
 
@@ -570,7 +572,7 @@ async def test_a_server_with_stale_weights_is_quarantined_until_it_scores_as_the
         run.register(index, server)
     run.publish(1, run.weights(1, probe=probe_of(1)))
     await run.until(serving(1, 0, 1))
-    check = run.manager._fleets.own.logprob_check
+    check = run.manager._fleets.logprob_check
     assert check is not None
     assert check.differences == {0: 0.0, 1: 0.0}
     stale.stale = "1"
@@ -609,8 +611,8 @@ async def test_servers_that_never_score_as_the_trainer_does_end_the_run(
         ):
             await run.task
     assert server.paused, "nothing of it is handed out"
-    assert run.manager._fleets.own.logprob_check is not None
-    assert run.manager._fleets.own.logprob_check.alarms == DISAGREEMENTS_ALLOWED
+    assert run.manager._fleets.logprob_check is not None
+    assert run.manager._fleets.logprob_check.alarms == DISAGREEMENTS_ALLOWED
     for client in run.clients:
         await client.close()
     run.resolver.close()
@@ -622,7 +624,7 @@ async def test_a_server_that_does_not_answer_the_probe_is_quarantined(run: Run, 
     run.register(0, server)
     run.publish(1, run.weights(1, probe=probe_of(1)))
     await run.until(lambda servers: 0 in servers and servers[0].failures > 0)
-    check = run.manager._fleets.own.logprob_check
+    check = run.manager._fleets.logprob_check
     assert check is not None
     assert check.alarms == 0
     server.logprobs = {"1": logprobs_of(1)}
@@ -688,7 +690,7 @@ async def test_a_real_engine_scores_every_version_as_the_trainer_does(run: Run, 
     run.register(0, server)
     trainer = FlatPolicyEngine(model, temperature=0.7, attention=AttentionKind.packed, tokens_per_micro_batch=64)
     tokens = probe_tokens(40, context=400)
-    check = run.manager._fleets.own.logprob_check
+    check = run.manager._fleets.logprob_check
     assert check is not None
     check.tolerance = bound
     torch.manual_seed(1)

@@ -94,7 +94,7 @@ class InRun:
 
     async def until(self, condition: Callable[[str], bool]) -> None:
         """Wait until `condition` holds of the state of the policy's server."""
-        runner = self.manager._fleets._fleets["judge"].runner
+        runner = self.manager._fleets._fleets["judge"]
         async with asyncio.timeout(LIMIT_S):
             while not condition(next((status.state for status in runner.status()), "")):
                 await runner.changed.wait(0.2)

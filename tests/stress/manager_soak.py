@@ -41,7 +41,9 @@ from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.messages import (
     AllocateReply,
     AllocateRequest,
+    ConsumedReport,
     FinishedRollout,
+    ReceivedReport,
     ReceivedRollout,
     RequestSize,
     RunBegin,
@@ -165,16 +167,16 @@ class Load:
             while True:
                 await asyncio.sleep(0.1)
                 ended, self.ended = self.ended, []
-                refused = await master.received([ReceivedRollout(name, f"e0-{name}", 0, 0, 4000) for name in ended])
+                arrived = ReceivedReport([ReceivedRollout(name, f"e0-{name}", 0, 0, 4000) for name in ended])
+                refused = (await master.call(arrived)).refused
                 assert not refused, f"{len(refused)} rollouts do not count"
                 waiting += ended
                 if len(waiting) < batch:
                     continue
                 trained, waiting = waiting[:batch], waiting[batch:]
                 version += 1
-                await master.consumed(
-                    version, [TrainedRollout(name, f"e0-{name}", 0, {0: 3200}, 8, 8, 0.5) for name in trained]
-                )
+                steps = [TrainedRollout(name, f"e0-{name}", 0, {0: 3200}, 8, 8, 0.5) for name in trained]
+                await master.call(ConsumedReport(version, steps))
                 manager.send(version)
         finally:
             await master.close()

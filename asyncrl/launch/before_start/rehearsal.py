@@ -61,10 +61,9 @@ from asyncrl.data.prompt_format import InvalidPrompt
 from asyncrl.data.prompt_queue import PromptRef
 from asyncrl.rollout.checks import code_problems, problems_of_others
 from asyncrl.rollout.episode import RetryLimits
-from asyncrl.rollout.loop import GroupRules
 from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code_pool.call_records import Activity, UserCodeError, failed_label, metered
-from asyncrl.runtime.plan import POLICY_ANSWERS
+from asyncrl.runtime.plan import GROUP_RULES, POLICY_ANSWERS
 from asyncrl.runtime.supervisor import end_marked
 
 if TYPE_CHECKING:  # optional, see `asyncrl.runtime.plan`
@@ -255,7 +254,9 @@ async def rehearse(config: ExperimentConfig) -> RehearsalOutcome:
     try:
         components = UserComponents(config)
         algorithm, rollout = config.algorithm, config.rollout
-        rules = GroupRules.of(rollout, algorithm.plugins)
+        rules = None
+        if rollout.filters or rollout.shaping:
+            rules = pkgutil.resolve_name(GROUP_RULES)(rollout, algorithm.plugins)
         async with components.entered():
             components.rewards.embedder = _made_up_embeddings if rollout.encoder.servers else None
             refused = _refused_rows(components)
@@ -270,10 +271,10 @@ async def rehearse(config: ExperimentConfig) -> RehearsalOutcome:
                     samples, counted = await components.play_to_train(prompt, made_up, tries)
                 if made_up.answers is not None:
                     made_up.answers.check(samples)
-                if samples:
+                if samples and rules is not None:
                     rules.judge(samples)
                     rules.shape(samples)
-                if meter.has_run(Activity.reward):
+                if meter.intervals[Activity.reward]:
                     unrewarded = _refused(components, refused) + await _tried(components, refused)
             failed = await _evaluations(components, config, made_up)
             if failed is not None:

@@ -36,9 +36,9 @@ from asyncrl.launch.before_start.pipeline import StartChecks
 from asyncrl.launch.before_start.setting_checks import is_hub_name, resolve_hub_names, validate
 from asyncrl.launch.commands import refuse
 from asyncrl.models.folder_checks import folder_faults
+from asyncrl.observe.display import PlainDisplay
 from asyncrl.observe.samples import Row, answer_files, read_samples
 from asyncrl.observe.settings import SamplesConfig
-from asyncrl.observe.status import StatusLine
 from asyncrl.observe.tail import read_rows
 from asyncrl.plugins.named_inputs import is_file, named_inputs, texts_in_args
 from asyncrl.runtime.launcher import Launcher
@@ -128,7 +128,7 @@ def _evaluate(args: argparse.Namespace, scratch: Path) -> int:
             console.print(f"{group}: {line}")
     for note in notes:
         console.print(note)
-    launcher = Launcher(with_types(config, Purpose.evaluate), _Progress(console), Purpose.evaluate)
+    launcher = Launcher(with_types(config, Purpose.evaluate), _Progress(console, total_steps=0), Purpose.evaluate)
     launcher.prepare()
     keep_inputs(config, training=False)
     code = launcher.run()
@@ -146,28 +146,12 @@ def _evaluate(args: argparse.Namespace, scratch: Path) -> int:
     return code
 
 
-class _Progress:
+class _Progress(PlainDisplay):
     """Prints the launcher's remarks, and each set when its evaluation ends."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    def note(self, text: str) -> None:
-        """Print the remark."""
-        self._console.print(text)
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Print that a set is done, or why it failed."""
-        self._console.print(f"{row['set']}: FAILED, {row['failed']}" if "failed" in row else f"{row['set']}: done")
-
-    def stage_lines(self, lines: Sequence[StatusLine]) -> None:
-        """Do nothing: an evaluation has no training state to show."""
-
-    def outlook(self, text: str) -> None:
-        """Do nothing: an evaluation has no steps."""
-
-    def close(self) -> None:
-        """Do nothing: no resource is held."""
+        self.note(f"{row['set']}: FAILED, {row['failed']}" if "failed" in row else f"{row['set']}: done")
 
 
 def _table(model: str, rows: Sequence[Mapping[str, Any]]) -> Table:

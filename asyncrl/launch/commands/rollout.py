@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from rich.console import Console
 
@@ -22,6 +21,7 @@ from asyncrl.launch.before_start.models import with_model
 from asyncrl.launch.before_start.pipeline import StartChecks
 from asyncrl.launch.before_start.setting_checks import experiment_parser, load_rl, validate
 from asyncrl.launch.commands import refuse
+from asyncrl.launch.train import command_on
 from asyncrl.observe.display import make_display
 from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.settings import EXIT_CONFIG, EXIT_FAILED
@@ -69,10 +69,5 @@ def _run(config: ExperimentConfig, console: Console) -> int:
         display.close()
     folder = launcher.run_dir / SAMPLES_DIR
     console.print(f"samples    {folder}")
-    console.print(f"           show them with: python -m asyncrl.launch show {_short(launcher.run_dir)}")
+    console.print(f"           show them with: {command_on('show', launcher.run_dir)}")
     return code
-
-
-def _short(path: Path) -> str:
-    home = os.path.expanduser("~")
-    return f"~{str(path)[len(home) :]}" if str(path).startswith(f"{home}/") else str(path)

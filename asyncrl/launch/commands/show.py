@@ -83,7 +83,8 @@ def _chosen(args: argparse.Namespace, files: Sequence[Path]) -> Iterator[Row]:
         group = row.get("group") or ""
         if args.group is not None and args.group not in (group, role_of(group)):
             continue
-        if args.prompt in (None, row["prompt"]) and args.rollout in (None, row["rollout"]):
+        group_of_answers = row["rollout"].rpartition("-")[0] if row.get("set") is not None else row["rollout"]
+        if args.prompt in (None, row["prompt"]) and args.rollout in (None, row["rollout"], group_of_answers):
             yield row
 
 
@@ -178,7 +179,11 @@ def _parse(argv: Sequence[str], program: str) -> argparse.Namespace:
         "--group", help="one comparison group, or the role before its /: judge has all samples of the policy judge"
     )
     parser.add_argument("--prompt", help="one prompt, e<epoch>-<row>; with --eval: <set>-<row>")
-    parser.add_argument("--rollout", help="one rollout, by its id, as in the ledger")
+    parser.add_argument(
+        "--rollout",
+        help="one rollout, by its id, as in the ledger; with --eval: one answer, <set>-<row>-v<version>-<number>, or "
+        "without its number all answers to the row",
+    )
     parser.add_argument("-n", "--number", type=_count, default=10, help="largest number shown (default: 10; 0: all)")
     parser.add_argument("--newest-first", action="store_true", help="the last step first")
     return parser.parse_args(argv)

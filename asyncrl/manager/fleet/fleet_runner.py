@@ -76,6 +76,7 @@ class FleetRunner:
 
     Args:
         service: its router and gate are kept up to date, and its clients learn of lost servers.
+        indices: indices of the policy's servers among those of the `kind`; None: all.
         policy: name in `policies` of the servers' policy; empty: the run's own.
         served_version: returns the version by which the gate counts; None: the gate does not depend on these servers.
         frozen: the servers are not part of this run. They are never updated, and their answers count as version 0.
@@ -98,6 +99,7 @@ class FleetRunner:
         *,
         health_interval_s: float,
         kind: str = names.GENERATION_SERVER,
+        indices: Collection[int] | None = None,
         policy: str = "",
         served_version: Callable[[], int | None] | None = None,
         frozen: bool = False,
@@ -106,9 +108,9 @@ class FleetRunner:
         clock: Callable[[], float] = time.monotonic,
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._decisions, self._service, self._updater, self._http = decisions, service, updater, http
+        self.decisions, self._service, self._updater, self._http = decisions, service, updater, http
         self._health_interval_s, self._policy, self._frozen = health_interval_s, policy, frozen
-        self.kind = kind
+        self.kind, self._indices = kind, indices
         self._resolver, self._log, self._clock, self._tell = resolver, log, clock, tell
         self._router = service.routes.router_of(policy)
         self._served_version = served_version or (lambda: None)
@@ -124,16 +126,18 @@ class FleetRunner:
         self._shown: dict[int, tuple[str, bool]] = {}  # to the router: URL, and whether clients may wait there
 
     def registered(self, servers: Mapping[int, tuple[str, int]]) -> None:
-        """Set the servers that name resolution has now: index to (URL, version at registration)."""
+        """Set the servers of the kind that name resolution has now: index to (URL, version at registration)."""
         changed = False
-        for life in self._decisions.servers:
+        if self._indices is not None:
+            servers = {index: servers[index] for index in servers.keys() & self._indices}
+        for life in self.decisions.servers:
             if life.index not in servers:
                 self._log.warning("generation server %d (%s) is gone", life.index, life.url)
                 self._left_device(life.index)
-                changed |= self._decisions.deregister(life.index)
-        for index, (url, version) in servers.items():
+                changed |= self.decisions.deregister(life.index)
+        for index, (url, version) in sorted(servers.items()):
             memory = self.server_memory.get(index)
-            if self._decisions.register(index, url, version, self._clock(), memory=memory):
+            if self.decisions.register(index, url, version, self._clock(), memory=memory):
                 if memory is None or memory.url != url:  # a new process has its memory on the device
                     self._entered_device(index)
                 self._log.info("generation server %d is at %s with version %d", index, url, version)
@@ -145,22 +149,22 @@ class FleetRunner:
         """Set the statuses of servers' processes that name resolution has now: one that changes is a sign of life."""
         for index, status in statuses.items():
             if self._statuses.get(index) != status:
-                self._decisions.worked(index, self._clock())
+                self.decisions.worked(index, self._clock())
         self._statuses = dict(statuses)
 
     def publish(self, target: Target) -> None:
         """Set the newest weights, which were checked."""
-        self._decisions.targets.publish(target)
+        self.decisions.targets.publish(target)
         self.changed.notify()
 
     def assign(self, server: int, target: Target) -> None:
         """Update this server to `target`, which was checked."""
-        self._decisions.targets.assign(server, target)
+        self.decisions.targets.assign(server, target)
         self.changed.notify()
 
     def arrived(self, host: str, target: Target) -> None:
         """Record that the host at this address has the weights."""
-        self._decisions.targets.arrived(host, target)
+        self.decisions.targets.arrived(host, target)
         self.changed.notify()
 
     def status(self) -> list[ServerStatus]:
@@ -179,7 +183,7 @@ class FleetRunner:
                 tokens=views[life.index].tokens if life.index in views else 0,
                 policy=self._policy,
             )
-            for life in self._decisions.servers
+            for life in self.decisions.servers
         ]
 
     async def run(self) -> None:
@@ -202,7 +206,7 @@ class FleetRunner:
     async def _follow_orders(self) -> None:
         while True:
             running = {view.index: view.sequences for view in self._router.servers}
-            for order in self._decisions.poll(self._clock(), running):
+            for order in self.decisions.poll(self._clock(), running):
                 match order:
                     case BeginUpdate() | Sleep():
                         if (check := self._late_checks.pop(order.server, None)) is not None:
@@ -214,16 +218,16 @@ class FleetRunner:
                     case CheckHealth():
                         self._spawn(self._check_health(order.server, order.url, ordered=True))
             self._show_servers()
-            if reason := self._decisions.never_agree():
+            if reason := self.decisions.never_agree():
                 raise CannotContinue(f"{reason}: {_IF_NONE_AGREES}")
             await self._wait_for_change()
 
     async def _wait_for_change(self) -> None:
         """Wait for a change or the next deadline; while a server is drained also for the end of a request."""
-        due = self._decisions.next_due()
+        due = self.decisions.next_due()
         limit_s = ASK_S if due is None else min(ASK_S, max(0.0, due - self._clock()))
         changes = {self.changed.next()}
-        if any(life.state is ServerState.DRAINING for life in self._decisions.servers):
+        if any(life.state is ServerState.DRAINING for life in self.decisions.servers):
             changes.add(self._service.progress.next())
         await asyncio.wait(changes, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         for waiter in changes:
@@ -235,22 +239,22 @@ class FleetRunner:
             if order.released:
                 self._entered_device(order.server)
                 await self._record_memory(order.server, names.ServerMemory(order.url, released=False))
-            resumed = partial(self._decisions.resumed, order.server, order.attempt)
-            await self._updater.update(order, resumed, lambda: self._decisions.worked(order.server, self._clock()))
+            resumed = partial(self.decisions.resumed, order.server, order.attempt)
+            await self._updater.update(order, resumed, lambda: self.decisions.worked(order.server, self._clock()))
             if order.released:
                 await self._record_memory(order.server, None)
         except DamagedVersion as error:
-            if self._decisions.refused(order.server, order.attempt, str(error), self._clock()):
+            if self.decisions.refused(order.server, order.attempt, str(error), self._clock()):
                 pattern = "v%d is damaged; generation server %d keeps v%d: %s"
                 self._log.error(pattern, order.target.version, order.server, order.had, error)
             else:
                 self._log.warning("generation server %d: no v%d: %s", order.server, order.target.version, error)
         except HttpError as error:
             differs = isinstance(error, WeightsDiffer)
-            if self._decisions.failed(order.server, order.attempt, str(error), self._clock(), disagrees=differs):
+            if self.decisions.failed(order.server, order.attempt, str(error), self._clock(), disagrees=differs):
                 self._log.warning("generation server %d: no v%d: %s", order.server, order.target.version, error)
         else:
-            if served := self._decisions.succeeded(order.server, order.attempt):
+            if served := self.decisions.succeeded(order.server, order.attempt):
                 took_ms = 1e3 * (self._clock() - began)
                 if order.slept:
                     self.wake_s = took_ms / 1e3
@@ -270,10 +274,10 @@ class FleetRunner:
             await self._updater.put_to_sleep(order)
             await self._record_memory(order.server, names.ServerMemory(order.url, released=True))
         except HttpError as error:
-            if self._decisions.failed(order.server, order.attempt, str(error), self._clock()):
+            if self.decisions.failed(order.server, order.attempt, str(error), self._clock()):
                 self._log.warning("generation server %d did not release its memory: %s", order.server, error)
         else:
-            if self._decisions.released(order.server, order.attempt):
+            if self.decisions.released(order.server, order.attempt):
                 self._left_device(order.server)
                 took_ms = 1e3 * (self._clock() - began)
                 self._log.info("generation server %d has released its memory (%.0f ms)", order.server, took_ms)
@@ -289,7 +293,7 @@ class FleetRunner:
             self._log.info("v%d on generation server %d was not checked: %s", order.target.version, order.server, error)
         except HttpError as error:
             differs = isinstance(error, WeightsDiffer)
-            if self._decisions.contradicted(order.server, order.attempt, str(error), self._clock(), disagrees=differs):
+            if self.decisions.contradicted(order.server, order.attempt, str(error), self._clock(), disagrees=differs):
                 self._log.warning("generation server %d: no v%d: %s", order.server, order.target.version, error)
                 self._update_routes()
                 try:
@@ -301,7 +305,7 @@ class FleetRunner:
         if (update := self._updates.pop(order.attempt, None)) is not None:
             update.cancel()
             self._log.warning("generation server %d: an update was cancelled: %s", order.server, order.reason)
-        for life in self._decisions.servers:
+        for life in self.decisions.servers:
             if (life.index, life.reason, life.failures) == (order.server, order.reason, 1):
                 self._tell(f"WARNING: {self.kind}/{life.index} is left out and updated again: {order.reason}")
 
@@ -312,7 +316,7 @@ class FleetRunner:
 
     def _show_servers(self) -> None:
         """Update the router and the gate, and report servers that left service to clients."""
-        lives = {life.index: life for life in self._decisions.servers}
+        lives = {life.index: life for life in self.decisions.servers}
         self._router.returning = sum(
             life.state is ServerState.UPDATING and not life.failures for life in lives.values()
         )
@@ -333,7 +337,7 @@ class FleetRunner:
     async def _check_those_in_service(self) -> None:
         """Check the health of the servers in service until cancelled, each in a separate task."""
         while True:
-            for life in self._decisions.servers:
+            for life in self.decisions.servers:
                 if life.state in (ServerState.SERVING, ServerState.DRAINING) and life.url not in self._health_checks:
                     self._spawn(self._check_health(life.index, life.url))
             await asyncio.sleep(self._health_interval_s)
@@ -347,19 +351,19 @@ class FleetRunner:
             ordered: the server is in quarantine until the check succeeds.
         """
         self._health_checks.add(url)
-        expected = self._decisions.expected_version(server, url)
+        expected = self.decisions.expected_version(server, url)
         client = GenerationServerClient(self._http, url, frozen=self._frozen)
         try:
             await client.ready(timeout_s=ANSWER_S)
             served = await client.served_version()
-            if expected is not None and expected == self._decisions.expected_version(server, url) != served:
+            if expected is not None and expected == self.decisions.expected_version(server, url) != served:
                 raise WeightsChanged(f"{url} reports v{served}, but was updated to v{expected}: was it started again?")
         except HttpError as error:
             gone = isinstance(error, (HttpUnreachable, WeightsChanged))
-            if changed := self._decisions.unhealthy(server, url, str(error), self._clock(), gone=gone):
+            if changed := self.decisions.unhealthy(server, url, str(error), self._clock(), gone=gone):
                 self._log.warning("generation server %d gets no requests for now: %s", server, error)
         else:
-            if changed := self._decisions.healthy(server, url):
+            if changed := self.decisions.healthy(server, url):
                 self._log.info("generation server %d gets requests again", server)
         finally:
             self._health_checks.discard(url)
@@ -387,7 +391,7 @@ class FleetRunner:
     def _left_device(self, server: int) -> None:
         """Write the span in which the server had memory on its device, if it is a guest."""
         since = self._on_device_since.pop(server, None)
-        if since is not None and server in self._decisions.guests:
+        if since is not None and server in self.decisions.guests:
             observer.span("resident", since, time.time(), lane=f"{self.kind}/{server}")
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -44,21 +43,6 @@ class _PolicyLog(logging.LoggerAdapter[logging.Logger]):
         return f"policy {(self.extra or {})['policy']}: {msg}", kwargs
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyFleet:
-    """The servers of one policy.
-
-    Attributes:
-        indices: indices of the policy's servers among those of the kind; None: all.
-        logprob_check: checks each update; None if it is turned off.
-    """
-
-    decisions: FleetDecisions
-    runner: FleetRunner
-    indices: Collection[int] | None
-    logprob_check: LogprobCheck | None
-
-
 class PolicyFleets:
     """A fleet for each policy.
 
@@ -69,6 +53,7 @@ class PolicyFleets:
 
     Attributes:
         own: the fleet of the run's own policy.
+        logprob_check: checks each update of it; None if that is turned off.
     """
 
     def __init__(
@@ -89,20 +74,24 @@ class PolicyFleets:
         as_trained = (updates.update_mode, updates.update_timeout_s, updates.update_fraction)
         targets = ServerTargets(staged=not config.system.shared_filesystem, initial=str(config.model.path))
         decisions = FleetDecisions(*as_trained, targets=targets, guests=ColocatedTurns(guests_of(config.generation)))
-        self.own = self._fleet(None, decisions, transport)
+        tolerance = logprob_check_tolerance(config)
+        self.logprob_check = LogprobCheck(tolerance, log) if tolerance else None
+        self.own = self._fleet(None, decisions, transport, self.logprob_check)
         self._fleets = {"": self.own}
         for policy in config.policies:
             as_fixed = (UpdateMode.finish, updates.update_timeout_s)
             decisions = FleetDecisions(*as_trained) if policy.trained else FleetDecisions(*as_fixed)
-            self._fleets[policy.name] = self._fleet(policy, decisions, ManagerEnd())
+            check = LogprobCheck(tolerance, log) if tolerance else None
+            self._fleets[policy.name] = self._fleet(policy, decisions, ManagerEnd(), check)
 
-    def _fleet(self, policy: PolicyConfig | None, decisions: FleetDecisions, transport: ManagerEnd) -> PolicyFleet:
+    def _fleet(
+        self, policy: PolicyConfig | None, decisions: FleetDecisions, transport: ManagerEnd, check: LogprobCheck | None
+    ) -> FleetRunner:
         """Return the fleet of `policy`; None: of the run's own."""
         config, updates, name = self._config, self._config.manager, "" if policy is None else policy.name
-        tolerance = logprob_check_tolerance(config)
-        check = LogprobCheck(tolerance, self._log) if tolerance else None
+        indices = [index for index, each in enumerate(config.policy_of_server) if each.name == name]
         foreign, engine = policy is not None and policy.url is not None, config.generation.engine
-        runner = FleetRunner(
+        return FleetRunner(
             decisions,
             self._service,
             ServerUpdater(
@@ -116,6 +105,7 @@ class PolicyFleets:
             self._http,
             health_interval_s=updates.health_interval_s,
             kind=GENERATION_SERVER if policy is None else POLICY_SERVER,
+            indices=None if policy is None else indices,
             policy=name,
             served_version=self.served_version if policy is None or policy.trained else None,
             frozen=foreign,
@@ -124,8 +114,6 @@ class PolicyFleets:
             clock=self._clock,
             tell=self._tell,
         )
-        indices = [index for index, each in enumerate(config.policy_of_server) if each.name == name]
-        return PolicyFleet(decisions, runner, None if policy is None else indices, check)
 
     def served_version(self) -> int | None:
         """Return the least version that servers of a trained policy have; None while one of these policies has no
@@ -143,13 +131,12 @@ class PolicyFleets:
     def registered(self, kind: str, servers: Mapping[int, tuple[str, int]]) -> None:
         """Set the servers of a kind that name resolution has now: index to (URL, version at registration)."""
         for fleet in self._of_kind(kind):
-            known = servers.keys() if fleet.indices is None else servers.keys() & fleet.indices
-            fleet.runner.registered({index: servers[index] for index in sorted(known)})
+            fleet.registered(servers)
 
     def reported(self, kind: str, statuses: Mapping[int, str]) -> None:
         """See `FleetRunner.reported`."""
         for fleet in self._of_kind(kind):
-            fleet.runner.reported(statuses)
+            fleet.reported(statuses)
 
     def check(self, target: Target) -> None:
         """Check that all further trained policies have the version of `target`, which belongs to the run's own policy.
@@ -165,28 +152,28 @@ class PolicyFleets:
 
         Each server of a pool is assigned its member, by `win_rates` if the pool is prioritised.
         """
-        self.own.runner.publish(target)
+        self.own.publish(target)
         for name in self._config.trained_policies:
-            self._fleets[name].runner.publish(_of_policy(target, name))
+            self._fleets[name].publish(_of_policy(target, name))
         version, path = target.version, target.path
         for index, policy in enumerate(self._config.policy_of_server):
             rates = (win_rates or {}).get(policy.name)
             member = policy.versions.choose(version, self._config.seed, index, rates) if policy.is_pool else None
             if member is not None and (chosen := await self._target(policy, member, Path(path).parent)) is not None:
-                self._fleets[policy.name].runner.assign(index, chosen)
+                self._fleets[policy.name].assign(index, chosen)
 
     async def run(self) -> None:
         """Carry out the fleets' orders until cancelled."""
         async with asyncio.TaskGroup() as loops:
             for fleet in self._fleets.values():
-                loops.create_task(fleet.runner.run())
+                loops.create_task(fleet.run())
 
     def status(self) -> list[ServerStatus]:
         """Return the state of each server."""
-        return [status for fleet in self._fleets.values() for status in fleet.runner.status()]
+        return [status for fleet in self._fleets.values() for status in fleet.status()]
 
-    def _of_kind(self, kind: str) -> Iterator[PolicyFleet]:
-        return (fleet for fleet in self._fleets.values() if fleet.runner.kind == kind)
+    def _of_kind(self, kind: str) -> Iterator[FleetRunner]:
+        return (fleet for fleet in self._fleets.values() if fleet.kind == kind)
 
     async def _target(self, policy: PolicyConfig, version: int, folder: Path) -> Target | None:
         """Return the member `version`; None if its folder is incomplete, so that the server keeps its weights."""

@@ -53,7 +53,7 @@ _ENDS = (b'{"kind":"dropped"', b'{"kind":"trained"', b'{"kind":"abandoned"')
 class LedgerFiles:
     """Writes the newest file. Until `open`, appended lines are kept in memory.
 
-    `write` and `sync` return futures. Once one has failed, all later ones fail with its error.
+    Once a future of `write` has failed, all later ones fail with its error.
     """
 
     def __init__(self, folder: Path, file_bytes: int = FILE_BYTES) -> None:
@@ -75,30 +75,28 @@ class LedgerFiles:
         """Add `line`, which is in memory until it is written."""
         self._appended += line
 
-    def write(self) -> Future[None]:
-        """Hand all lines so far to the kernel."""
-        return self._submit(sealed=False, sync=False)
+    def write(self, *, sync: bool = False, sealed: bool = False) -> Future[None]:
+        """Hand all lines so far to the kernel.
 
-    def sync(self, *, sealed: bool = False) -> Future[None]:
-        """Bring all lines so far to the disk; `sealed`: they end with a seal, after which a new file may begin."""
-        return self._submit(sealed=sealed, sync=True)
-
-    def close(self) -> None:
-        """Write the remaining lines. Blocks."""
-        if self._file is not None:
-            try:
-                self.sync().result()
-            finally:
-                self._file.close()
-                self._file = None
-        self._thread.shutdown()
-
-    def _submit(self, *, sealed: bool, sync: bool) -> Future[None]:
+        Args:
+            sync: bring them to the disk too.
+            sealed: they end with a seal, after which a new file may begin.
+        """
         data = b""
         if self._file is not None:
             data = bytes(self._appended)
             self._appended.clear()
         return self._thread.submit(self._write, data, sealed=sealed, sync=sync)
+
+    def close(self) -> None:
+        """Write the remaining lines. Blocks."""
+        if self._file is not None:
+            try:
+                self.write(sync=True).result()
+            finally:
+                self._file.close()
+                self._file = None
+        self._thread.shutdown()
 
     def _write(self, data: bytes, *, sealed: bool, sync: bool) -> None:
         if self._error is not None:

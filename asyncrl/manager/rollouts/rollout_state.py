@@ -397,7 +397,7 @@ class Ledger:
             )
         self._files.open()
         self._seal(Begin, version=version, after=after, settings=settings, carried=carried)
-        self._files.sync(sealed=True).result()
+        self._files.write(sync=True, sealed=True).result()
         return earlier.ended
 
     def add(self, line: RolloutLine) -> None:
@@ -416,7 +416,7 @@ class Ledger:
             counted = (each.versions, each.episodes, each.samples, each.reward)
             self.add(Trained(*head, *counted, each.opponents, each.policies))
         self._seal(Step, step=step, books=books)
-        self._files.sync(sealed=True)
+        self._files.write(sync=True, sealed=True)
 
     async def written(self) -> None:
         """Hand all lines so far to the kernel, and wait for what was to be synced before.
@@ -429,7 +429,7 @@ class Ledger:
     def end(self, version: int, books: RolloutCounts) -> None:
         """Add the last line, that the launch ends by itself. The disk has all lines when `written` returns."""
         self._seal(End, version=version, books=books)
-        self._files.sync(sealed=True)
+        self._files.write(sync=True, sealed=True)
 
     def close(self) -> None:
         """Write the remaining lines. Blocks."""

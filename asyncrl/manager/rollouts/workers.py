@@ -58,7 +58,7 @@ default (`system.restarts_per_process`), one that kills it all of them. So one b
 
 
 @dataclass(slots=True)
-class _Worker:
+class Worker:
     """What is known of a worker.
 
     Attributes:
@@ -74,7 +74,7 @@ class _Worker:
     host: str = ""
 
 
-_UNKNOWN = _Worker()
+_UNKNOWN = Worker()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,49 +105,45 @@ class Workers:
 
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
-        self._workers: dict[str, _Worker] = {}
+        self._workers: dict[str, Worker] = {}
 
     @property
     def alive(self) -> list[str]:
         """Workers whose lease has not run out."""
         return [name for name, worker in list(self._workers.items()) if worker.called_at is not None]  # any thread
 
-    def incarnation(self, worker: str) -> int:
-        """Return the newest incarnation of the worker that was seen."""
-        return self._of(worker).incarnation
-
-    def host(self, worker: str) -> str:
-        """Return the address of the worker's host; "" if that is not known."""
-        return self._of(worker).host
+    def of(self, worker: str) -> Worker:
+        """Return what is known of the worker."""
+        return self._workers.get(worker, _UNKNOWN)
 
     def see(self, worker: str, incarnation: int) -> bool:
         """Record that this incarnation of the worker exists; return True if it replaces an older one."""
-        if incarnation <= self.incarnation(worker):
+        if incarnation <= self.of(worker).incarnation:
             return False
-        self._workers.setdefault(worker, _Worker()).incarnation = incarnation
+        self._workers.setdefault(worker, Worker()).incarnation = incarnation
         return True
 
     def report(self, report: HeldReport, now: float) -> bool:
         """Record that the newest process of a worker has reported. Return True if this is its first report: only that
         counts, since a late copy lacks later grants.
         """
-        worker = self._workers.setdefault(report.worker, _Worker())
+        worker = self._workers.setdefault(report.worker, Worker())
         first = report.incarnation > worker.reported
         worker.reported, worker.called_at, worker.host = max(worker.reported, report.incarnation), now, report.host
         return first
 
     def is_back(self, ended: EndedProcess) -> bool:
         """True if the worker has reported since that process ended."""
-        worker = self._of(ended.worker)
+        worker = self.of(ended.worker)
         return worker.called_at is not None if ended.replaced_by is None else worker.reported >= ended.replaced_by
 
     def renew(self, worker: str, now: float) -> None:
         """Record that `worker` called at `now`."""
-        self._workers.setdefault(worker, _Worker()).called_at = now
+        self._workers.setdefault(worker, Worker()).called_at = now
 
     def keep(self, worker: str, now: float) -> bool:
         """Renew the lease of a worker whose call is held; return False if the lease has ended meanwhile."""
-        if self._of(worker).called_at is None:
+        if self.of(worker).called_at is None:
             return False
         self.renew(worker, now)
         return True
@@ -164,9 +160,6 @@ class Workers:
         """End the lease of a dead worker."""
         if (known := self._workers.get(worker)) is not None:
             known.called_at, known.host = None, ""
-
-    def _of(self, worker: str) -> _Worker:
-        return self._workers.get(worker, _UNKNOWN)
 
 
 def still_there(report: HeldReport, received: Container[str] = ()) -> list[HeldRollout]:

@@ -53,11 +53,16 @@ from asyncrl.comm.waits import ANSWER_S, BURST_S, CALL_S, GATHER_S, HOLD_S
 from asyncrl.data.prompt_queue import UsedPrompts
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import (
+    CloseGate,
     ConsumedReply,
+    ConsumedReport,
     DroppedRollout,
+    EndReport,
     GateCheckpoint,
+    ReceivedReport,
     ReceivedRollout,
     RunBegin,
+    StatusRequest,
     TrainedRollout,
 )
 from asyncrl.master.settings import OnStale
@@ -236,21 +241,15 @@ class _Head:
     def __init__(self, client: RequestClient) -> None:
         self.client = client
         self.silent = False
-        self._refreshing: list[asyncio.Future[None]] = []
-        self._kick = asyncio.Event()
+        self.refreshing: list[asyncio.Future[None]] = []  # those that the next poll completes
+        self.kick = asyncio.Event()
 
     def refresh(self) -> asyncio.Future[None]:
         """Have the next poll begin now; return a future that its reply completes."""
         answer = asyncio.get_running_loop().create_future()
-        self._refreshing.append(answer)
-        self._kick.set()
+        self.refreshing.append(answer)
+        self.kick.set()
         return answer
-
-    def take_refreshes(self) -> list[asyncio.Future[None]]:
-        """Return the futures of `refresh` that a poll beginning now completes."""
-        self._kick.clear()
-        refreshing, self._refreshing = self._refreshing, []
-        return refreshing
 
     async def poll(self, request: PollBuffer) -> PolledBuffer | None:
         """Make one poll; None if `refresh` was called meanwhile. An abandoned poll loses nothing, as it is not
@@ -259,7 +258,7 @@ class _Head:
         call = self.call(request, request.timeout_s)
         if not request.timeout_s:
             return await call
-        poll, kick = asyncio.ensure_future(call), asyncio.ensure_future(self._kick.wait())
+        poll, kick = asyncio.ensure_future(call), asyncio.ensure_future(self.kick.wait())
         try:
             await asyncio.wait({poll, kick}, return_when=asyncio.FIRST_COMPLETED)
             return poll.result() if poll.done() else None
@@ -268,7 +267,7 @@ class _Head:
 
     async def pace(self, awaited: asyncio.Event) -> None:
         """Wait for a burst to gather, unless a step waits (`awaited`) or a refresh is requested."""
-        urgent = [asyncio.ensure_future(event.wait()) for event in (awaited, self._kick)]
+        urgent = [asyncio.ensure_future(event.wait()) for event in (awaited, self.kick)]
         try:
             await asyncio.sleep(BURST_S)
             await asyncio.wait(urgent, timeout=GATHER_S - BURST_S, return_when=asyncio.FIRST_COMPLETED)
@@ -350,7 +349,9 @@ class Collector:
         cursor = 0
         while True:
             poll = PollBuffer(cursor, 0.0)
-            if not (refreshing := head.take_refreshes()):  # for one rollout, or for the head's share if a step waits
+            head.kick.clear()
+            refreshing, head.refreshing = head.refreshing, []
+            if not refreshing:  # for one rollout, or for the head's share if a step waits
                 share = self._missing // len(self._heads) if self._awaited.is_set() else 1
                 poll = PollBuffer(cursor, HOLD_S, share, GATHER_S)
             reply = await head.poll(poll)
@@ -365,7 +366,8 @@ class Collector:
                 await head.pace(self._awaited)
 
     async def _take_in(self, records: Sequence[RolloutRecord]) -> None:
-        refused = await self._manager.received(list(map(received, records))) if records else []
+        arrived = ReceivedReport(list(map(received, records)))
+        refused = (await self._manager.call(arrived)).refused if records else []
         before = self._buffer.received
         count = [record for record in records if record.rollout_id not in refused]
         copies = self._buffer.add(count)
@@ -429,7 +431,7 @@ class Reports:
 
     async def look(self) -> None:
         """Ask for the manager's status without a report."""
-        status = await or_stop(self._manager.status(), self._stop, self._limit_s)
+        status = await or_stop(self._manager.call(StatusRequest()), self._stop, self._limit_s)
         self.idle_s, self.versions_in_use = status.gate.idle_s, status.versions_in_use
 
     async def begin(self, version: int) -> None:
@@ -439,7 +441,7 @@ class Reports:
         if self._begun:
             return
         held = list(map(received, await self._collector.held()))
-        await self._manager.begin_run(RunBegin(version, self.checkpoint, held))
+        await self._manager.call(RunBegin(version, self.checkpoint, held))
         self._begun = True
         self._collector.start()
 
@@ -468,15 +470,15 @@ class Reports:
 
     async def _end(self, version: int) -> None:
         await self.begin(version)  # a stop request may have come before the beginning had done it
-        await self._manager.close_gate()
+        await self._manager.call(CloseGate())
         await self.dropped(version)
-        self.counts = await self._manager.end_run(version)
+        self.counts = await self._manager.call(EndReport(version))
 
     async def _send(self, version: int, trained: list[TrainedRollout]) -> ConsumedReply:
         """Send one report and process the reply. Drops that the manager may not have stay for the next report."""
         drops = list(self._buffer.drops)
-        messages = [drop.message for drop in drops]
-        reply = await self._answered(self._manager.consumed(version, trained, messages))
+        report = ConsumedReport(version, trained, [drop.message for drop in drops])
+        reply = await self._answered(self._manager.call(report))
         self.counts, self.idle_s, self.versions_in_use = reply.counts, reply.idle_s, set(reply.versions_in_use)
         del self._buffer.drops[: len(drops)]
         if drops:

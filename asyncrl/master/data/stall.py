@@ -30,7 +30,7 @@ from asyncrl.comm.ended_rollouts import DropReason, is_filter_reason
 from asyncrl.comm.http_client import HttpError
 from asyncrl.comm.waits import ANSWER_S, ASK_S, LOOK_S, RunningClock, running_wait
 from asyncrl.manager.client import ManagerClient, ManagerGone
-from asyncrl.manager.messages import StatusReply
+from asyncrl.manager.messages import StatusReply, StatusRequest
 from asyncrl.master.data.sample_buffer import Collector, SampleBuffer
 from asyncrl.master.peers import NameBoard, Stalled
 from asyncrl.master.policy_versions import VersionAnnouncer
@@ -206,7 +206,7 @@ class StallWatch:
             await asyncio.sleep(max(0.0, self._looked_at + min(ASK_S, self.limit_s / 4) - time.monotonic()))
             self._looked_at = time.monotonic()  # before the answer: the end of the wait may leave it out
             try:
-                status = await self._manager.status()
+                status = await self._manager.call(StatusRequest())
             except (HttpError, ManagerGone) as error:
                 _log.info("it is not known what the rollouts do: %s", error)
                 continue
@@ -224,7 +224,7 @@ class StallWatch:
     async def _diagnosis(self, version: int, what: str) -> str:
         try:
             async with asyncio.timeout(ANSWER_S):
-                gate = (await self._manager.status()).describe()
+                gate = (await self._manager.call(StatusRequest())).describe()
         except Exception as error:
             gate = f"the GserverManager does not answer ({type(error).__name__}: {error})"
         silent = "".join(f"; data head {head} (a ModelWorker) is silent" for head in self._collector.silent)

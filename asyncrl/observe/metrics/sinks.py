@@ -62,21 +62,6 @@ class Sink(ABC):
         """Flush and close."""
 
 
-class JsonlSink:
-    """`metrics.jsonl`; rows of `first_step` (0: a new run) and later ones are removed."""
-
-    def __init__(self, path: Path, first_step: int) -> None:
-        self.last_step = _truncate(path, first_step)
-        self._file = AppendedFile(path)
-
-    def write(self, step: int, row: Row) -> None:
-        self._file.write(json.dumps({"step": step, **row}).encode() + b"\n")
-        self.last_step = step
-
-    def close(self) -> None:
-        self._file.close()
-
-
 class TensorBoardSink(Sink):
     """Event files under `<run_dir>/tensorboard`, a new one per launch. Points of earlier files from `first_step` on are
     hidden.
@@ -168,15 +153,19 @@ class Watcher:
 
 
 class MetricsWriter:
-    """Writes every row to all sinks.
+    """Writes every row to `metrics.jsonl`, which the run needs, and to all sinks.
 
     Args:
-        jsonl: the file that the run needs; it also shows which row was the last.
-        watchers: further sinks.
+        file: its rows of `first_step` (0: a new run) and later ones are removed.
+        watchers: the sinks.
+
+    Attributes:
+        last_step: step of the last row in the file; -1 if it has no rows.
     """
 
-    def __init__(self, jsonl: JsonlSink, *watchers: Watcher) -> None:
-        self._jsonl, self._watchers = jsonl, watchers
+    def __init__(self, file: Path, first_step: int, *watchers: Watcher) -> None:
+        self.last_step = _truncate(file, first_step)
+        self._file, self._watchers = AppendedFile(file), watchers
 
     @classmethod
     def open(
@@ -187,19 +176,14 @@ class MetricsWriter:
         Args:
             warn: is called with the failure of a sink that serves only to watch.
         """
-        jsonl, watchers, logging = JsonlSink(file, first_step), list[Watcher](), config.logging
+        watchers, logging = list[Watcher](), config.logging
         if logging.tensorboard:
             folder = file.parent / TENSORBOARD_DIR
             watchers.append(Watcher("TensorBoard", partial(TensorBoardSink, folder, first_step), warn))
         if logging.wandb_project:
             make = partial(pkgutil.resolve_name(_WANDB), logging.wandb_project, file.parent, config)
             watchers.append(Watcher("Weights & Biases", make, warn))
-        return cls(jsonl, *watchers)
-
-    @property
-    def last_step(self) -> int:
-        """Step of the last row in the file; -1 if it has no rows."""
-        return self._jsonl.last_step
+        return cls(file, first_step, *watchers)
 
     def write(self, step: int, row: Row) -> None:
         """Write the row of `step`.
@@ -211,7 +195,8 @@ class MetricsWriter:
             raise ValueError(
                 f"metrics row of step {step} comes after that of step {self.last_step}; every step has one row"
             )
-        self._jsonl.write(step, row)
+        self._file.write(json.dumps({"step": step, **row}).encode() + b"\n")
+        self.last_step = step
         for watcher in self._watchers:
             watcher.do(lambda sink: sink.write(step, row))
 
@@ -221,8 +206,8 @@ class MetricsWriter:
             watcher.do(lambda sink: sink.samples(step, table))
 
     def close(self) -> None:
-        """Close every sink."""
-        self._jsonl.close()
+        """Close the file and every sink."""
+        self._file.close()
         for watcher in self._watchers:
             watcher.close()
 

@@ -1,37 +1,14 @@
-"""The user's parts of a run, built as the config names them: data, tokenizer, agent, environment, reward, tools.
-
-Training may need more of a group than its samples:
-
-- ReMax's baseline is the reward of a greedy answer to the group's prompt, generated beside the group (Li et al. 2024,
-  "ReMax", arXiv:2310.10505, algorithm 1). The greedy episode is one more episode of the same agent, with its own
-  environment and client, and always samples greedily. It is not trained, and filters and shaping do not see it: its
-  reward is the plain result of the reward functions.
-- Columns for `algorithm.teachers` are the source of the samples' row, and the log-probabilities of teachers on servers.
-"""
+"""The user's parts of a run, built as the config names them: data, tokenizer, agent, environment, reward, tools."""
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from asyncrl.api import (
-    GenerationClient,
-    GenerationRequest,
-    GenerationResult,
-    Prompt,
-    RunIn,
-    Sample,
-    SamplingParams,
-    ToolSchema,
-)
-from asyncrl.api.columns import ColumnError, with_columns
-from asyncrl.api.trajectory import GREEDY_REWARD
+from asyncrl.api import GenerationClient, Prompt, RunIn, ToolSchema
+from asyncrl.api.columns import with_columns
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError, token_ids
 from asyncrl.config.variants import EvaluationSet, evaluation_sets, with_code_of
@@ -49,10 +26,8 @@ from asyncrl.rollout.user_code.episode_code import (
     takes_tools,
 )
 from asyncrl.rollout.user_code.prompts import Prompts, load_prompt_format
-from asyncrl.rollout.user_code.rewards import SOURCE, Rewards, load_rewards
-from asyncrl.rollout.user_code_pool.call_records import metered
+from asyncrl.rollout.user_code.rewards import Rewards, RewardScope, load_rewards
 from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
-from asyncrl.trainer.settings import SOURCE_NUMBER, AlgorithmConfig, TeacherConfig
 
 if TYPE_CHECKING:
     from asyncrl.chat.episode_client import EpisodeClient
@@ -88,7 +63,12 @@ class AgentSetup:
         make_client: MakeClient,
     ) -> None:
         self._make_client = make_client
-        self.rewards = Rewards(load_rewards(config.reward, config.rewards), runner, form.tokenizer)
+        parts = load_rewards(config.reward, config.rewards)
+        self.rewards = Rewards(parts, runner)
+        if any(part.sees != RewardScope.answer for part in parts):
+            from asyncrl.rollout.user_code.rewards_of_groups import RewardsOfGroups
+
+            self.rewards = RewardsOfGroups(parts, runner, form.tokenizer)
         agent = load_agent(config.agent, form, toolbox)
         self._at_once = plays_at_once(agent)
         self.environments = Environments(config.env, self.rewards, runner, self._at_once)
@@ -110,33 +90,6 @@ class AgentSetup:
         """Play the group of `prompt`; see `run_group`."""
         envs = self.environments.of_group(prompt.group_size)
         return await run_group(self.agent, envs, prompt, policy, self._make_client, tries, self.rewards)
-
-    async def play_with_greedy_baseline(self, prompt: Prompt, policy: GenerationClient, tries: RetryLimits) -> Played:
-        """Play the group of `prompt` and a greedy episode at the same time.
-
-        Returns:
-            The group, and the counts of its episodes with `GREEDY_REWARD`. No samples if the agent rejects the prompt.
-
-        Raises:
-            Exception: an error of `play`, for the group or for the greedy episode.
-        """
-        greedy = asyncio.create_task(self._greedy_reward(prompt, policy, tries))
-        try:
-            samples, counted = await self.play(prompt, policy, tries)
-            if not samples:
-                return (), counted
-            reward = await greedy
-        finally:
-            greedy.cancel()
-            await asyncio.gather(greedy, return_exceptions=True)
-        return ((), counted) if reward is None else (samples, counted | {GREEDY_REWARD: reward})
-
-    async def _greedy_reward(self, prompt: Prompt, policy: GenerationClient, tries: RetryLimits) -> float | None:
-        """Return the mean reward of the greedy episode's samples; None if the agent rejects the prompt."""
-        alone = replace(prompt, group_size=1, sampling=_greedy(prompt.sampling))
-        with metered():  # its time and reward parts are not the group's
-            samples, _ = await self.play(alone, _GreedyPolicy(policy), replace(tries, least=1))
-        return float(np.mean([sample.total_reward for sample in samples])) if samples else None
 
     def why_not_greedy(self) -> str | None:
         """Return the reason why a single greedy episode has no reward that the group's can be compared with."""
@@ -268,87 +221,16 @@ class UserComponents:
             Exception: a teacher's server cannot score.
         """
         algorithm, columns = self._config.algorithm, self._config.columns
+        data = prompt.data
         if self._plays_greedy_baseline:
-            samples, counted = await self.cast.play_with_greedy_baseline(prompt, policy, tries)
+            from asyncrl.rollout.user_code.beside_groups import play_with_greedy_baseline
+
+            samples, counted = await play_with_greedy_baseline(self.cast.play, prompt, policy, tries)
         else:
             samples, counted = await self.cast.play(prompt, policy, tries)
-        samples = await scored_by_teachers(samples, prompt.data, algorithm, policy)
-        if columns:
-            samples = with_columns(samples, with_source_number(prompt.data, algorithm), columns)
-        return samples, counted
+        if algorithm.teachers:
+            from asyncrl.rollout.user_code.beside_groups import scored_by_teachers, with_source_number
 
-
-@dataclass(frozen=True, slots=True)
-class _GreedyPolicy:
-    """The policy with greedy sampling, also for agents that set their own sampling parameters."""
-
-    policy: GenerationClient
-
-    async def generate(self, request: GenerationRequest) -> GenerationResult:
-        if request.policy:  # an opponent keeps its sampling
-            return await self.policy.generate(request)
-        return await self.policy.generate(replace(request, sampling=_greedy(request.sampling)))
-
-
-def _greedy(sampling: SamplingParams) -> SamplingParams:
-    return replace(sampling, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
-
-
-def with_source_number(data: Mapping[str, Any], algorithm: AlgorithmConfig) -> Mapping[str, Any]:
-    """Return the row with the number of its source, if teachers are named for sources.
-
-    Raises:
-        ColumnError: the row has no source, or its source has no teacher although the run learns from teachers only.
-    """
-    sources = algorithm.teacher_sources
-    if not sources:
-        return data
-    source = data.get(SOURCE)
-    if not isinstance(source, str):
-        raise ColumnError(
-            f"algorithm.teachers are for rows of {SOURCE} {', '.join(map(repr, sources))}, and this row has "
-            f"{SOURCE} {source!r}; give rows that field, or leave the teachers' sources empty, which is for all"
-        )
-    alone = algorithm.advantage.name == "zero" and all(teacher.sources for teacher in algorithm.teachers)
-    if alone and source not in sources:
-        raise ColumnError(
-            f"algorithm.teachers has none for rows of {SOURCE} {source!r}, and algorithm.advantage=zero learns from "
-            "teachers alone; name it in the sources of one"
-        )
-    return {**data, SOURCE_NUMBER.partition("/")[2]: sources.index(source) if source in sources else -1}
-
-
-async def scored_by_teachers(
-    samples: Sequence[Sample], data: Mapping[str, Any], algorithm: AlgorithmConfig, policy: GenerationClient
-) -> Sequence[Sample]:
-    """Return the samples, each with a column of log-probabilities for every teacher that runs on servers.
-
-    The column is 0 if the teacher is not for the row's source.
-
-    Raises:
-        Exception: a server cannot score.
-    """
-    for teacher in algorithm.teachers:
-        if teacher.policy is not None:
-            wanted = not teacher.sources or data.get(SOURCE) in teacher.sources
-            samples = await asyncio.gather(*(_scored(sample, teacher, policy, wanted=wanted) for sample in samples))
-    return samples
-
-
-async def _scored(sample: Sample, teacher: TeacherConfig, policy: GenerationClient, *, wanted: bool) -> Sample:
-    column_T = np.zeros(len(sample.tokens), np.float32)
-    if wanted and sample.loss_mask.any():
-        first = int(sample.loss_mask.argmax())
-        request = GenerationRequest(
-            teacher.role,
-            tuple(sample.tokens.tolist()),
-            1,
-            SamplingParams(),
-            sample.pictures,
-            policy=teacher.policy or "",
-            score_from=first,
-        )
-        column_T[first:] = (await policy.generate(request)).scores
-        column_T *= sample.loss_mask
-    name = teacher.logprobs.partition("/")[2]
-    return replace(sample, token_columns={**sample.token_columns, name: column_T})
+            samples = await scored_by_teachers(samples, data, algorithm, policy)
+            data = with_source_number(data, algorithm) if columns else data
+        return (with_columns(samples, data, columns) if columns else samples), counted

@@ -1,7 +1,8 @@
 """The rewards of a run: run each in its place, handle failures, and add them up by weight.
 
 The environment calls rewards of answers (`Rewards.__call__`). Rewards of whole episodes and of groups are added once
-the agent has returned its samples (`Rewards.score`). Each reward is reported by name, before its weight is applied.
+the agent has returned its samples (`Rewards.score`, in `rewards_of_groups`). Each reward is reported by name, before
+its weight is applied.
 """
 
 from __future__ import annotations
@@ -10,18 +11,15 @@ import asyncio
 import inspect
 import logging
 import math
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum, auto
 from functools import partial
-from itertools import groupby
 from typing import Any, NoReturn, TypeAlias
 
-from asyncrl.api import Episode, GroupClient, Prompt, RunIn, Sample, Tokenizer, answer_text
-from asyncrl.api.agent import play_with_retries
+from asyncrl.api import GroupClient, Prompt, RunIn, Sample
 from asyncrl.api.picture import Picture
-from asyncrl.api.reward import ROW_CHECK, is_verdict
+from asyncrl.api.reward import ROW_CHECK, is_verdict, note_reward_part
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.settings import ROW_METRICS, NamedRewardConfig, RewardConfig
 from asyncrl.rollout.user_code_pool.call_records import Activity, Code, UserCodeError, current_meter, plain_number
@@ -35,7 +33,7 @@ from asyncrl.rollout.user_code_pool.runner import (
     target_in,
 )
 
-_NO_REWARD = "returned an invalid reward"
+NO_REWARD = "returned an invalid reward"
 SOURCE = "source"
 """The column of a row that names its source; a mixture of datasets fills it in."""
 SCORE = "score"
@@ -121,24 +119,20 @@ Added: TypeAlias = "tuple[float, dict[str, float]]"
 """Weighted sum of rewards for a sample, and each reward's value by name, before its weight."""
 
 
-def _summed(given: Sequence[Added | None]) -> Added:
-    applied = [each for each in given if each is not None]
+def summed(values: Sequence[Added | None]) -> Added:
+    applied = [each for each in values if each is not None]
     return sum(value for value, _ in applied), {name: number for _, named in applied for name, number in named.items()}
 
 
 class Rewards:
-    """The rewards of a run, each called in its thread, process or event loop; environments call it as their reward.
+    """The rewards of a run, each called in its thread, process or event loop; environments call it as their reward."""
 
-    Args:
-        tokenizer: decodes samples, for rewards of episodes and groups.
-    """
-
-    def __init__(self, parts: Sequence[RewardPart], runner: UserCodeRunner, tokenizer: Tokenizer) -> None:
+    def __init__(self, parts: Sequence[RewardPart], runner: UserCodeRunner) -> None:
         self._parts, self._by_source = tuple(parts), any(part.sources for part in parts)
         self._of_answers, self._of_episodes, self._of_groups = (
             tuple(part for part in parts if part.sees == scope) for scope in RewardScope
         )
-        self._runner, self._tokenizer = runner, tokenizer
+        self._runner = runner
         self.embedder: Embedder | None = None
         """Embeds the frames of a group's episodes before its rewards are called; None: frames are not embedded."""
 
@@ -159,35 +153,35 @@ class Rewards:
         parts = self._for(self._of_answers, data)
         if len(parts) == 1:  # the usual case; a task per answer would cost more than a cheap reward
             return self._of_answer(parts, [await self._one(parts[0], data, completion)], data)
-        given = await asyncio.gather(*(self._one(part, data, completion) for part in parts))
-        return self._of_answer(parts, given, data)
+        found = await asyncio.gather(*(self._one(part, data, completion) for part in parts))
+        return self._of_answer(parts, found, data)
 
     def _answer_blocking(self, data: Mapping[str, Any], completion: str) -> float:
         """Like `answer`, for a caller in a thread: the rewards run one after the other."""
         parts = self._for(self._of_answers, data)
-        given: list[Added | None] = []
+        found: list[Added | None] = []
         for part in parts:
             try:
-                given.append(_given(part, self._runner.call_blocking(part.code, part.function, data, completion)))
+                found.append(given(part, self._runner.call_blocking(part.code, part.function, data, completion)))
             except UserCodeError as error:
-                given.append(_stand_in(part, error))
-        return self._of_answer(parts, given, data)
+                found.append(stand_in(part, error))
+        return self._of_answer(parts, found, data)
 
-    def _of_answer(self, parts: Sequence[RewardPart], given: Sequence[Added | None], data: Mapping[str, Any]) -> float:
+    def _of_answer(self, parts: Sequence[RewardPart], found: Sequence[Added | None], data: Mapping[str, Any]) -> float:
         """Return the sum of the rewards that apply to an answer.
 
         Raises:
             UserCodeError: none of the run's rewards applies.
         """
         others = (*self._of_episodes, *self._of_groups)
-        if parts and all(each is None for each in given) and not self._for(others, data):
+        if parts and all(each is None for each in found) and not self._for(others, data):
             error = UserCodeError(
                 parts[0].code.label,
                 "returned None, which leaves a row to other rewards, and there are none; return a number",
-                how=_NO_REWARD,
+                how=NO_REWARD,
             )
-            return _stand_in(parts[0], error)[0]
-        return _summed(given)[0]
+            return stand_in(parts[0], error)[0]
+        return summed(found)[0]
 
     @property
     def are_verdicts(self) -> bool:
@@ -213,46 +207,8 @@ class Rewards:
         return bool(self._of_groups)
 
     async def score(self, prompt: Prompt, samples: Sequence[Sample], client: GroupClient) -> Sequence[Sample]:
-        """Return the agent's samples with the rewards of episodes and groups; each sample of an episode is scored.
-
-        If an episode's rewards fail, the episode is scored again, and is lost after its last attempt. If a group's
-        rewards fail, the group fails.
-
-        Raises:
-            UserCodeError: as for `answer`, of a reward of groups.
-        """
-        if not samples or not (self._of_episodes or self._of_groups):
-            return samples
-        seen = [episode_of(prompt, sample, self._tokenizer) for sample in samples]
-        by_episode: defaultdict[int, list[int]] = defaultdict(list)
-        for at, sample in enumerate(samples):
-            by_episode[sample.episode].append(at)
-
-        async def score(member: int) -> Sequence[tuple[int, Added]]:
-            async def play(_: Prompt) -> Sequence[tuple[int, Added]]:
-                added = await asyncio.gather(*(self._of_episode(seen[at]) for at in by_episode[member]))
-                return list(zip(by_episode[member], added, strict=True))
-
-            return await play_with_retries(prompt.of_member(member), play, client, limited=False)
-
-        async with asyncio.TaskGroup() as tasks:
-            scoring = [tasks.create_task(score(member)) for member in by_episode]
-        own = dict(scored for task in scoring for scored in task.result())
-        kept = sorted(own)
-        of_group = await self._of_the_group([seen[at] for at in kept])
-        return [_with(_with(samples[at], own[at]), added) for at, added in zip(kept, of_group, strict=True)]
-
-    async def _of_episode(self, episode: Episode) -> Added:
-        parts = self._for(self._of_episodes, episode.data)
-        return _summed(await asyncio.gather(*(self._one(part, episode) for part in parts)))
-
-    async def _of_the_group(self, group: Sequence[Episode]) -> list[Added]:
-        """Return the sum of the rewards of groups for each sample, `[S]`."""
-        parts = self._for(self._of_groups, group[0].data) if group else ()
-        if parts and self.embedder is not None and len({each.episode for each in group}) > 1:
-            group = await with_embeddings(group, self.embedder)
-        by_part = await asyncio.gather(*(self._of_group(part, group) for part in parts))
-        return [_summed([values[number] for values in by_part]) for number in range(len(group))]
+        """Return the agent's samples, whose answers are scored (`RewardsOfGroups` scores episodes and groups too)."""
+        return samples
 
     def _for(self, parts: tuple[RewardPart, ...], data: Mapping[str, Any]) -> tuple[RewardPart, ...]:
         """Return the rewards among `parts` that score rows of this row's source.
@@ -265,52 +221,18 @@ class Rewards:
         source = data.get(SOURCE)
         if not any(part.scores(source) for part in self._parts):
             raise UserCodeError(
-                "rewards", f"has none for rows of {SOURCE} {source!r}; name it in the sources of one", how=_NO_REWARD
+                "rewards", f"has none for rows of {SOURCE} {source!r}; name it in the sources of one", how=NO_REWARD
             )
         return tuple(part for part in parts if part.scores(source))
 
     async def _one(self, part: RewardPart, *args: Any) -> Added | None:
         try:
-            return _given(part, await self._runner.call(part.code, part.function, *args))
+            return given(part, await self._runner.call(part.code, part.function, *args))
         except UserCodeError as error:
-            return _stand_in(part, error)
-
-    async def _of_group(self, part: RewardPart, group: Sequence[Episode]) -> list[Added | None]:
-        try:
-            values = await self._runner.call(part.code, part.function, list(group))
-            try:
-                values = list(values)
-            except TypeError:
-                message = f"returned {values!r:.80} for a group; return a list"
-                raise UserCodeError(part.code.label, message, how=_NO_REWARD) from None
-            if len(values) != len(group):
-                message = f"returned {len(values)} rewards for a group of {len(group)} samples; return one for each"
-                raise UserCodeError(part.code.label, message, how=_NO_REWARD)
-            return [_given(part, value) for value in values]
-        except UserCodeError as error:
-            return [_stand_in(part, error) for _ in group]
+            return stand_in(part, error)
 
 
-async def with_embeddings(group: Sequence[Episode], embedder: Embedder) -> list[Episode]:
-    """Return the samples of `group` with the embeddings of their episodes; an episode without frames has none.
-
-    Raises:
-        UserCodeError: the frames could not be embedded.
-    """
-    frames: dict[int, list[Picture]] = {}
-    for sample in group:
-        if sample.frames:
-            frames.setdefault(sample.episode, []).extend(sample.frames)
-    vectors = dict(zip(frames, await embedder(list(frames.values())), strict=True)) if frames else {}
-    return [replace(sample, embedding=vectors.get(sample.episode, ())) for sample in group]
-
-
-def _with(sample: Sample, added: Added) -> Sample:
-    more, parts = added
-    return replace(sample, reward=sample.reward + more, reward_parts={**sample.reward_parts, **parts})
-
-
-def _given(part: RewardPart, value: object) -> Added | None:
+def given(part: RewardPart, value: object) -> Added | None:
     """Check the result of `part`, report it, and return it with its weight; None if it does not apply to the row.
 
     The result is a number, a mapping with the key `SCORE` and further numbers, or None.
@@ -327,30 +249,30 @@ def _given(part: RewardPart, value: object) -> Added | None:
             part.code.label,
             f"returned {value!r:.80}; a reward is a finite number, {{'{SCORE}': number, ...}}, or None where it "
             "does not apply",
-            how=_NO_REWARD,
+            how=NO_REWARD,
         )
     if part.verdict:
         if number not in (0.0, 1.0):
             raise UserCodeError(
                 part.code.label,
                 f"is declared a verdict and returned {number:g}; return 0 or 1, or set its verdict to false",
-                how=_NO_REWARD,
+                how=NO_REWARD,
             )
-        current_meter().add_verdict(part.name, number == 1.0)
+        current_meter().verdicts[part.name] = number == 1.0
     return _weighted(part, number, extras)
 
 
 def _extras(part: RewardPart, value: Mapping[str, object]) -> dict[str, float]:
     """Return the numbers besides the score, by the name of their metric; other values are left out."""
     named: dict[str, float] = {}
-    for key, given in value.items():
-        each = plain_number(given)
+    for key, own in value.items():
+        each = plain_number(own)
         if key == SCORE or each is None:
             continue
         name = f"{part.name}.{key}" if part.name else str(key)
         if name in ROW_METRICS or not math.isfinite(each):
             why = "is no finite number" if name not in ROW_METRICS else f"would hide the metric reward/{name}"
-            raise UserCodeError(part.code.label, f"returned {key!r}: {each!r:.40}, which {why}", how=_NO_REWARD)
+            raise UserCodeError(part.code.label, f"returned {key!r}: {each!r:.40}, which {why}", how=NO_REWARD)
         named[name] = float(each)
     return named
 
@@ -358,18 +280,19 @@ def _extras(part: RewardPart, value: Mapping[str, object]) -> dict[str, float]:
 def _weighted(part: RewardPart, number: float, extras: Mapping[str, float]) -> Added:
     named = {part.name: number, **extras} if part.name else dict(extras)
     for name, each in named.items():
-        current_meter().add_reward(name, each)
+        current_meter().rewards[name].append(each)
+        note_reward_part(name, each)
     return part.weight * number, named
 
 
-def _stand_in(part: RewardPart, error: UserCodeError) -> Added:
+def stand_in(part: RewardPart, error: UserCodeError) -> Added:
     """Return the `failure_reward` of a failed `part`; without one raise the error, which fails the rollout."""
     if part.failure_reward is None:
         raise error
     _log.info("%s; the answer is given failure_reward=%g", error, part.failure_reward)
-    current_meter().add_failure()
+    current_meter().failures += 1
     if part.verdict:
-        current_meter().add_verdict(part.name, False)
+        current_meter().verdicts[part.name] = False
     return _weighted(part, part.failure_reward, {})
 
 
@@ -386,25 +309,3 @@ class _ToAwait:
     def __float__(self) -> NoReturn:
         self._coroutine.close()
         raise TypeError("in asynchronous code a reward is awaited: `value = await self._reward(data, text)`")
-
-
-def episode_of(prompt: Prompt, sample: Sample, tokenizer: Tokenizer) -> Episode:
-    """Convert `sample` to the form that rewards receive."""
-    mask = sample.loss_mask.astype(bool).tolist()
-    tokens = sample.tokens.tolist()
-    first = mask.index(True) if any(mask) else len(mask)
-    stretches = groupby(range(first, len(tokens)), key=mask.__getitem__)
-    turns = [(places[0], places[-1] + 1) for generated, stretch in stretches if generated for places in [[*stretch]]]
-    return Episode(
-        data=prompt.data,
-        prompt=tokenizer.decode(tokens[:first]),
-        turns=tuple(answer_text(tokenizer, tokens[:begin], tokens[begin:end]) for begin, end in turns),
-        response=tokenizer.decode(tokens[first:]),
-        generated_tokens=sample.generated_length,
-        truncated=sample.truncated,
-        reward=float(sample.total_reward),
-        episode=sample.episode,
-        version=int(sample.versions.max()),
-        metrics=sample.metrics,
-        frames=sample.frames,
-    )

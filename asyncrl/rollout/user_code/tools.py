@@ -215,7 +215,7 @@ def _instance(group: str, config: ToolConfig) -> Tool:
 
 
 def _report(metrics: Mapping[str, float]) -> None:
-    current_meter().add_tools(metrics)
+    current_meter().tools.append(metrics)
 
 
 async def _awaited(value: Any) -> Any:

@@ -23,7 +23,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.api import EpisodeError, EpisodeTimeout
-from asyncrl.api.reward import RunIn, note_reward_part
+from asyncrl.api.reward import RunIn
 
 if TYPE_CHECKING:
     from asyncrl.rollout.user_code_pool.child import CodeTarget
@@ -62,14 +62,22 @@ def seconds_in_any(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 class Meter:
-    """Meter of one rollout, parts of which may run in several threads: entries are appended, and read at the end."""
+    """Meter of one rollout, parts of which may run in several threads: entries are appended, and read at the end.
+
+    Attributes:
+        intervals: when each activity ran, begin and end in seconds of one clock.
+        rewards: values that each reward gave, by its name.
+        failures: number of rewards that failed, so that their `failure_reward` was used.
+        verdicts: by name, True if the verdict found the last answer right.
+        tools: tool metrics of each sample: `tool/<name>/calls` and so on.
+    """
 
     def __init__(self) -> None:
-        self._intervals: dict[Activity, list[tuple[float, float]]] = {activity: [] for activity in Activity}
-        self._rewards: defaultdict[str, list[float]] = defaultdict(list)
-        self._failures = 0
-        self._verdicts: dict[str, bool] = {}
-        self._tools: list[Mapping[str, float]] = []
+        self.intervals: dict[Activity, list[tuple[float, float]]] = {activity: [] for activity in Activity}
+        self.rewards: defaultdict[str, list[float]] = defaultdict(list)
+        self.failures = 0
+        self.verdicts: dict[str, bool] = {}
+        self.tools: list[Mapping[str, float]] = []
         self._lock, self._limited, self._own_s, self._since = threading.Lock(), 0, 0.0, time.monotonic()
 
     @property
@@ -92,47 +100,22 @@ class Meter:
                 self._limited -= 1
                 self._since = time.monotonic()
 
-    def add_interval(self, activity: Activity, begin: float, end: float) -> None:
-        """Record that `activity` ran from `begin` to `end`, in seconds of one clock."""
-        self._intervals[activity].append((begin, end))
-
-    def has_run(self, activity: Activity) -> bool:
-        """True if `activity` ran."""
-        return bool(self._intervals[activity])
-
-    def add_reward(self, name: str, value: float) -> None:
-        """Record that the reward `name` gave `value` to an answer."""
-        self._rewards[name].append(value)
-        note_reward_part(name, value)
-
-    def add_verdict(self, name: str, right: bool) -> None:
-        """Record that the verdict `name` found an answer right or wrong; of several answers the last one counts."""
-        self._verdicts[name] = right
-
     @property
     def verdict(self) -> bool | None:
         """True if all verdicts found the last answer right; None if there was no verdict."""
-        return all(self._verdicts.values()) if self._verdicts else None
-
-    def add_failure(self) -> None:
-        """Record that a reward failed and its `failure_reward` was used."""
-        self._failures += 1
-
-    def add_tools(self, metrics: Mapping[str, float]) -> None:
-        """Add the tool metrics of one sample: `tool/<name>/calls` and so on."""
-        self._tools.append(metrics)
+        return all(self.verdicts.values()) if self.verdicts else None
 
     def metrics(self) -> dict[str, float]:
         """Return the seconds in which each activity ran (`seconds_in_any`), and means of rewards and tool metrics.
 
         Means of tool metrics are over the samples that used any tool.
         """
-        found = {f"rollout/{activity}_s": seconds_in_any(ran) for activity, ran in self._intervals.items() if ran}
-        if self._failures:
-            found["rollout/failed_rewards"] = float(self._failures)
-        for name in sorted({name for metrics in self._tools for name in metrics}):
-            found[name] = sum(metrics.get(name, 0.0) for metrics in self._tools) / len(self._tools)
-        return found | {f"reward/{name}": sum(values) / len(values) for name, values in self._rewards.items()}
+        found = {f"rollout/{activity}_s": seconds_in_any(ran) for activity, ran in self.intervals.items() if ran}
+        if self.failures:
+            found["rollout/failed_rewards"] = float(self.failures)
+        for name in sorted({name for metrics in self.tools for name in metrics}):
+            found[name] = sum(metrics.get(name, 0.0) for metrics in self.tools) / len(self.tools)
+        return found | {f"reward/{name}": sum(values) / len(values) for name, values in self.rewards.items()}
 
 
 _current: ContextVar[Meter | None] = ContextVar("asyncrl_meter", default=None)
@@ -164,7 +147,7 @@ def timed(activity: Activity) -> Iterator[None]:
         with contextlib.nullcontext() if activity == Activity.generate else meter.limited():
             yield
     finally:
-        meter.add_interval(activity, begun, time.monotonic())
+        meter.intervals[activity].append((begun, time.monotonic()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ microseconds apart, are lost.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import shutil
@@ -31,6 +32,7 @@ PROBE_BYTES = 64 << 10
 LOG_BYTES = 64 << 20
 """Largest size of a log; with the rotated one a process has at most twice as much."""
 
+_FAILED = "output of the run: %s failed, and is missing from now on"
 _log = logging.getLogger(__name__)
 
 
@@ -41,6 +43,7 @@ class RunOutput:
         self._run_dir, self._display = run_dir, display
         self._rows = JsonlTail(run_dir / METRICS_FILE)
         self._notices = JsonlTail(run_dir / NOTICES_FILE)
+        self._stepped = asyncio.Event()  # a row was shown since the state of the run was
 
     def skip(self) -> None:
         """Skip the present content of the files, which earlier launches have shown."""
@@ -53,12 +56,13 @@ class RunOutput:
             tasks.create_task(_reported("rows of metrics", self._show_rows()))
             tasks.create_task(_reported("rotation of logs", self._rotate_logs()))
             tasks.create_task(_reported("check of the disk", self._watch_disk()))
-            tasks.create_task(_reported("state of the processes", self._watch_processes(sizes)))
+            tasks.create_task(_reported("notes on waits", self._watch_processes(sizes)))
 
     def show_new_rows(self) -> None:
         """Show rows and remarks that were written since the last call."""
         for row in self._rows.read():
             self._display.row(row)
+            self._stepped.set()
         for line in self._notices.read():
             self._display.note(line["remark"])
 
@@ -98,27 +102,37 @@ class RunOutput:
 
     async def _watch_processes(self, sizes: StepSizes | None) -> None:
         """Say once that processes wait for another to start, for a device's memory or for name resolution, and once
-        that they do no longer. With `sizes`, the display shows what all processes do before the first step.
+        that they do no longer. With `sizes`, the display shows what all processes do before the first step, and from
+        then on how far the step is, anew after each; if that fails, the notes on waits go on.
         """
         observed, began = ProcessHistory(self._run_dir / OBSERVED_DIR), time.time()
         shown_waits: dict[str, Wait] = {}
         while True:
+            self._stepped.clear()
             await asyncio.to_thread(observed.refresh)
-            launch = Launch(observed.processes)
+            starts = False  # and the display shows what all processes do
             if sizes is not None:
-                self._display.stage_lines(status_lines(launch))
-                self._display.outlook(outlook(launch, sizes))
+                try:
+                    launch = Launch(observed.processes)
+                    self._display.stage_lines(status_lines(launch))
+                    self._display.outlook(outlook(launch, sizes))
+                    starts = not launch.step_ends
+                except Exception:
+                    _log.exception(_FAILED, "state of the run")
+                    sizes = None
             now = time.time()
             found = waits(observed.processes.values(), max(began, now - SILENT_S))
             for what, wait in found.items():
-                shown = sizes is not None and not launch.step_ends and what != NAMES_AWAY
+                shown = starts and what != NAMES_AWAY
                 if what not in shown_waits and not shown and (waited_s := now - wait.since) >= SILENT_S:
                     shown_waits[what] = wait
                     self._display.note(f"WAITING: {wait.who} {what}, for {waited_s:.0f} s so far")
             for what in shown_waits.keys() - found.keys():
                 ended = shown_waits.pop(what)
                 self._display.note(f"{ended.who} {what} no longer, after {now - ended.since:.0f} s")
-            await asyncio.sleep(ASK_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ASK_S):
+                    await self._stepped.wait()
 
     async def _rotate_logs(self) -> None:
         while True:
@@ -155,7 +169,7 @@ async def _reported(name: str, part: Awaitable[None]) -> None:
     try:
         await part
     except Exception:
-        _log.exception("output of the run: %s failed, and is missing from now on", name)
+        _log.exception(_FAILED, name)
 
 
 def write_error(folder: Path) -> OSError | None:

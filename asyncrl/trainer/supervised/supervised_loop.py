@@ -498,7 +498,7 @@ def save_model(model: PreTrainedModel, tokenizer: Tokenizer, out_dir: Path, besi
     for name, file in model_files(aside).items():
         if name in (MODEL_CONFIG, TOKENIZER_CONFIG_FILE):
             file.write_bytes(for_all_versions(name, file.read_bytes()))
-        atomic_dir.sync_file(file)
+        atomic_dir.sync(file)
     atomic_dir.commit(out_dir)
 
 

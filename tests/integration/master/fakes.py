@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -385,7 +385,11 @@ class FakeManager:
         else:
             self._later.append(does)
 
-    async def begin_run(self, begin: m.RunBegin) -> None:
+    async def call(self, request: m.Request[m.R]) -> m.R:
+        reply: m.R = await getattr(self, request.path[1:])(request)
+        return reply
+
+    async def begin_run(self, begin: m.RunBegin) -> m.Session:
         await self._answers()
         self.told = begin
         await self.service.begin_run(begin)
@@ -393,38 +397,36 @@ class FakeManager:
         for does in self._later:
             if (waiting := does()) is not None:
                 await waiting
+        return m.Session(self.number)
 
-    async def received(self, rollouts: Sequence[m.ReceivedRollout]) -> list[str]:
+    async def received(self, report: m.ReceivedReport) -> m.ReceivedReply:
         await self._answers()
-        return (await self.service.received(m.ReceivedReport(list(rollouts), manager=self.number))).refused
+        return await self.service.received(structs.replace(report, manager=self.number))
 
-    async def consumed(
-        self, version: int, trained: Sequence[m.TrainedRollout] = (), dropped: Sequence[m.DroppedRollout] = ()
-    ) -> m.ConsumedReply:
+    async def consumed(self, report: m.ConsumedReport) -> m.ConsumedReply:
         await self._answers()
-        self.reports.append((version, [each.rollout_id for each in trained], list(dropped)))
-        report = m.ConsumedReport(version, list(trained), list(dropped), manager=self.number)
-        return await self.service.consumed(report)
+        self.reports.append((report.version, [each.rollout_id for each in report.trained], report.dropped))
+        return await self.service.consumed(structs.replace(report, manager=self.number))
 
-    async def wait_expiring(self, version: int, timeout_s: float) -> Sequence[str]:
-        self.asked.append(version)
-        return self.expiring.pop(0) if self.expiring else []
+    async def wait_expiring(self, request: m.WaitExpiringRequest) -> m.WaitExpiringReply:
+        self.asked.append(request.version)
+        return m.WaitExpiringReply(self.expiring.pop(0) if self.expiring else [])
 
-    async def wait_asleep(self, turn: int, timeout_s: float) -> m.WaitAsleepReply:
-        self.rests.append(turn)
+    async def wait_resting(self, request: m.WaitAsleepRequest) -> m.WaitAsleepReply:
+        self.rests.append(request.turn)
         return m.WaitAsleepReply(self.resting.pop(0) if self.resting else [], self.others, self.wake_s)
 
-    async def close_gate(self) -> None:
+    async def close_gate(self, request: m.CloseGate) -> m.Done:
         await self._answers()
         self.closed = True
-        await self.service.close_gate(m.CloseGate(manager=self.number))
+        return await self.service.close_gate(structs.replace(request, manager=self.number))
 
-    async def end_run(self, version: int) -> RolloutCounts:
+    async def end_run(self, report: m.EndReport) -> RolloutCounts:
         await self._answers()
-        counts = await self.service.end_run(m.EndReport(version, manager=self.number))
+        counts = await self.service.end_run(structs.replace(report, manager=self.number))
         return structs.replace(counts, abandoned=counts.abandoned - self.lost)
 
-    async def status(self) -> m.StatusReply:
+    async def status(self, request: m.StatusRequest) -> m.StatusReply:
         counts = structs.replace(self.seen.gate.counts, dropped=self.dropped)
         servers = [*self.seen.servers, *status_reply(versions=self.versions_in_use).servers[1:]]
         known = self.seen.rebuilt and self.service.begun

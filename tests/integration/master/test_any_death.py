@@ -165,13 +165,14 @@ class Manager(FakeManager):
         await self.service.finish_rollout(m.FinishRequest(worker=WORKER, manager=self.number, finished=[end]))
         del self.held[end.rollout_id]
 
-    async def begin_run(self, begin: m.RunBegin) -> None:
+    async def begin_run(self, begin: m.RunBegin) -> m.Session:
         """The master has polled the ranks; one more rollout ends before its worker says what it holds."""
         for held in [held for held in self.held.values() if held.end is None][:1]:
             await self._end(held.granted)
         await self.service.begin_run(begin)
         await self.service.open_session(m.HeldReport(WORKER, 0, list(self.held.values())))
         self.held = {key: held for key, held in self.held.items() if held.end is None}
+        return m.Session(self.number)
 
 
 def _record(granted: m.GrantedRollout) -> RolloutRecord:

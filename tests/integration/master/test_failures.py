@@ -15,7 +15,7 @@ from asyncrl.comm.http_client import HttpRefused
 from asyncrl.comm.request_reply import RequestTimeout
 from asyncrl.comm.waits import RunningClock
 from asyncrl.manager.client import ManagerGone
-from asyncrl.manager.messages import RunBegin, StatusReply
+from asyncrl.manager.messages import RunBegin, StatusReply, StatusRequest
 from asyncrl.master import peers
 from asyncrl.master.data import sample_buffer
 from asyncrl.master.data.sample_buffer import CountsError
@@ -133,7 +133,7 @@ async def test_what_is_at_work_may_take_any_time(
     run = Run(tmp_path, make_config(), clock=RunningClock(lambda: now))
     run.loop.stall.limit_s = 1.0
 
-    async def status() -> StatusReply:
+    async def status(request: StatusRequest) -> StatusReply:
         nonlocal now
         next(asked)
         now += 0.3
@@ -172,7 +172,7 @@ async def test_rollouts_that_only_fail_are_no_sign_of_life_and_the_message_count
     run = Run(tmp_path, make_config())  # 8 rollouts may be ahead
     run.loop.stall.limit_s, lost = 0.1, itertools.count()
 
-    async def status() -> StatusReply:
+    async def status(request: StatusRequest) -> StatusReply:
         return status_reply(running=7, dropped={"timeout": next(lost), "failed: reward": 2})
 
     run.manager.status = status  # type: ignore[method-assign]

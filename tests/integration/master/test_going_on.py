@@ -12,6 +12,7 @@ import pytest
 
 from asyncrl.comm.request_reply import Failure, PeerGone, RemoteError
 from asyncrl.comm.typed import convert
+from asyncrl.manager.messages import CloseGate, Done
 from asyncrl.master.data import sample_buffer
 from asyncrl.master.data.sample_buffer import CountsError
 from asyncrl.runtime.process.worker import StateLost
@@ -77,10 +78,10 @@ async def test_a_stop_request_in_the_last_step_ends_as_a_whole_run(
     run.workers.on_train = run.stop.set
     close = run.manager.close_gate
 
-    async def after_the_request_was_seen() -> None:
+    async def after_the_request_was_seen(request: CloseGate) -> Done:
         for _ in range(10):
             await asyncio.sleep(0)
-        await close()
+        return await close(request)
 
     monkeypatch.setattr(run.manager, "close_gate", after_the_request_was_seen)
     await run.deliver(range(4))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -220,17 +219,17 @@ async def test_a_step_that_is_held_for_longer_than_the_stall_limit_is_no_stall(
     run = Run(tmp_path, config, clock=RunningClock(lambda: now))
     run.loop.stall.limit_s = 1.0
 
-    async def status() -> StatusReply:
+    async def status(request: m.StatusRequest) -> StatusReply:
         nonlocal now
         now += 0.3
         run.loop.stall.clock()  # else it looks like a pause of this process
         return status_reply(running=7)
 
-    async def still_running(version: int, timeout_s: float) -> Sequence[str]:
-        assert timeout_s < run.loop.stall.limit_s
+    async def still_running(request: m.WaitExpiringRequest) -> m.WaitExpiringReply:
+        assert request.timeout_s < run.loop.stall.limit_s
         asked = now
         await until(lambda: now > asked + 0.5)
-        return ["r9"] if now < 10.0 else []
+        return m.WaitExpiringReply(["r9"] if now < 10.0 else [])
 
     run.manager.status = status  # type: ignore[method-assign]
     run.manager.wait_expiring = still_running  # type: ignore[method-assign]
@@ -244,10 +243,10 @@ async def test_wait_takes_what_arrived_by_the_time_the_way_was_clear(tmp_path: P
     run = Run(tmp_path, make_config(total_train_steps=1, on_stale="wait"))
     await run.deliver(range(4, 8), oldest=1)
 
-    async def clear_after_an_old_one_arrived(version: int, timeout_s: float) -> Sequence[str]:
+    async def clear_after_an_old_one_arrived(request: m.WaitExpiringRequest) -> m.WaitExpiringReply:
         run.manager.admit("old0", 0)
         run.workers.received[0].append(rollout(0, 0, "old"))  # without waking the poll that is open
-        return []
+        return m.WaitExpiringReply([])
 
     run.manager.wait_expiring = clear_after_an_old_one_arrived  # type: ignore[method-assign]
     await run.loop.run()
@@ -260,15 +259,14 @@ async def test_groups_that_filters_dropped_are_counted_where_they_were_dropped(t
 
     orders = itertools.count(20)
 
-    async def consumed(
-        version: int, trained: Sequence[m.TrainedRollout] = (), dropped: Sequence[m.DroppedRollout] = ()
-    ) -> m.ConsumedReply:
-        once = {"failed": 5, "worker_died": 1, "stale": 7} if version == 1 else {}
-        each = {"filter: zero_variance": 3, "filter: too_hard": 1, "failed: reward my.py:score": 1} if trained else {}
+    async def consumed(report: m.ConsumedReport) -> m.ConsumedReply:
+        once = {"failed": 5, "worker_died": 1, "stale": 7} if report.version == 1 else {}
+        each = {"filter: zero_variance": 3, "filter: too_hard": 1, "failed: reward my.py:score": 1}
+        each = each if report.trained else {}
         for reason, count in (once | each).items():
             for _ in range(count):
                 run.manager.give_up(f"e0-{next(orders)}", reason)
-        return await FakeManager.consumed(run.manager, version, trained, dropped)
+        return await FakeManager.consumed(run.manager, report)
 
     run.manager.consumed = consumed  # type: ignore[method-assign]
     await run.deliver(range(12), oldest=2)

@@ -21,7 +21,7 @@ from asyncrl.comm.trajectory_codec import CodecError, decode_trajectories, encod
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observe.samples import rows_of, trajectories
 from asyncrl.rollout.episode import metrics_of
-from asyncrl.rollout.loop import GroupRules
+from asyncrl.rollout.group_rules import GroupRules
 from asyncrl.trainer.batches.step_batch import build_step_batch
 from asyncrl.trainer.functions.model_functions import TrainState
 from asyncrl.trainer.rank.inbox import record_of

@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.colocated.master import SharedDevices
 from asyncrl.comm.names import TrainerTurn
-from asyncrl.manager.messages import WaitAsleepReply
+from asyncrl.manager.messages import WaitAsleepReply, WaitAsleepRequest
 from asyncrl.runtime.process.waiting import StopRequested
 
 
@@ -32,7 +32,7 @@ class Manager:
     def __init__(self, *waits_for: str) -> None:
         self._waits_for = list(waits_for)
 
-    async def wait_asleep(self, turn: int, timeout_s: float) -> WaitAsleepReply:
+    async def call(self, request: WaitAsleepRequest) -> WaitAsleepReply:
         return WaitAsleepReply(self._waits_for)
 
 
@@ -56,7 +56,7 @@ async def test_a_stop_request_ends_the_wait_for_a_manager_that_does_not_answer()
     """With servers elsewhere the manager is asked before the devices are lent; the checkpoint must not wait for it."""
 
     class Frozen(Manager):
-        async def wait_asleep(self, turn: int, timeout_s: float) -> WaitAsleepReply:
+        async def call(self, request: WaitAsleepRequest) -> WaitAsleepReply:
             asked.set()
             await asyncio.Event().wait()
             raise AssertionError

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,7 +42,14 @@ def changed(settings: dict[str, Any]) -> ExperimentConfig:
     ids=lambda settings: next(iter(settings), ""),
 )
 def test_a_setting_asks_for_its_check_by_itself(asks: dict[str, Any], beside: dict[str, Any]) -> None:
-    """Else it is checked only where another setting asks for the same module, as the path of a model does."""
+    """Else it is checked only where another setting asks for the same module."""
     (setting,) = asks
     assert list(optional_problems(changed(beside))) == [], "nothing beside it asks"
     assert any(setting.rpartition(".")[0] in message for message in optional_problems(changed(asks | beside)))
+
+
+def test_the_path_of_a_model_alone_asks_for_no_check(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.config.optional_checks.import_module", None)
+    assert list(optional_problems(changed({"model.path": str(llama_dir)}))) == []
+    with pytest.raises(TypeError, match="not callable"):
+        list(optional_problems(changed({"moe.replay_routing": True})))

@@ -210,7 +210,7 @@ def test_weights_of_a_pools_members_stay_over_steps_and_restarts() -> None:
     pools = [VersionPoolConfig(every=2, keep=2)]
     publishing = Publishing(cast(Any, ranks), {"actor": [], "judge": []}, cast(Any, _Announcer()), pools)
     assert asyncio.run(publishing.publish(7, {1}, to_disk=True)) == "/actor/v7"
-    asyncio.run(publishing.forget_others(7))
+    asyncio.run(publishing.collect(7, {7}))
     kept = [{1, 4, 6, 7}, {4, 6, 7}]
     assert ranks.kept == [(role, versions) for versions in kept for role in ("actor", "judge")]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
@@ -12,7 +12,7 @@ from msgspec import structs
 
 from asyncrl.comm.request_reply import Done, RequestTimeout
 from asyncrl.comm.waits import BURST_S, CALL_S, GATHER_S, HOLD_S
-from asyncrl.manager.messages import ReceivedRollout
+from asyncrl.manager.messages import ReceivedReply, ReceivedReport
 from asyncrl.master.data.sample_buffer import Collector, SampleBuffer
 from asyncrl.trainer.messages import Discard, PollBuffer, PolledBuffer, RolloutRecord
 
@@ -68,10 +68,10 @@ class Gate:
     def __init__(self, *given_up: str) -> None:
         self.given_up, self.told = given_up, list[str]()
 
-    async def received(self, rollouts: Sequence[ReceivedRollout]) -> list[str]:
-        self.told += [each.rollout_id for each in rollouts]
+    async def call(self, report: ReceivedReport) -> ReceivedReply:
+        self.told += [each.rollout_id for each in report.rollouts]
         await asyncio.sleep(0)
-        return [each.rollout_id for each in rollouts if each.rollout_id in self.given_up]
+        return ReceivedReply([each.rollout_id for each in report.rollouts if each.rollout_id in self.given_up])
 
 
 def collector_of(workers: Workers | list[Worker], buffer: SampleBuffer, *given_up: str) -> tuple[Collector, Gate]:

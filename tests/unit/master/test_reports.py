@@ -59,26 +59,24 @@ class Manager:
         if self.waits is not None:
             await self.waits()
 
-    async def begin_run(self, begin: m.RunBegin) -> None:
-        await self._answers("begin")
-        self.begun.append(begin)
-
-    async def consumed(
-        self, version: int, trained: list[m.TrainedRollout], dropped: list[m.DroppedRollout]
-    ) -> m.ConsumedReply:
-        self.reports.append((version, [each.rollout_id for each in trained], dropped))
-        await self._answers("consumed")
-        return self.replies.pop(0) if self.replies else reply(checkpoint=m.GateCheckpoint() if trained else None)
-
-    async def close_gate(self) -> None:
-        await self._answers("close")
-
-    async def end_run(self, version: int) -> RolloutCounts:
-        await self._answers(f"end {version}")
-        return RolloutCounts(7, 4, {}, 3)
-
-    async def status(self) -> m.StatusReply:
-        return status_reply(idle_s=3.0)
+    async def call(self, request: m.Request[Any]) -> Any:
+        match request:
+            case m.RunBegin():
+                await self._answers("begin")
+                self.begun.append(request)
+                return m.Session(0)
+            case m.ConsumedReport(version, trained, dropped):
+                self.reports.append((version, [each.rollout_id for each in trained], dropped))
+                await self._answers("consumed")
+                begun = m.GateCheckpoint() if trained else None
+                return self.replies.pop(0) if self.replies else reply(checkpoint=begun)
+            case m.CloseGate():
+                return await self._answers("close")
+            case m.EndReport(version):
+                await self._answers(f"end {version}")
+                return RolloutCounts(7, 4, {}, 3)
+            case _:
+                return status_reply(idle_s=3.0)
 
 
 def reply(*, checkpoint: m.GateCheckpoint | None = None, **others: Any) -> m.ConsumedReply:
@@ -319,4 +317,4 @@ async def test_a_manager_that_waits_for_workers_is_called_for_longer_than_one_th
         return reply(idle_s=7.0)
 
     cast(Any, client)._http.call = call
-    assert (await client.consumed(1)).idle_s == 7.0
+    assert (await client.call(m.ConsumedReport(1))).idle_s == 7.0

@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl.comm.request_reply import RequestClient
 from asyncrl.comm.waits import RunningClock
-from asyncrl.manager.messages import StatusReply
+from asyncrl.manager.messages import StatusReply, StatusRequest
 from asyncrl.master.data.sample_buffer import SampleBuffer
 from asyncrl.master.data.stall import LEAST_GROUPS, FilteredOut, RolloutSigns, StallWatch
 from asyncrl.master.peers import BUSY_LIMITS, IDLE_LIMITS, Stalled, while_ranks_work
@@ -123,7 +123,7 @@ class Run:
     def producers_start(self) -> bool:
         return False
 
-    async def status(self) -> StatusReply:
+    async def call(self, request: StatusRequest) -> StatusReply:
         if len(self.statuses) > 1:
             return self.statuses.pop(0)
         self.seen.set()
@@ -220,7 +220,7 @@ async def test_waits_that_end_before_the_manager_answers_ask_it_no_more_often(
     asked, begun = 0, time.monotonic()
 
     class Slow(Run):
-        async def status(self) -> StatusReply:
+        async def call(self, request: StatusRequest) -> StatusReply:
             nonlocal asked
             asked += 1
             return await asyncio.Event().wait()  # type: ignore[return-value]

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.manager.messages import WaitExpiringReply, WaitExpiringRequest
 from asyncrl.master import train_loop as module
 from asyncrl.master.data.sample_buffer import SampleBuffer
 from asyncrl.master.data.stall import PromptsUsedUp
@@ -97,9 +98,9 @@ class World:
         self.buffer.add(self.pieces.popleft())
         return True
 
-    async def wait_expiring(self, version: int, timeout_s: float) -> list[str]:
-        self.asked.append(("expiring", version, timeout_s))
-        return self.expiring.popleft() if self.expiring else []
+    async def call(self, request: WaitExpiringRequest) -> WaitExpiringReply:
+        self.asked.append(("expiring", request.version, request.timeout_s))
+        return WaitExpiringReply(self.expiring.popleft() if self.expiring else [])
 
     async def ranks(self, records: list[RolloutRecord], version: int) -> dict[str, float]:
         return self.ranked

@@ -22,7 +22,6 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observe.metrics import sinks, wandb_sink
 from asyncrl.observe.metrics.sample_tables import Table
 from asyncrl.observe.metrics.sinks import (
-    JsonlSink,
     MetricsWriter,
     Row,
     Sink,
@@ -37,13 +36,13 @@ LIMIT_S = 300.0
 
 def test_a_row_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    with closing(MetricsWriter(JsonlSink(file, 0))) as writer:
+    with closing(MetricsWriter(file, 0)) as writer:
         writer.write(1, {"loss": 0.5, "parts": [1.0, 2.0]})
         assert read_rows(file) == [{"step": 1, "loss": 0.5, "parts": [1.0, 2.0]}]
 
 
 def test_a_step_has_one_row(tmp_path: Path) -> None:
-    with closing(MetricsWriter(JsonlSink(tmp_path / "metrics.jsonl", 0))) as writer:
+    with closing(MetricsWriter(tmp_path / "metrics.jsonl", 0)) as writer:
         writer.write(2, {})
         for step in (1, 2):
             with pytest.raises(ValueError, match=f"step {step} comes after that of step 2"):
@@ -54,7 +53,7 @@ def test_a_resumed_run_cuts_what_comes_after_its_checkpoint(tmp_path: Path) -> N
     file = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": step, "x": step}) for step in range(1, 6)]
     file.write_text("\n".join(lines) + '\n{"step": 6, "x"')
-    with closing(MetricsWriter(JsonlSink(file, 4))) as writer:
+    with closing(MetricsWriter(file, 4)) as writer:
         assert writer.last_step == 3
         writer.write(4, {"x": 40})
     assert [(row["step"], row["x"]) for row in read_rows(file)] == [(1, 1), (2, 2), (3, 3), (4, 40)]
@@ -63,7 +62,7 @@ def test_a_resumed_run_cuts_what_comes_after_its_checkpoint(tmp_path: Path) -> N
 def test_a_row_cut_off_by_a_kill_is_removed_even_within_the_checkpoint(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1}\n{"step": 2')
-    with closing(MetricsWriter(JsonlSink(file, 9))) as writer:
+    with closing(MetricsWriter(file, 9)) as writer:
         assert writer.last_step == 1
         writer.write(2, {})
     assert read_rows(file) == [{"step": 1}, {"step": 2}]
@@ -72,7 +71,7 @@ def test_a_row_cut_off_by_a_kill_is_removed_even_within_the_checkpoint(tmp_path:
 def test_a_run_without_a_checkpoint_starts_over(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 0}\n{"step": 1}\n')
-    with closing(MetricsWriter(JsonlSink(file, 0))) as writer:
+    with closing(MetricsWriter(file, 0)) as writer:
         assert writer.last_step == -1
     assert read_rows(file) == []
 
@@ -95,7 +94,7 @@ def test_every_sink_gets_every_row(tmp_path: Path) -> None:
 
     memory = Memory()
     watcher = Watcher("Memory", lambda: memory, pytest.fail)
-    with closing(MetricsWriter(JsonlSink(tmp_path / "metrics.jsonl", 0), watcher)) as writer:
+    with closing(MetricsWriter(tmp_path / "metrics.jsonl", 0, watcher)) as writer:
         writer.write(1, {"a": 1.0})
         writer.samples(1, [["e0-0", "0", "1", "0", "4"]])
     assert memory.rows == [(1, {"a": 1.0})]
@@ -294,7 +293,7 @@ def test_a_sink_that_fails_is_off_with_one_warning_and_the_run_goes_on(tmp_path:
     warned, config = list[str](), ExperimentConfig()
     config.logging.tensorboard = False
     watcher = Watcher("Tracker", lambda: Broken(where), warned.append)
-    with closing(MetricsWriter(JsonlSink(tmp_path / "metrics.jsonl", 0), watcher)) as writer:
+    with closing(MetricsWriter(tmp_path / "metrics.jsonl", 0, watcher)) as writer:
         for step in range(3):
             writer.write(step, {"x": step})
             writer.samples(step, [])
@@ -311,7 +310,7 @@ def test_a_sink_that_does_not_return_holds_up_neither_a_step_nor_the_end(
     monkeypatch.setattr(sinks, "_HELD_ROWS", 2 if where == "write" else 100)
     warned, hang = list[str](), threading.Event()
     watcher = Watcher("Tracker", lambda: Broken(where, hang), warned.append)
-    with closing(MetricsWriter(JsonlSink(tmp_path / "metrics.jsonl", 0), watcher)) as writer:
+    with closing(MetricsWriter(tmp_path / "metrics.jsonl", 0, watcher)) as writer:
         for step in range(9):
             writer.write(step, {"x": step})
     assert len(read_rows(tmp_path / "metrics.jsonl")) == 9
@@ -321,11 +320,11 @@ def test_a_sink_that_does_not_return_holds_up_neither_a_step_nor_the_end(
 
 
 def test_a_file_that_the_audit_needs_is_not_optional(tmp_path: Path) -> None:
-    with closing(MetricsWriter(JsonlSink(tmp_path / "metrics.jsonl", 0))) as writer:
-        os.close(writer._jsonl._file._descriptor)
+    with closing(MetricsWriter(tmp_path / "metrics.jsonl", 0)) as writer:
+        os.close(writer._file._descriptor)
         with pytest.raises(OSError, match="Bad file descriptor"):
             writer.write(1, {})
-        writer._jsonl._file._descriptor = os.open(tmp_path, os.O_RDONLY)  # which closing may close
+        writer._file._descriptor = os.open(tmp_path, os.O_RDONLY)  # which closing may close
 
 
 def test_a_run_goes_on_when_the_helper_process_of_wandb_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -306,6 +306,18 @@ def test_show_prints_answers_of_evaluations(tmp_path: Path, capsys: pytest.Captu
     assert last.startswith("version 4  e0-4  answer 1  reward 0  right")
 
 
+@pytest.mark.parametrize(("rollout_id", "shown"), [("maths-0-v3", [0, 1]), ("maths-0-v3-1", [1]), ("maths-0", [])])
+def test_show_prints_one_answer_or_all_answers_to_a_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rollout_id: str, shown: list[int]
+) -> None:
+    for number in (0, 1):
+        rows = [row | {"set": "maths", "rollout": f"maths-0-v3-{number}"} for row in rows_of(rollout(3), 3, decode, {})]
+        write_samples(tmp_path / "eval_samples" / "maths", 3, f"worker-{number}", rows[number : number + 1], GIB)
+    assert show.main([str(tmp_path), "--eval", "--rollout", rollout_id], "asyncrl") == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("version ")]
+    assert [int(line.partition("answer ")[2].split()[0]) for line in lines] == shown
+
+
 def test_show_names_the_sets_that_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert show.main([str(tmp_path), "--eval"], "asyncrl") == 2
     assert "holds no answers of evaluations" in capsys.readouterr().err

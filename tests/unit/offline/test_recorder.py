@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ import pytest
 from asyncrl.api import Sample, Trajectory
 from asyncrl.comm.ended_rollouts import RolloutCounts
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.manager.messages import ReceivedRollout, RunBegin, StatusReply
+from asyncrl.manager import messages as m
 from asyncrl.offline import masters as module
 from asyncrl.offline.masters import Recorder
 from tests.statuses import status_reply
@@ -28,23 +28,22 @@ class Manager:
         self.told: list[str] = []
         self.received_tokens: dict[str, int] = {}
 
-    async def begin_run(self, begin: RunBegin) -> None:
-        self.told.append("run")
-
-    async def received(self, rollouts: Sequence[ReceivedRollout]) -> list[str]:
-        assert self.told == ["run"]
-        self.received_tokens |= {each.rollout_id: each.tokens for each in rollouts}
-        return [each.rollout_id for each in rollouts if each.rollout_id == "lost"]
-
-    async def status(self) -> StatusReply:
-        return status_reply()
-
-    async def close_gate(self) -> None:
-        self.told.append("close")
-
-    async def end_run(self, version: int) -> RolloutCounts:
-        self.told.append(f"end at {version}")
-        return RolloutCounts(2, 0, {}, 2)
+    async def call(self, request: m.Request[Any]) -> Any:
+        match request:
+            case m.RunBegin():
+                self.told.append("run")
+            case m.ReceivedReport(rollouts=rollouts):
+                assert self.told == ["run"]
+                self.received_tokens |= {each.rollout_id: each.tokens for each in rollouts}
+                return m.ReceivedReply([each.rollout_id for each in rollouts if each.rollout_id == "lost"])
+            case m.StatusRequest():
+                return status_reply()
+            case m.CloseGate():
+                self.told.append("close")
+            case m.EndReport(version=version):
+                self.told.append(f"end at {version}")
+                return RolloutCounts(2, 0, {}, 2)
+        return m.Done()
 
     async def close(self) -> None:
         self.told.append("gone")
@@ -91,10 +90,10 @@ def trajectory(name: str) -> Trajectory:
 async def test_a_report_that_fails_ends_the_recorder(make_recorder: Callable[..., Any]) -> None:
     manager: Any = Manager()
 
-    async def fail(begin: RunBegin) -> None:
+    async def fail(begin: m.RunBegin) -> None:
         raise KeyError("a defect")
 
-    manager.begin_run = fail
+    manager.call = fail
     with pytest.raises(KeyError, match="a defect"):
         await make_recorder(manager).main()
     assert manager.told == ["gone"]

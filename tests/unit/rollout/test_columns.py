@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import pytest
 import torch
 
-from asyncrl.api import Sample, Tokenizer, Trajectory
+from asyncrl.api import Sample, Trajectory
 from asyncrl.api.columns import ColumnError, column, with_columns
 from asyncrl.api.reward import reward_parts
 from asyncrl.api.trajectory import SampleColumns
@@ -21,14 +20,13 @@ from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.config.setting import ConfigError
 from asyncrl.launch.before_start.setting_checks import validate
 from asyncrl.plugins.settings import NamedRewardConfig
-from asyncrl.rollout.loop import GroupRules
+from asyncrl.rollout.group_rules import GroupRules
 from asyncrl.rollout.user_code.rewards import Rewards, load_rewards
 from asyncrl.rollout.user_code_pool.call_records import UserCodeError
 from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
 from asyncrl.trainer.batches.step_batch import build_step_batch
 
 MakeRewards = Callable[..., list[NamedRewardConfig]]
-WITHOUT = cast(Tokenizer, None)
 """No reward here sees the samples."""
 DECLARED = ("row/difficulty", "agent/turns", "reward/format", "token/weight")
 
@@ -175,11 +173,11 @@ async def test_numbers_beside_the_score_are_parts_and_do_not_count(
     several = rewards(("extras", []), ("one", []))
     async with UserCodeRunner(ExperimentConfig().rollout.user_code) as runner:
         with reward_parts() as parts:
-            total = await Rewards(load_rewards(several[0], several), runner, WITHOUT).answer({}, "x")
+            total = await Rewards(load_rewards(several[0], several), runner).answer({}, "x")
         assert total == 1.5
         assert parts.means() == {"extras": 0.5, "extras.format": 1.0, "extras.right": 1.0, "one": 1.0}
         with reward_parts() as parts:
-            assert await Rewards(load_rewards(several[0], ()), runner, WITHOUT).answer({}, "x") == 0.5
+            assert await Rewards(load_rewards(several[0], ()), runner).answer({}, "x") == 0.5
         assert parts.means() == {"format": 1.0, "right": 1.0}
 
 
@@ -192,18 +190,18 @@ async def test_a_mapping_without_a_score_or_with_a_metrics_name_is_refused(
     (config,) = rewards((name, []))
     async with UserCodeRunner(ExperimentConfig().rollout.user_code) as runner:
         with pytest.raises(UserCodeError) as caught:
-            await Rewards(load_rewards(config, ()), runner, WITHOUT).answer({}, "x")
+            await Rewards(load_rewards(config, ()), runner).answer({}, "x")
         assert said in str(caught.value)
 
 
 async def test_each_row_is_scored_by_the_rewards_of_its_source(rewards: MakeRewards) -> None:
     several = rewards(("one", ["gsm8k"]), ("ten", ["code"]))
     async with UserCodeRunner(ExperimentConfig().rollout.user_code) as runner:
-        scored = Rewards(load_rewards(several[0], several), runner, WITHOUT)
+        scored = Rewards(load_rewards(several[0], several), runner)
         assert await scored.answer({"source": "gsm8k"}, "x") == 1.0
         assert await scored.answer({"source": "code"}, "x") == 10.0
         with pytest.raises(UserCodeError, match="has none for rows of source 'poems'"):
             await scored.answer({"source": "poems"}, "x")
-        everywhere = Rewards(load_rewards(several[0], rewards(("one", ["gsm8k"]), ("ten", []))), runner, WITHOUT)
+        everywhere = Rewards(load_rewards(several[0], rewards(("one", ["gsm8k"]), ("ten", []))), runner)
         assert await everywhere.answer({"source": "gsm8k"}, "x") == 11.0
         assert await everywhere.answer({}, "x") == 10.0

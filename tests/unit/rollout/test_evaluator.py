@@ -64,7 +64,7 @@ class FakeClient:
 
 async def score(data: Mapping[str, Any], completion: str) -> float:
     """Return 1 if the answer is the digit 1, and report that to the meter, as a verdict does."""
-    current_meter().add_verdict("", completion == "1")
+    current_meter().verdicts[""] = completion == "1"
     return 0.5 * (completion == "1")
 
 
@@ -204,8 +204,8 @@ async def test_an_answer_tells_what_its_agent_its_tools_and_its_rewards_counted(
         async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Any:
             sample = await SINGLE_TURN.run(prompt, env, client)
             assert isinstance(sample, Sample)
-            current_meter().add_tools({"tool/search/calls": 2.0})
-            current_meter().add_interval(Activity.tool, 0.0, 3.0)
+            current_meter().tools.append({"tool/search/calls": 2.0})
+            current_meter().intervals[Activity.tool].append((0.0, 3.0))
             return [replace(sample, metrics={"turns": 4.0}, reward_parts={"own": sample.reward})]
 
     result = await evaluator(FakeClient(), Counts()).evaluate("two", 7)

@@ -53,7 +53,8 @@ from asyncrl.manager.messages import (
     RunBegin,
 )
 from asyncrl.manager.service import ManagerService
-from asyncrl.rollout.loop import MAX_ATTEMPTS, MAX_FAILURES_IN_A_ROW, GroupRules, RolloutLoop
+from asyncrl.rollout.group_rules import GroupRules
+from asyncrl.rollout.loop import MAX_ATTEMPTS, MAX_FAILURES_IN_A_ROW, RolloutLoop
 from asyncrl.rollout.rollout_client import RolloutClient
 from asyncrl.rollout.settings import RolloutConfig, SamplingConfig
 from asyncrl.rollout.user_code.components import UserComponents
@@ -743,7 +744,7 @@ async def test_an_episode_that_plays_beyond_the_rollouts_time_is_given_up_and_th
 
 class Measured(EchoAgent):
     async def run_group(self, prompt: Prompt, make_env: Any, client: GenerationClient) -> Sequence[Sample]:
-        current_meter().add_reward("right", float(prompt.order))
+        current_meter().rewards["right"].append(float(prompt.order))
         return await super().run_group(prompt, make_env, client)
 
 

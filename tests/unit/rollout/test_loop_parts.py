@@ -27,9 +27,10 @@ from asyncrl.data.prompt_format import InvalidPrompt, OverlongPrompt
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import AllocateReply, GrantedRollout, Route
 from asyncrl.rollout.episode import RetryLimits, run_group
-from asyncrl.rollout.loop import MAX_ATTEMPTS, MAX_FAILURES_IN_A_ROW, Failures, RolloutSlots, TrajectorySender
+from asyncrl.rollout.loop import MAX_ATTEMPTS, MAX_FAILURES_IN_A_ROW, RolloutLoop, RolloutSlots
 from asyncrl.rollout.policy_answers import PolicyAnswers
 from asyncrl.rollout.rollout_client import RolloutClient, RolloutPolicy
+from asyncrl.rollout.settings import RolloutConfig
 from asyncrl.rollout.user_code_pool.call_records import Activity, current_meter, metered, timed
 
 GRANTED = GrantedRollout("r", "p", 0, 0, 0, 0, 0)
@@ -58,26 +59,31 @@ async def test_a_granted_rollout_takes_a_place_and_the_other_ids_are_asked_for_a
     assert slots.running == 1
 
 
+def loop_of(running: int, push: Any = None) -> RolloutLoop:
+    """A loop in which so many rollouts run."""
+    loop = RolloutLoop(cast(Any, None), cast(Any, None), cast(Any, None), push, RolloutConfig())
+    loop.slots._free -= running
+    return loop
+
+
 def test_a_failed_rollout_is_tried_again_until_its_attempts_are_used() -> None:
-    failures = Failures()
-    again = failures.end_of(GRANTED, RuntimeError("x"), "reward my.py:score", running=4)
+    loop = loop_of(running=4)
+    again = loop._failed(GRANTED, RuntimeError("x"), "reward my.py:score")
     assert (again.reason, again.return_prompt) == ("failed: reward my.py:score", True)
     last = GrantedRollout("r", "p", 0, 0, 0, MAX_ATTEMPTS - 1, 0)
-    assert not failures.end_of(last, RuntimeError("x"), None, running=4).return_prompt
-    invalid = failures.end_of(GRANTED, InvalidPrompt("no prompt"), None, running=4)
+    assert not loop._failed(last, RuntimeError("x"), None).return_prompt
+    invalid = loop._failed(GRANTED, InvalidPrompt("no prompt"), None)
     assert (invalid.reason, invalid.return_prompt) == (DropReason.invalid_prompt, False)
 
 
 @pytest.mark.parametrize("running", [1, MAX_FAILURES_IN_A_ROW + 3])
 def test_the_loop_ends_if_all_fail_and_these_outnumber_the_running_rollouts(running: int) -> None:
-    failures, most = Failures(), max(MAX_FAILURES_IN_A_ROW, running)
+    loop, most = loop_of(running), max(MAX_FAILURES_IN_A_ROW, running)
     for _ in range(most - 1):
-        failures.end_of(GRANTED, RuntimeError("x"), None, running)
-    failures.end_of(GRANTED, OverlongPrompt("too long"), None, running)  # it does not count
+        loop._failed(GRANTED, RuntimeError("x"), None)
+    loop._failed(GRANTED, OverlongPrompt("too long"), None)  # it does not count
     with pytest.raises(RuntimeError, match="the last"):
-        failures.end_of(GRANTED, RuntimeError("the last"), None, running)
-    failures.clear()
-    failures.end_of(GRANTED, RuntimeError("x"), None, running)
+        loop._failed(GRANTED, RuntimeError("the last"), None)
 
 
 async def test_lost_episodes_travel_with_the_next_trajectory_that_arrives() -> None:
@@ -89,14 +95,19 @@ async def test_lost_episodes_travel_with_the_next_trajectory_that_arrives() -> N
             raise ConnectionError("no rank")
         arrived.append(dict(trajectory.metrics))
 
-    sender, counted = TrajectorySender(push), {LOST: 2.0, "chat/calls": 5.0}
-    sender.take_lost(counted)
-    assert counted == {"chat/calls": 5.0}
+    async def play_to_train(*_: object) -> tuple[list[Any], dict[str, float]]:
+        return [], {LOST: lost.pop(0), "chat/calls": 5.0}
+
+    loop, lost = loop_of(1, push), [2.0, 1.0]
+    loop._components = cast(Any, SimpleNamespace(play_to_train=play_to_train))
+    policy = cast(Any, SimpleNamespace(answers=None))
+    _, metrics = await loop._episodes(cast(Any, None), policy)
+    assert metrics == {"chat/calls": 5.0}
     with pytest.raises(ConnectionError):
-        await sender.send(Trajectory("r0", "p", 0, (), {}))
-    sender.take_lost({LOST: 1.0})
-    await sender.send(Trajectory("r1", "p", 0, (), {}))
-    await sender.send(Trajectory("r2", "p", 0, (), {}))
+        await loop._send(Trajectory("r0", "p", 0, (), {}))
+    await loop._episodes(cast(Any, None), policy)
+    await loop._send(Trajectory("r1", "p", 0, (), {}))
+    await loop._send(Trajectory("r2", "p", 0, (), {}))
     assert [metrics.get(LOST) for metrics in arrived] == [3.0, None]
 
 

@@ -33,7 +33,7 @@ from asyncrl.data.tokenizers import CharTokenizer
 from asyncrl.plugins.settings import EnvConfig, NamedRewardConfig
 from asyncrl.rollout.checks import check, code_problems
 from asyncrl.rollout.user_code.components import UserComponents
-from asyncrl.rollout.user_code.rewards import episode_of
+from asyncrl.rollout.user_code.rewards_of_groups import episode_of
 from asyncrl.rollout.user_code_pool.call_records import UserCodeError, metered
 from asyncrl.rollout.user_code_pool.child import USE, ChildCall
 from asyncrl.rollout.user_code_pool.process_pool import PoolProcess

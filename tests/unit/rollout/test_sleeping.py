@@ -16,7 +16,7 @@ from asyncrl.data.prompt_queue import DataOrder
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import AllocateReply, FinishedRollout, GrantedRollout
 from asyncrl.manager.rollouts.workers import Workers
-from asyncrl.rollout.loop import GroupRules, RolloutLoop
+from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.rollout_client import RolloutClient
 from asyncrl.rollout.user_code.components import UserComponents
 
@@ -120,7 +120,7 @@ async def test_what_sleeps_holds_up_nothing_but_itself_and_is_named(
 
     parts: Any = components, cast(ManagerClient, gate)
     client = cast(RolloutClient, SimpleNamespace(generate=answer))
-    loop = RolloutLoop(*parts, client, push, config.rollout, GroupRules())
+    loop = RolloutLoop(*parts, client, push, config.rollout)
     beats, leases = 0, Workers(lease_s=60.0)
     async with components.runner, asyncio.timeout(300):
         working = asyncio.create_task(loop.run())

@@ -512,7 +512,7 @@ async def test_slow_calls_are_named_and_times_are_the_rollouts_wherever_its_part
 
     with metered() as meter:
         await runner.call(Code("env my.py:Env.step", Activity.env, LIMIT_S, RunIn.auto), in_users_loop)
-        await runner.call(in_thread(), lambda: current_meter().add_reward("right", 0.5))
+        await runner.call(in_thread(), lambda: current_meter().rewards["right"].append(0.5))
     metrics = meter.metrics()
     assert metrics["rollout/reward_s"] >= 0.25
     assert metrics["rollout/env_s"] >= 0.25
@@ -529,22 +529,19 @@ async def test_a_wait_for_a_free_thread_is_no_time_of_the_call() -> None:
         loop.call_soon_threadsafe(begun.set)
         assert go.wait(LIMIT_S)
 
-    intervals: list[tuple[Activity, float, float]] = []
     async with UserCodeRunner(UserCodeConfig(threads=1)) as runner:
         first = asyncio.create_task(runner.call(in_thread(), blocks))
         async with asyncio.timeout(LIMIT_S):
             await begun.wait()
         with metered() as meter:
-            meter.add_interval = lambda *interval: intervals.append(interval)  # type: ignore[method-assign]
             second = asyncio.create_task(runner.call(in_thread(), int))
             await asyncio.sleep(0)
         freed = time.monotonic()
         go.set()
         async with asyncio.timeout(LIMIT_S):
             await asyncio.gather(first, second)
-    (waited,) = (each for each in intervals if each[0] is Activity.thread_wait)
-    (ran,) = (each for each in intervals if each[0] is Activity.reward)
-    assert waited[1] <= freed <= waited[2] <= ran[1]
+    (waited,), (ran,) = meter.intervals[Activity.thread_wait], meter.intervals[Activity.reward]
+    assert waited[0] <= freed <= waited[1] <= ran[0]
 
 
 async def test_a_call_runs_from_when_a_process_is_free(
@@ -628,10 +625,9 @@ def test_a_slow_code_is_named_once_in_a_while_with_how_often_it_was() -> None:
 def test_a_meter_counts_time_of_calls_at_once_once_and_averages_rewards() -> None:
     meter = Meter()
     for begin, end in ((4.0, 4.5), (1.0, 2.0), (1.5, 2.5), (1.25, 1.75)):
-        meter.add_interval(Activity.generate, begin, end)
-    meter.add_reward("right", 1.0)
-    meter.add_reward("right", 0.0)
-    meter.add_failure()
+        meter.intervals[Activity.generate].append((begin, end))
+    meter.rewards["right"] += [1.0, 0.0]
+    meter.failures += 1
     assert meter.metrics() == {"rollout/generate_s": 2.0, "rollout/failed_rewards": 1.0, "reward/right": 0.5}
     with timed(Activity.env):  # outside of a rollout nobody reads it
         pass

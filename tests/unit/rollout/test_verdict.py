@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from asyncrl.api import Tokenizer
 from asyncrl.api.reward import is_verdict
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
@@ -21,7 +20,6 @@ from asyncrl.rollout.user_code.rewards import Rewards, load_rewards
 from asyncrl.rollout.user_code_pool.call_records import UserCodeError, metered
 from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
 
-WITHOUT = cast(Tokenizer, None)
 """No reward here sees the samples."""
 MINE = """
 from asyncrl.api import run_in, verdict
@@ -49,7 +47,7 @@ class Sometimes:
 async def told(single: RewardConfig, several: Any, *answers: str) -> tuple[float, bool | None]:
     """The last answer's reward, and the verdict on it."""
     async with UserCodeRunner(ExperimentConfig().rollout.user_code) as runner:
-        rewards = Rewards(load_rewards(single, several), runner, WITHOUT)
+        rewards = Rewards(load_rewards(single, several), runner)
         with metered() as meter:
             for answer in answers:
                 value = await rewards.answer({}, answer)

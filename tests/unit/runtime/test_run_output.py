@@ -98,6 +98,52 @@ async def test_a_wait_of_processes_is_one_line_when_it_lasts_and_one_when_it_end
     assert sizes is not None or states.empty(), "a run that trains nothing has no such state"
 
 
+def observed(run_dir: Path, name: str, **line: Any) -> None:
+    """Append a line of a process."""
+    (run_dir / OBSERVED_DIR).mkdir(exist_ok=True)
+    with (run_dir / OBSERVED_DIR / f"{name}.jsonl").open("a") as file:
+        file.write(json.dumps({"pid": 1, **line}) + "\n")
+
+
+async def test_a_state_of_the_run_that_cannot_be_shown_leaves_the_notes_on_waits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(lines: object) -> None:
+        raise KeyError("a defect")
+
+    notes: asyncio.Queue[str] = asyncio.Queue()
+    now = time.time()
+    about = {"stage": "waits for x/0", "activity": "blocked", "since": now - 12.0}
+    observed(tmp_path, "model_worker-0", at=now + 1, **about)
+    display = SimpleNamespace(note=notes.put_nowait, stage_lines=broken)
+    watching = asyncio.create_task(RunOutput(tmp_path, cast(Any, display))._watch_processes(SIZES))
+    async with asyncio.timeout(60):
+        assert (await notes.get()).startswith("WAITING: model_worker/0 waits for x/0"), "the display does not show it"
+    watching.cancel()
+    (record,) = caplog.records
+    assert record.getMessage() == "output of the run: state of the run failed, and is missing from now on"
+
+
+async def test_a_row_of_a_step_has_the_outlook_of_the_next_one_shown_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_output, "ASK_S", 3600.0)
+    outlooks: asyncio.Queue[str] = asyncio.Queue()
+    display = SimpleNamespace(outlook=outlooks.put_nowait, stage_lines=lambda lines: None, row=lambda row: None)
+    output, now = RunOutput(tmp_path, cast(Any, display)), time.time()
+    observed(tmp_path, "launcher-0", at=now)
+    observed(tmp_path, "gserver_manager-0", at=now, rollouts_running=1)
+    watching = asyncio.create_task(output._watch_processes(SIZES))
+    async with asyncio.timeout(60):
+        assert (await outlooks.get()).startswith("step 1 of 10")
+        observed(tmp_path, "master_worker-0", at=now + 2)
+        observed(tmp_path, "master_worker-0", span="train", step=1, begin=now, end=now + 1)
+        (tmp_path / METRICS_FILE).write_text('{"step": 1}\n')
+        output.show_new_rows()
+        assert (await outlooks.get()).startswith("step 2 of 10")
+    watching.cancel()
+
+
 def test_a_folder_that_takes_a_file_has_no_fault_and_keeps_none_and_what_waiting_does_not_mend_is_none(
     tmp_path: Path,
 ) -> None:

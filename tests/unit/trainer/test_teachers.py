@@ -25,7 +25,7 @@ from asyncrl.manager.settings import PolicyConfig
 from asyncrl.master.data.while_waiting import frozen_calls
 from asyncrl.master.graph import load_graph
 from asyncrl.models.ranks import Ranks
-from asyncrl.rollout.user_code.components import scored_by_teachers, with_source_number
+from asyncrl.rollout.user_code.beside_groups import scored_by_teachers, with_source_number
 from asyncrl.trainer import checks, feature_checks
 from asyncrl.trainer.batches.step_batch import build_step_batch
 from asyncrl.trainer.engines.base import PolicyEngine

@@ -95,7 +95,7 @@ def test_no_checkpoint_restores_nothing(config: ExperimentConfig, make_rank: Mak
     assert make_rank(config).load_checkpoint(tmp_path / "none") is None
 
 
-@pytest.mark.parametrize("stage", ["begin", "sync_file", "write_file", "commit"])
+@pytest.mark.parametrize("stage", ["begin", "sync", "write_file", "commit"])
 def test_a_write_that_breaks_off_leaves_the_previous_checkpoint(
     stage: str, config: ExperimentConfig, make_rank: MakeRank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,10 +111,10 @@ def test_a_torn_version_is_written_anew(qwen_dir: Path, tmp_path: Path) -> None:
     [
         (atomic_dir, "begin"),
         (weights, "TensorFile"),
-        (atomic_dir, "sync_file"),
+        (atomic_dir, "sync"),
         (weights, "write_manifest"),
         (atomic_dir, "commit"),
-        (atomic_dir, "sync_directory"),
+        (atomic_dir, "rename"),
     ],
 )
 def test_a_write_that_breaks_off_leaves_nothing_visible(

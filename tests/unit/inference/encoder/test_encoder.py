@@ -27,7 +27,7 @@ from asyncrl.launch.before_start.setting_checks import validate
 from asyncrl.plugins.rewards.srpo import SRPOReward
 from asyncrl.rollout.checks import problems_of_others
 from asyncrl.rollout.settings import EncoderConfig
-from asyncrl.rollout.user_code.rewards import with_embeddings
+from asyncrl.rollout.user_code.rewards_of_groups import with_embeddings
 from asyncrl.rollout.user_code_pool.call_records import UserCodeError
 
 LIMIT_S = 300.0

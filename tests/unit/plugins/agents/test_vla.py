@@ -22,7 +22,7 @@ from asyncrl.plugins.agents import vla
 from asyncrl.plugins.agents.vla import OPENVLA_OFT, ActionTokens, VLAAgent
 from asyncrl.rollout.episode import RetryLimits
 from asyncrl.rollout.user_code.components import UserComponents
-from asyncrl.rollout.user_code.rewards import episode_of
+from asyncrl.rollout.user_code.rewards_of_groups import episode_of
 
 STATE, WORDS = (load_plugin(f"{recipes_dir() / 'embodied_srpo.py'}:{name}") for name in ("State", "WORDS"))
 OPENVLA_IDS = range(31744, 32000)
