@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from asyncrl.config.load import load_supervised
 from asyncrl.trainer.supervised.base_model import ensure_base_model
@@ -56,6 +56,15 @@ def by_turns(variants: Iterable[T], rounds: int, measure: Callable[[T], R]) -> l
 def verdict(value: float, target: float, *, at_least: bool = False) -> str:
     """Return `met` or `MISSED`."""
     return "met" if (value >= target if at_least else value <= target) else "MISSED"
+
+
+def sizes_of(
+    kind: str, vocabulary: int, hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, **more: Any
+) -> dict[str, Any]:
+    """A model's config.json, as far as it decides sizes."""
+    sizes = {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    sizes |= {"vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": intermediate}
+    return {"model_type": kind, **sizes, "tie_word_embeddings": False, **more}
 
 
 def demo_model() -> Path:

@@ -18,9 +18,8 @@ is the part of the answers that are the same, `log-probs` the largest difference
 sample's first token, in decode steps of the 8 alone (the median of those before); `first token` the CPU time from the
 arrival to that token, in parts against whole.
 
-Both sides of a comparison take turns in every round, in one order and then in the other. Figures are medians over the
-rounds, ratios the medians of the rounds' ratios: of wall-clock time after a round that warms up in `plain`, of CPU time
-in the others. Weights are random.
+Both sides of a comparison take turns. Figures are medians over the rounds, ratios the medians of the rounds' ratios: of
+wall-clock time after a round that warms up in `plain`, of CPU time in the others. Weights are random.
 """
 
 from __future__ import annotations
@@ -138,7 +137,7 @@ def measure(hidden: int, name: str, rounds: int) -> tuple[float, float, float]:
     return tokens / statistics.median(ours), tokens / statistics.median(others), ratio
 
 
-def plain(hiddens: Sequence[int], loads: Sequence[str], rounds: int) -> None:
+def plain(loads: Sequence[str], hiddens: Sequence[int], rounds: int) -> None:
     """Print the first table."""
     table = Table("model, load", "engine, tokens/s", "generate, tokens/s", "ratio", "target")
     for hidden in hiddens:
@@ -300,12 +299,10 @@ def main() -> None:
     command.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS), metavar="LOAD", help="of `plain`")
     args = command.parse_args()
     torch.set_num_threads(1)
-    if args.only in (None, "plain"):
-        plain(args.hidden, args.loads, args.rounds)
-    if args.only in (None, "turns"):
-        turns(args.hidden, args.rounds)
-    if args.only in (None, "long"):
-        long(args.hidden, args.rounds)
+    tables: dict[str, Callable[[Sequence[int], int], None]]
+    tables = {"plain": partial(plain, args.loads), "turns": turns, "long": long}
+    for name in [args.only] if args.only else tables:
+        tables[name](args.hidden, args.rounds)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,19 @@
 """What asyncrl's speed on a GPU depends on, in one command: offline, with random weights of Qwen2.5-1.5B's sizes.
 
-    python benchmarks/gpu.py                                 all rows, on the first GPU; gpu.json is the record
+    python benchmarks/gpu.py                                 all rows, on the first GPU
     python benchmarks/gpu.py --rows machine model training   some of them
-    python benchmarks/gpu.py --add --rows weights sglang     further ones into the same record
     python benchmarks/gpu.py --tiny --device cpu             every row with small sizes, to see that each works
 
 Each row is a process of its own, so that one that fails, even of the GPU's memory, says why and the next begins. Each
-figure is printed and saved in the record as it is measured; a row that takes longer than its limit is ended and keeps
-what it has. Tracebacks and servers' output are in the log beside the record. The row for SGLang needs an interpreter
-that has it (`--sglang-python`, or ASYNCRL_SGLANG_PYTHON); without one it is left out. At the end the targets are
-compared. `pytest tests/gpu` shows that what is measured is also right, and plays whole runs.
+figure is printed as it is measured; a row that takes longer than its limit is ended and keeps what it has. Tracebacks
+and servers' output are in `--log`. The row for SGLang needs an interpreter that has it (`--sglang-python`, or
+ASYNCRL_SGLANG_PYTHON); without one it is left out. At the end the targets are compared. `pytest tests/gpu` shows that
+what is measured is also right, and plays whole runs.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import multiprocessing
 import os
 import shutil
@@ -26,10 +23,10 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # to ask for a GPU must not begin CUDA before the forks
 os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as in a run: GPUs are numbered as nvidia-smi does
@@ -102,28 +99,24 @@ class Target:
         return (max(sums) if self.at_least else min(sums)) if sums else None
 
 
-def _utilisation(*variants: str) -> dict[str, tuple[Term, ...]]:
-    return {variant: (("training", f"{variant}: utilisation"),) for variant in variants}
+def _ways(row: str, number: str, *names: str) -> dict[str, tuple[Term, ...]]:
+    return {name: ((row, number.format(name)),) for name in names}
 
 
-def _served(*transports: str) -> dict[str, tuple[Term, ...]]:
-    return {
-        transport: (("sglang", f"update by {transport}: with running requests: step until served"),)
-        for transport in transports
-    }
-
-
+UTILISATION, SERVED = "{}: utilisation", "update by {}: with running requests: step until served"
 TARGETS = (
-    Target("training, packed", _utilisation(training.STEP, *training.OTHER_PACKED), 0.4, at_least=True),
-    Target("training, shared prefixes", _utilisation(*training.SHARED), 0.4, at_least=True),
+    Target(
+        "training, packed", _ways("training", UTILISATION, training.STEP, *training.OTHER_PACKED), 0.4, at_least=True
+    ),
+    Target("training, shared prefixes", _ways("training", UTILISATION, *training.SHARED), 0.4, at_least=True),
     Target(
         "decoding by SGLang, of the bandwidth",
         {"": (("sglang", "decoding: with log-probabilities: share of the memory bandwidth"),)},
         0.6,
         at_least=True,
     ),
-    Target("step until served, by disk, s", _served("disk"), 2.0),
-    Target("step until served, by the fastest transport, s", _served(*TRANSPORTS), 2.0),
+    Target("step until served, by disk, s", _ways("sglang", SERVED, "disk"), 2.0),
+    Target("step until served, by the fastest transport, s", _ways("sglang", SERVED, *TRANSPORTS), 2.0),
     Target(
         "in-memory checkpoint, of a step",
         {"": (("weights", "in-memory checkpoint: training waits"),)},
@@ -146,12 +139,12 @@ def _be_row(row: Row, bench: Bench, sender: Connection) -> None:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", GPU_ALLOCATOR)  # it computes as a ModelWorker does
     try:
         for figure in row.measure(bench):
-            sender.send(asdict(figure))
+            sender.send(figure)
     except LeftOut as reason:
-        sender.send(asdict(Figure("", "left out", str(reason))))
+        sender.send(Figure("", "left out", str(reason)))
     except BaseException as error:
         bench.note(traceback.format_exc())
-        sender.send(asdict(Figure("", "", one_line(error), failed=True)))
+        sender.send(Figure("", "", one_line(error), failed=True))
     sender.send(None)
     sender.close()
 
@@ -180,7 +173,7 @@ def measured(row: Row, bench: Bench) -> Generator[Figure]:
             if received is None:
                 process.join(END_S)
                 return
-            yield Figure(**received)
+            yield received
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # and what it has started
@@ -198,21 +191,6 @@ def summary(figures: dict[str, dict[str, float | str]]) -> Iterator[str]:
         value, way = best
         met, by = verdict(value, target.value, at_least=target.at_least), f"  ({way})" if way else ""
         yield f"  {target.name:<48} {value:>12.4g}  {wanted}  {met}{by}"
-
-
-def _values(figures: list[Figure]) -> dict[str, float | str]:
-    return {each.key: each.value for each in figures if not each.failed}
-
-
-def _earlier(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the rows of the record that is added to; none if there is none yet."""
-    if not options.json.is_file():
-        return {}
-    record = json.loads(options.json.read_text())
-    if (record["device"], record["tiny"]) != (options.device, options.tiny):
-        sys.exit(f"--add: {options.json} is of --device {record['device']} and tiny={record['tiny']}")
-    found: dict[str, Any] = record["rows"]
-    return found
 
 
 @contextlib.contextmanager
@@ -237,23 +215,17 @@ def main() -> int:
     command.add_argument("--device", default="cuda")
     command.add_argument("--tiny", action="store_true", help="small sizes: shows that every row works")
     command.add_argument("--rows", nargs="+", choices=[row.name for row in ROWS], metavar="ROW", help="some of them")
-    command.add_argument("--json", type=Path, default=Path("gpu.json"), help="the record")
-    command.add_argument(
-        "--add", action="store_true", help="keep the record's rows of earlier commands that are not asked"
-    )
+    command.add_argument("--log", type=Path, default=Path("gpu.log"), help="tracebacks, and the output of servers")
     command.add_argument("--folder", type=Path, help="a folder on the disk to measure; default: the temporary one")
     command.add_argument("--sglang-python", default=os.environ.get("ASYNCRL_SGLANG_PYTHON"))
     options = command.parse_args()
     disable_progress_bar()  # type: ignore[no-untyped-call]
     wanted = options.rows or [row.name for row in ROWS]
-    log = options.json.with_suffix(".log")
-    rows = _earlier(options) if options.add else {}
-    if not rows:
-        log.write_text("")
+    options.log.write_text("")
     failed = 0
     with _folder(options.folder) as folder, _folder(Path("/dev/shm")) as memory:
-        bench = Bench(torch.device(options.device), options.tiny, folder, options.sglang_python, memory, log.absolute())
-        bench.figures |= {name: _values([Figure(**each) for each in row["figures"]]) for name, row in rows.items()}
+        log = options.log.absolute()
+        bench = Bench(torch.device(options.device), options.tiny, folder, options.sglang_python, memory, log)
         for row in ROWS:
             if row.name not in wanted and not (row.name == NEEDED and set(wanted) - {"machine"}):
                 continue
@@ -267,16 +239,13 @@ def main() -> int:
                         print(f"  {figure.part}")
                     figures.append(figure)
                     print(figure, flush=True)
-                    rows[row.name] = {"s": time.monotonic() - begun, "figures": [*map(asdict, figures)]}
-                    record = {"device": options.device, "tiny": options.tiny, "rows": rows}
-                    options.json.write_text(json.dumps(record, indent=1) + "\n")
             failed += sum(figure.failed for figure in figures)
-            bench.figures[row.name] = _values(figures)
+            bench.figures[row.name] = {each.key: each.value for each in figures if not each.failed}
             _clear(folder, memory)
             print(f"  ({time.monotonic() - begun:.0f} s of {row.limit_s:.0f})", flush=True)
     print("targets" + (" (of the full size: small ones say nothing)" if options.tiny else ""))
     print(*summary(bench.figures), sep="\n")
-    print(f"{failed} failed; the record is {options.json}, the log {log}")
+    print(f"{failed} failed; the log is {options.log}")
     return 1 if failed else 0
 
 

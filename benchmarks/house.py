@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import argparse
 import ast
-import sys
-from collections import defaultdict
+from collections import Counter
 from pathlib import Path
+
+import networkx as nx  # type: ignore[import-untyped]
 
 SMALL = 40
 
@@ -39,46 +40,14 @@ def imports(tree: ast.AST, known: dict[str, Path]) -> set[str]:
     return found & known.keys()
 
 
-def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Strongly connected components of more than one module (Tarjan 1972)."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    found: list[list[str]] = []
-
-    def visit(module: str) -> None:
-        index[module] = low[module] = len(index)
-        stack.append(module)
-        for other in graph[module]:
-            if other not in index:
-                visit(other)
-                low[module] = min(low[module], low[other])
-            elif other in stack:
-                low[module] = min(low[module], index[other])
-        if low[module] == index[module]:
-            at = stack.index(module)
-            if len(circle := stack[at:]) > 1:
-                found.append(sorted(circle))
-            del stack[at:]
-
-    sys.setrecursionlimit(10_000)
-    for module in graph:
-        if module not in index:
-            visit(module)
-    return found
-
-
 def figures(root: Path) -> dict[str, int]:
     """All figures of a checkout, in the order of the table."""
     known = modules(root)
     trees = {module: ast.parse(path.read_text()) for module, path in known.items()}
     graph = {module: imports(tree, known) - {module} for module, tree in trees.items()}
-    importers: dict[str, int] = defaultdict(int)
-    for wanted in graph.values():
-        for module in wanted:
-            importers[module] += 1
+    importers = Counter(module for wanted in graph.values() for module in wanted)
     lines = {module: path.read_text().count("\n") for module, path in known.items()}
-    around = circles(graph)
+    around = [found for found in nx.strongly_connected_components(nx.DiGraph(graph)) if len(found) > 1]
     return {
         "lines": sum(lines.values()),
         "files": len(known),

@@ -1,17 +1,15 @@
 """What a run imports and calls: the code that somebody has to know who wants to follow a default run.
 
-    python benchmarks/house_run.py [--seconds 14] [--experiment async_ppo] [--list KIND] [setting=value ...]
+    python benchmarks/house_run.py [--seconds 14] [--experiment async_ppo] [setting=value ...]
 
 A profiler hook is in every process. Calls count for some seconds after the fifth step, in which steps go on at their
 steady pace; a function that was already running then, such as a loop, is not counted. Per process and in all: files of
 the package that are imported, their lines, those that are neither blank nor comments, and of these those that are no
-docstrings; files and functions that were called. `--list`: instead, the files that processes of this kind import, the
-largest first.
+docstrings; files and functions that were called.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import os
 import signal
@@ -20,9 +18,11 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from common import parser
 
 LIMIT_S = 600.0
 LOOK_S = 0.5
@@ -142,30 +142,19 @@ def kind_of(title: str) -> str:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=14.0)
-    parser.add_argument("--experiment", default="async_ppo")
-    parser.add_argument("--list", metavar="KIND", help="or `all`")
-    parser.add_argument("settings", nargs="*", metavar="setting=value")
-    options = parser.parse_args()
+    command = parser(__doc__)
+    command.add_argument("--seconds", type=float, default=14.0)
+    command.add_argument("--experiment", default="async_ppo")
+    command.add_argument("settings", nargs="*", metavar="setting=value")
+    options = command.parse_args()
     found = traced(options.experiment, options.settings, options.seconds)
-    everything = Seen(
-        set().union(*(seen.imported for seen in found.values())), set().union(*(seen.called for seen in found.values()))
-    )
-    found["all"] = everything
-    if options.list:
-        show_files(found[options.list].imported)
-        return
+    of = found.values()
+    found["all"] = Seen(set().union(*(seen.imported for seen in of)), set().union(*(seen.called for seen in of)))
     print(f"{'':20}{'imported':>44}{'called':>22}")
     columns = ("files", "lines", "code", "no docs", "files", "functions")
     print(f"{'process':>20}" + "".join(f"{column:>11}" for column in columns))
     for kind, seen in found.items():
         print(seen.row(kind))
-
-
-def show_files(paths: Collection[Path]) -> None:
-    for lines, path in sorted(((sizes(path)[2], path) for path in paths), reverse=True):
-        print(f"{lines:>6}  {path}")
 
 
 if __name__ == "__main__":

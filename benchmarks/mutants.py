@@ -41,6 +41,7 @@ import time
 from collections import defaultdict
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -72,9 +73,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "chat": ("chat/conversation.py", "chat/parsers.py", "chat/call_formats.py"),
     "rewards": ("plugins/rewards/math_answer.py", "plugins/rewards/text.py", "plugins/rewards/code_tests.py"),
 }
-ONLY = {
-    "master/train_loop.py": {"next_batch", "_enough_rollouts", "_more", "_nothing_would_expire", "_refreshed"},
-}
+ONLY = {"master/train_loop.py": {"next_batch", "_enough_rollouts", "_more", "_nothing_would_expire", "_refreshed"}}
 """Functions of a module that are changed; what the others decide, only whole processes show."""
 PRELOADED = (
     "aiohttp",
@@ -93,26 +92,17 @@ PRELOADED = (
     "zmq",
 )
 """Modules that most tests import, and that import nothing of asyncrl."""
-_OPPOSITE: dict[type[ast.AST], type[ast.AST]] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Div,
-    ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.Mult,
-    ast.And: ast.Or,
-    ast.Or: ast.And,
-}
+_PAIRS: tuple[tuple[type[ast.AST], type[ast.AST]], ...] = (
+    (ast.Lt, ast.LtE),
+    (ast.Gt, ast.GtE),
+    (ast.Eq, ast.NotEq),
+    (ast.In, ast.NotIn),
+    (ast.Is, ast.IsNot),
+    (ast.Add, ast.Sub),
+    (ast.Mult, ast.Div),
+    (ast.And, ast.Or),
+)
+_OPPOSITE = {ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult} | dict(_PAIRS) | {other: one for one, other in _PAIRS}
 _OTHER_CALL = {"min": "max", "max": "min", "any": "all", "all": "any", "minimum": "maximum", "maximum": "minimum"}
 _SAYS = {"log", "_log", "logger", "logging", "warnings", "print"}
 """Calls that tell people something: what they say is not what is tried here."""
@@ -139,6 +129,9 @@ class Mutant:
     text: str
     before: str
     after: str
+
+    def __str__(self) -> str:
+        return f"asyncrl/{self.file}:{self.line}: {self.before}  ->  {self.after}"
 
     def known(self, equivalent: Sequence[dict[str, str]]) -> bool:
         """True if it is among those that change nothing."""
@@ -279,19 +272,15 @@ def tests_of(file: str, tests: Path) -> list[str]:
     return sorted(str(path.relative_to(tests.parent)) for path in found)
 
 
-_IMPORTED: dict[Path, set[str]] = {}
-
-
+@cache
 def _imported(path: Path) -> set[str]:
-    if path not in _IMPORTED:
-        names = set()
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                names |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        _IMPORTED[path] = names
-    return _IMPORTED[path]
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
 
 
 def files_of(group: str) -> list[str]:
@@ -322,7 +311,7 @@ def drawn(groups: Sequence[str], sample: int, seed: int) -> list[Mutant]:
 
 
 def share_of(sample: Sequence[Mutant], share: str) -> list[Mutant]:
-    """Return the mutants of the part `share` (`I/N`, from 1), in the order of the sample: modules next to each other.
+    """Return the mutants of the part `share` (`I/N`, from 1) in the sample's order; a part has few modules.
 
     Raises:
         SystemExit: there is no such part.
@@ -362,7 +351,14 @@ def tests_that_run(mutant: Mutant, tests: Mapping[str, Profile]) -> list[str]:
 
 
 class _Plugin:
-    """A plugin of pytest. Properties are tried as ever, but a failure is not made smaller, which takes minutes."""
+    """A plugin of pytest that notes what fails. Of properties a failure is not made smaller, which takes minutes."""
+
+    def __init__(self) -> None:
+        self._failed: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._failed.append(report.nodeid)
 
     def pytest_sessionstart(self) -> None:
         from hypothesis import Phase, settings
@@ -376,14 +372,14 @@ class _Plugin:
 
 
 class _Profiler(_Plugin):
-    """Notes the profiles of tests, and which fail."""
+    """Notes the profiles of tests."""
 
     def __init__(self, package: Path, files: Sequence[str]) -> None:
+        super().__init__()
         self._files = {str(package / file): file for file in files}
         self._lines: set[tuple[str, int]] = set()
         self._shared: dict[Path, set[tuple[str, int]]] = defaultdict(set)
         self._tests: dict[str, tuple[Path, float, set[tuple[str, int]]]] = {}
-        self._failed: set[str] = set()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
@@ -407,13 +403,9 @@ class _Profiler(_Plugin):
         finally:
             self._lines = own
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed:
-            self._failed.add(report.nodeid)
-
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            self._failed.add(report.nodeid)
+            self._failed.append(report.nodeid)
 
     def report(self) -> object:
         tests = {}
@@ -422,7 +414,7 @@ class _Profiler(_Plugin):
             for file, line in sorted(lines | self._shared[path]):
                 of_file[self._files[file]].append(line)
             tests[name] = {"seconds": round(seconds, 4), "lines": of_file}
-        return {"tests": tests, "failed": sorted(self._failed)}
+        return {"tests": tests, "failed": sorted(set(self._failed))}
 
     def _trace(self, frame: FrameType, event: str, arg: object) -> Any:
         return self._trace_lines if frame.f_code.co_filename in self._files else None
@@ -434,11 +426,11 @@ class _Profiler(_Plugin):
 
 
 class _Chosen(_Plugin):
-    """Runs the tests of these profiles, in this order, and notes which one fails or does not end."""
+    """Runs the tests of these profiles, in this order; one that does not end fails."""
 
     def __init__(self, tests: Mapping[str, Profile]) -> None:
+        super().__init__()
         self._tests, self._place = tests, {name: place for place, name in enumerate(tests)}
-        self._failed = ""
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -449,12 +441,8 @@ class _Chosen(_Plugin):
             item.add_marker(pytest.mark.timeout(limit_s, method="thread"), append=False)
         items[:] = sorted(chosen, key=lambda item: self._place[item.nodeid]) or items
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed:
-            self._failed = self._failed or report.nodeid
-
     def report(self) -> object:
-        return self._failed
+        return "".join(self._failed[:1])
 
 
 class Trial:
@@ -552,14 +540,6 @@ def _run(plugin: _Plugin, arguments: Sequence[str], copied: Path, limit_s: float
     return os.waitstatus_to_exitcode(status) if ended else -1, found
 
 
-def copy_of_checkout(scratch: Path) -> Path:
-    """Return a copy of what tests read, with the bytecode that is there."""
-    copied = scratch / "checkout"
-    skipped = shutil.ignore_patterns(".git", ".venv*", ".*_cache", ".hypothesis", "site")
-    shutil.copytree(ROOT, copied, ignore=skipped, symlinks=True)
-    return copied
-
-
 def table(results: Sequence[dict[str, str]]) -> str:
     """Return the table of results by group."""
     counts: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
@@ -595,7 +575,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             importlib.import_module(name)
         mine = share_of(sample, options.share)
         with tempfile.TemporaryDirectory() as scratch:
-            trial = Trial(copy_of_checkout(Path(scratch)), options.out.with_suffix(".tests"))
+            copied = Path(scratch, "checkout")  # of what tests read, with the bytecode that is there
+            skipped = shutil.ignore_patterns(".git", ".venv*", ".*_cache", ".hypothesis", "site")
+            shutil.copytree(ROOT, copied, ignore=skipped, symlinks=True)
+            trial = Trial(copied, options.out.with_suffix(".tests"))
             for number, mutant in enumerate(mine, 1):
                 before, tests = known.get(mutant.key), trial.digest(mutant)
                 if mutant.known(equivalent) or (before and (before["outcome"] == "killed" or before["tests"] == tests)):
@@ -605,7 +588,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 known[mutant.key] = row
                 with options.out.open("a") as file:
                     file.write(json.dumps(row) + "\n")
-                print(f"{number}/{len(mine)} {outcome}: {change_line(mutant)}", file=sys.stderr, flush=True)
+                print(f"{number}/{len(mine)} {outcome}: {mutant}", file=sys.stderr, flush=True)
     results = [
         {"group": mutant.group, "outcome": "equivalent" if mutant.known(equivalent) else known[mutant.key]["outcome"]}
         for mutant in sample
@@ -613,15 +596,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     for mutant in sample if options.list else ():
         if mutant.key in known and known[mutant.key]["outcome"] == "survived" and not mutant.known(equivalent):
-            print(change_line(mutant))
+            print(mutant)
     print(table(results))
     killed, survived = (sum(row["outcome"] == outcome for row in results) for outcome in ("killed", "survived"))
     return int(killed < TARGET * (killed + survived))
-
-
-def change_line(mutant: Mutant) -> str:
-    """Return the change in a line."""
-    return f"asyncrl/{mutant.file}:{mutant.line}: {mutant.before}  ->  {mutant.after}"
 
 
 if __name__ == "__main__":

@@ -19,17 +19,18 @@ from __future__ import annotations
 
 import gc
 import json
-import multiprocessing
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from common import parser, with_block
+from common import parser, sizes_of, with_block
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
@@ -43,50 +44,13 @@ LIMIT_S = 1800.0
 """Longest that the processes of a case may take, and an exchange may keep its tensors."""
 GIB, MIB = 1 << 30, 1 << 20
 
-QWEN2 = {"model_type": "qwen2", "vocab_size": 152064, "tie_word_embeddings": False}
+EXPERTS = {"head_dim": 128, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
 MODELS: Mapping[str, Mapping[str, Any]] = {
-    "Qwen2.5-0.5B": QWEN2
-    | {
-        "vocab_size": 151936,
-        "hidden_size": 896,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "intermediate_size": 4864,
-        "tie_word_embeddings": True,
-    },
-    "Qwen2.5-7B": QWEN2
-    | {
-        "hidden_size": 3584,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "intermediate_size": 18944,
-    },
-    "Qwen2.5-32B": QWEN2
-    | {
-        "hidden_size": 5120,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-        "intermediate_size": 27648,
-    },
-    "Qwen3-30B-A3B": {
-        "model_type": "qwen3_moe",
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "tie_word_embeddings": False,
-    },
+    "Qwen2.5-0.5B": sizes_of("qwen2", 151936, 896, 24, 14, 2, 4864, tie_word_embeddings=True),
+    "Qwen2.5-7B": sizes_of("qwen2", 152064, 3584, 28, 28, 4, 18944),
+    "Qwen2.5-32B": sizes_of("qwen2", 152064, 5120, 64, 40, 8, 27648),
+    "Qwen3-30B-A3B": sizes_of("qwen3_moe", 151936, 2048, 48, 32, 4, 6144, **EXPERTS),
 }
-"""Their public config.json, as far as it decides sizes."""
 LAYOUTS: Mapping[str, Sequence[str]] = {
     "Qwen2.5-0.5B": ("d1", "d2", "d8", "t2"),
     "Qwen2.5-7B": ("d1", "d2", "d8", "t2p2", "d4t2", "d2t2p2"),
@@ -101,32 +65,9 @@ GPUS = (("24 GiB", 24), ("48 GiB", 48), ("80 GiB", 80), ("141 GiB", 141))
 CUDA_GIB = 1.5
 """Left to CUDA's context, NCCL's buffers and fragments when asking what fits."""
 
-SMALL: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 16000,
-    "hidden_size": 512,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "intermediate_size": 1536,
-    "tie_word_embeddings": False,
-}
-TINY = SMALL | {
-    "num_hidden_layers": 1,
-    "vocab_size": 16,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-}
-NARROW = SMALL | {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "intermediate_size": 64,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 1 << 16,
-}
+SMALL = sizes_of("llama", 16000, 512, 8, 8, 4, 1536)
+TINY = sizes_of("llama", 16, 16, 1, 8, 4, 16)
+NARROW = sizes_of("llama", 64, 32, 12, 2, 2, 64, tie_word_embeddings=True, max_position_embeddings=1 << 16)
 """Of long sequences, whose activations are most of its memory."""
 
 
@@ -187,22 +128,10 @@ def needs(model: SizedModel, layout: Layout, work: Workload) -> list[MemoryNeed]
 
 
 def on_ranks(be_rank: Callable[..., Any], ranks: int, *arguments: Any) -> list[Any]:
-    """Call `be_rank(rank, *arguments)` in a fresh process for each rank; return what they return, in any order."""
-    context = multiprocessing.get_context("spawn")
-    results: Any = context.Queue()
-    processes = [
-        context.Process(target=_be_rank, args=(be_rank, rank, arguments, results), daemon=True) for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    found = [results.get(timeout=LIMIT_S) for _ in processes]
-    for process in processes:
-        process.join(LIMIT_S)
-    return found
-
-
-def _be_rank(be_rank: Callable[..., Any], rank: int, arguments: tuple[Any, ...], results: Any) -> None:
-    results.put(be_rank(rank, *arguments))
+    """Call `be_rank(rank, *arguments)` in a fresh process for each rank; return what they return."""
+    with ProcessPoolExecutor(ranks, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+        begun = [pool.submit(be_rank, rank, *arguments) for rank in range(ranks)]
+        return [each.result(LIMIT_S) for each in begun]
 
 
 def memory_of_process(name: str) -> int:

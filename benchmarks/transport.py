@@ -5,20 +5,17 @@
 What moves: trajectories of 1k and of 16k tokens, as one sample and as a group of 8 samples, encryption off and on.
 
 asyncrl    the whole way, from a Trajectory at the sender to a Trajectory at the receiver: IN_FLIGHT callers await
-           `TrajectoryPusher.push`, which returns when the puller's consumer has accepted the trajectory. Encoded,
-           held until acknowledged, decoded, de-duplicated, every value checked. Trajectories pushed at about the same
-           time share a message.
+           `TrajectoryPusher.push`, which returns when the puller's consumer has accepted the trajectory: encoded,
+           held until acknowledged, decoded, de-duplicated, checked; those of about the same time share a message.
 plain      the bytes alone: one PUSH socket sends the two frames of one encoded trajectory, the same buffers each
-           time, one PULL socket receives them without a copy and looks at nothing. One message per trajectory, no
-           acknowledgement. The sender lends the payload of 16k tokens to libzmq and lets it copy that of 1k tokens:
-           each is the faster way.
+           time, one PULL socket receives them without a copy and looks at nothing; no acknowledgement. The payload of
+           16k tokens is lent to libzmq, that of 1k tokens copied: each is the faster way.
 
-Alike on all sides: one sending and one receiving process, made afresh for each run; the settings of the allocator, of
-the garbage collector (what is loaded is frozen) and of numpy's threads (one; others would spin while the clock runs),
-which are those of asyncrl's workers; CURVE keys; one I/O thread per context; IN_FLIGHT trajectories at most (asyncrl:
-sent and not acknowledged; plain: the high-water mark of each of the two sockets). The rate is counted at the receiver,
-from the first arrival to the last. The two take turns, the first changing from round to round; the ratio is the median
-of the rounds' ratios, so that other load on the machine touches both. CPU is that of all threads of both processes.
+Alike on all sides: a sending and a receiving process, made afresh for each run, with the allocator's settings and the
+frozen garbage collector of asyncrl's workers and one thread of numpy; CURVE keys; one I/O thread per context; IN_FLIGHT
+trajectories at most (plain: the high-water mark of each socket). The rate is counted at the receiver, from the first
+arrival to the last. The two take turns; the ratio is the median of the rounds' ratios. CPU is that of all threads of
+both processes.
 
 The target holds for encryption off; a row below it says MISSED. `--share 0.1` sends a tenth: too little to judge by.
 """
@@ -208,10 +205,7 @@ def _receive(connection: Connection) -> Any:
     return connection.recv()
 
 
-CONTENDERS: tuple[tuple[Receiver, Sender], ...] = (
-    (plain_receiver, plain_sender),
-    (asyncrl_receiver, asyncrl_sender),
-)
+CONTENDERS = ((plain_receiver, plain_sender), (asyncrl_receiver, asyncrl_sender))
 
 
 def main() -> None:

@@ -11,12 +11,10 @@ two take turns, seed by seed; figures are medians.
 
 Evaluation is on nobody's clock: the policy of every second step is kept, by TRL's job while its clock stands still, by
 asyncrl as a checkpoint while its clock goes on, and after the run all are asked the same held-out problems, greedily,
-by the same code. An evaluation within asyncrl's run would generate as many answers as a step does, and hold back newer
-weights meanwhile. Clocks start when the model is loaded: TRL's as it begins to train, asyncrl's as its server takes the
-first request, a few seconds after its train loop begins. Memory is what the processes of a run have in main memory
-together, shared pages once, looked at every two seconds. `--slow-reward`: every verdict takes 0.1 to 3 s (log-normal,
-median 0.3 s), all verdicts of a batch at the same time in both. `--own-steps`: asyncrl's steps, and so its schedule's,
-where they are not TRL's: its steps are shorter, and their samples older.
+by the same code. Clocks start when the model is loaded: TRL's as it begins to train, asyncrl's as its server takes the
+first request. Memory is what the processes of a run have in main memory together, shared pages once, looked at every
+two seconds. `--slow-reward`: every verdict takes 0.1 to 3 s (log-normal, median 0.3 s), all of a batch at the same time
+in both. `--own-steps`: asyncrl's steps, and so its schedule's, where they are not TRL's.
 """
 
 from __future__ import annotations

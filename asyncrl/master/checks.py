@@ -22,7 +22,8 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     if batch % minibatches:
         below, above = batch - batch % minibatches, batch + minibatches - batch % minibatches
         near = " or ".join(str(size) for size in (below, above) if size)
-        yield f"train_batch_size={batch}: not divisible by trainer.ppo_minibatches={minibatches}; use {near}"
+        wrong = f"not divisible by trainer.ppo_minibatches={minibatches}; use {near}, or fewer minibatches"
+        yield f"train_batch_size={batch}: {wrong}"
     try:
         ranks, critic = worker_grid(config).data, _critic(config)
     except ConfigError:
@@ -76,11 +77,10 @@ def _too_many_data_ranks(config: ExperimentConfig, name: str, ranks: int) -> Ite
     """Yield an error if a data-parallel rank that trains would have no sample of some minibatch."""
     minibatches = config.trainer.ppo_minibatches
     minibatch = config.train_batch_size // minibatches
-    if minibatch < ranks:
-        fewer = f"at most d{minibatch}" if minibatch else "fewer trainer.ppo_minibatches"
+    if 0 < minibatch < ranks:  # none at all: the batch is not divisible
         yield (
             f"{name}={str(attrgetter(name)(config))!r}: a minibatch has {minibatch} rollouts, fewer than the {ranks} "
-            f"data-parallel ranks; use {fewer}, or a train_batch_size of at least {ranks * minibatches}"
+            f"data-parallel ranks; use at most d{minibatch}, or a train_batch_size of at least {ranks * minibatches}"
         )
 
 

@@ -267,7 +267,9 @@ class _Panel:
             first, since = self._first_step
             rate = (step - first) / (time.monotonic() - since)
             times += f" · {_clock((self._total - step) / rate)} left"
-        grid.add_row(f"step [bold]{step:.0f}[/]/{self._total}", ProgressBar(self._total, step), times)
+        # a continued run has some steps behind it, but no row of them
+        steps = f"step [bold]{step:.0f}[/]/{self._total}" if self._recent else f"{self._total} steps"
+        grid.add_row(steps, ProgressBar(self._total, step), times)
         return grid
 
     def _figures(self, row: Row) -> Table:

@@ -17,34 +17,17 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from common import sizes_of
 from tiny_models import sample_of
 from transformers import Qwen2Config
 
 from asyncrl.api.trajectory import Trajectory
 from asyncrl.config.setting import Device, Dtype
 
-QWEN2_1_5B: dict[str, Any] = {
-    "vocab_size": 151936,
-    "hidden_size": 1536,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 2,
-    "intermediate_size": 8960,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": True,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-}
+TOKENS: dict[str, Any] = {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None, "tie_word_embeddings": True}
+QWEN2_1_5B = sizes_of("qwen2", 151936, 1536, 28, 12, 2, 8960, max_position_embeddings=32768, **TOKENS)
 """Qwen2.5-1.5B's sizes."""
-TINY: dict[str, Any] = QWEN2_1_5B | {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "max_position_embeddings": 4096,
-}
+TINY = sizes_of("qwen2", 64, 64, 2, 4, 2, 64, max_position_embeddings=4096, **TOKENS)
 """Small sizes that kernels of GPUs take too: heads of 16."""
 T = TypeVar("T")
 GIB = 1 << 30
@@ -107,7 +90,7 @@ class Bench:
     @property
     def setting(self) -> Device:
         """The device as settings name it."""
-        return Device.cuda if self.cuda else Device.cpu
+        return Device(self.device.type)
 
     @property
     def config(self) -> Qwen2Config:
@@ -218,11 +201,7 @@ class Calls:
         return asyncio.run_coroutine_threadsafe(call, self._loop)
 
     def __call__(self, call: Coroutine[Any, Any, T], limit_s: float) -> T:
-        """Make `call` and return its result.
-
-        Raises:
-            TimeoutError: it took longer than `limit_s` seconds.
-        """
+        """Make `call` and return its result; raises as `result`."""
         return self.result(self.begin(call), limit_s)
 
     def result(self, begun: Future[T], limit_s: float) -> T:

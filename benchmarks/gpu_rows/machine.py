@@ -39,8 +39,7 @@ def machine(bench: Bench) -> Iterator[Figure]:
         yield Figure("", "GPUs of this machine", float(len(gpu_details()) // 2))
         yield Figure("", "CUDA of torch", str(torch.version.cuda))
         yield Figure("", "NCCL", ".".join(map(str, torch.cuda.nccl.version())))
-        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        yield from tried(bench, "driver", lambda: iter([Figure("", "driver", _first_line(asked))]))
+        yield from tried(bench, "driver", _driver)
     yield Figure("", "host memory", host_memory() / GIB, "GiB")
     for name, folder in (("/dev/shm", bench.memory), ("disk of this command's folder", bench.folder)):
         yield Figure("", f"room: {name}", shutil.disk_usage(folder).free / GIB, "GiB")
@@ -56,8 +55,10 @@ def machine(bench: Bench) -> Iterator[Figure]:
         yield Figure("", f"matmul {str(dtype).removeprefix('torch.')}", flops / 1e12, "TFLOP/s")
 
 
-def _first_line(command: list[str]) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.splitlines()[0]
+def _driver() -> Iterator[Figure]:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
+    yield Figure("", "driver", said.splitlines()[0])
 
 
 def _copies(bench: Bench, size: int, *, pinned: bool) -> Iterator[Figure]:

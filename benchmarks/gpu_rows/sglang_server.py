@@ -18,6 +18,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -52,7 +53,6 @@ POLL_S, BUSY_S = 0.02, 20.0
 """How often a server is asked how many requests run, and for how long."""
 BESIDE = VARIANTS[1]
 """The train step beside which weights are sent."""
-ALLOCATOR = "PYTORCH_ALLOC_CONF"
 
 
 def sglang(bench: Bench) -> Iterator[Figure]:
@@ -86,10 +86,8 @@ class Server:
         return Request(self, drawn, number, new, logprobs)
 
     def long(self) -> tuple[Future[list[dict[str, Any]]], float]:
-        """Begin as many requests as run at once, with answers that take long; return once all or most of them run.
-
-        Returns:
-            The replies, and the number of requests that run.
+        """Begin as many requests as run at once, with long answers; once they run, return the replies to come, and how
+        many run.
         """
         size = self.bench.size
         request = self.ask(size(REQUESTS, 4), size(512, 8), size(1500, 4000))
@@ -163,18 +161,14 @@ def served(bench: Bench, made: Calls, dtype: Dtype) -> Iterator[Server]:
     log = logging.getLogger("sglang")
     host = SGLangHost(config, scratch="sglang0", run_dir=bench.folder, device=bench.setting, security=None, log=log)
     http = JsonHttp(None)
-    allocator = os.environ.pop(ALLOCATOR, None)  # the trainer's; SGLang chooses its own
+    begun, limit_s = time.perf_counter(), 10 * config.generation.start_timeout_s  # the host's knows of progress
     try:
-        begun = time.perf_counter()
-        limit_s = 10 * config.generation.start_timeout_s  # the host has a limit that knows of progress
-        url = made(host.start(), limit_s).url
+        with mock.patch.dict(os.environ):  # the allocator is the trainer's; SGLang chooses its own
+            os.environ.pop("PYTORCH_ALLOC_CONF", None)
+            url = made(host.start(), limit_s).url
         took = time.perf_counter() - begun
-        if allocator is not None:
-            os.environ[ALLOCATOR] = allocator
         yield Server(bench, made, config, http, GenerationServerClient(http, url), took)
     finally:
-        if allocator is not None:
-            os.environ[ALLOCATOR] = allocator
         made(http.close(), LIMIT_S)
         made(host.stop(), LIMIT_S)
 
@@ -235,15 +229,9 @@ class SentFromHere(PublisherClient):
 
 
 def _updates(
-    server: Server,
-    rank: TrainingRank,
-    name: str,
-    numbers: Iterator[int],
-    step: Callable[[], None],
+    server: Server, rank: TrainingRank, name: str, numbers: Iterator[int], step: Callable[[], None]
 ) -> Iterator[Figure]:
-    """From the end of a train step until the server serves its weights: idle, and with running requests, which it
-    aborts.
-    """
+    """From the end of a train step until the server serves its weights: idle, and with requests, which it aborts."""
     bench, made, part = server.bench, server.calls, f"update by {name}"
     config = deepcopy(server.config)
     config.manager.weight_transport = name

@@ -86,14 +86,7 @@ VARIANTS = (
     ),
     Variant("lognormal lengths, checkpointing", ragged=True, checkpointing=True, micro_batch=16384),
     Variant("prompts of 512 shared, sdpa", prompt=512, checkpointing=True),
-    Variant(
-        "8 x 9000 after 6000 shared",
-        prompt=6000,
-        sequences=8,
-        length=9000,
-        checkpointing=True,
-        micro_batch=32768,
-    ),
+    Variant("8 x 9000 after 6000 shared", prompt=6000, sequences=8, length=9000, checkpointing=True, micro_batch=32768),
     Variant("step of 16 x 2048, packed, compiled", compiled=True),
 )
 OTHER_PACKED = tuple(each.name for each in VARIANTS[1:] if not each.prompt and not each.ragged)

@@ -14,5 +14,4 @@
 
     devices      the parameters of engine and trainer models, derived from a model's and a device's figures
     scenarios    which runs the tables are made of
-    report       their tables
 """

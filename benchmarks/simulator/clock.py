@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 from unittest import mock
 
 T = TypeVar("T")
-_NAMED = 12
-"""Number of waiting tasks that the message about a deadlock names."""
 
 
 class Deadlock(RuntimeError):
@@ -65,5 +63,4 @@ def _waiting(loop: VirtualLoop) -> str:
         frames = task.get_stack(limit=1)
         place = f" (line {frames[0].f_lineno} of {frames[0].f_code.co_name})" if frames else ""
         names.append(f"{getattr(task.get_coro(), '__qualname__', task.get_name())}{place}")
-    shown = sorted(names)[:_NAMED]
-    return "; ".join(shown) + (f"; and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+    return "; ".join(sorted(names)[:12]) + (f"; and {len(names) - 12} more" if len(names) > 12 else "")

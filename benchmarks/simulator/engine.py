@@ -44,13 +44,7 @@ ADMITTED_TO = 0.9
 
 @dataclass(slots=True)
 class Running:
-    """A running answer.
-
-    Attributes:
-        done: units generated when it last stopped running.
-        began_at: while it runs, its start in the engine's count of steps.
-        marks: (units, version) at each change of the version.
-    """
+    """A running answer."""
 
     rid: str
     input_ids: Sequence[int]
@@ -59,27 +53,25 @@ class Running:
     finish: str
     answer: asyncio.Future[Running]
     done: float = 0.0
+    """Units generated when it last stopped running."""
     began_at: float = 0.0
+    """While it runs, its start in the engine's count of steps."""
     running: bool = False
     place: int = -1
     """Number of its entry in the heap, which also holds entries of earlier starts."""
     aborted: bool = False
     marks: list[tuple[int, int]] = field(default_factory=list)
+    """(units, version) at each change of the version."""
 
     @property
     def context(self) -> float:
-        """Return the units of context when it begins to run."""
+        """Units of context when it begins to run."""
         return len(self.input_ids) + self.done
 
     @property
-    def units(self) -> int:
-        """Return the number of whole units generated."""
-        return int(self.done + ROUNDING)
-
-    @property
     def generated(self) -> list[int]:
-        """Return the generated tokens."""
-        return [self.token] * self.units
+        """The generated tokens: whole units."""
+        return [self.token] * int(self.done + ROUNDING)
 
 
 @dataclass(slots=True)
@@ -110,10 +102,6 @@ class PrefixCache:
     def __init__(self, capacity: float) -> None:
         self._capacity = capacity
         self._cached: OrderedDict[int, None] = OrderedDict()
-
-    def clear(self) -> None:
-        """Empty the cache, since the weights are new."""
-        self._cached.clear()
 
     def found(self, ids: Iterable[int]) -> int:
         """Return the number of first units of `ids` that are cached; then cache all units."""
@@ -155,10 +143,7 @@ class _Load:
 
 
 class _Agenda:
-    """Running sequences by the count of steps at which each ends: a heap.
-
-    The entry of a stopped sequence stays in the heap, and is recognized by its number.
-    """
+    """A heap of running sequences by the count of steps at which each ends; entries of stopped ones stay in it."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[float, int, Running]] = []
@@ -189,10 +174,6 @@ class _Agenda:
         """Return the sequence that started last."""
         return max(filter(_runs, self._entries), key=lambda entry: entry[1])[2]
 
-    def clear(self) -> None:
-        """Remove all sequences."""
-        self._entries.clear()
-
 
 def _runs(entry: tuple[float, int, Running]) -> bool:
     """True if the heap's entry belongs to the sequence's current run."""
@@ -200,11 +181,7 @@ def _runs(entry: tuple[float, int, Running]) -> bool:
 
 
 class ContinuousBatch:
-    """The running and queued answers of one server.
-
-    Attributes:
-        counts: its work up to the last event.
-    """
+    """The running and queued answers of one server; `counts` is its work up to the last event."""
 
     def __init__(self, model: EngineModel) -> None:
         self.counts = EngineCounts()
@@ -268,10 +245,11 @@ class ContinuousBatch:
         self.advance()
         for sequence in self._by_rid.values():
             self._settle(sequence)
-            if sequence.units > (sequence.marks[-1][0] if sequence.marks else 0):
-                sequence.marks.append((sequence.units, before))
+            units = len(sequence.generated)
+            if units > (sequence.marks[-1][0] if sequence.marks else 0):
+                sequence.marks.append((units, before))
         if forget:
-            self._cache.clear()
+            self._cache = PrefixCache(self._model.kv_tokens)
 
     def suspend(self) -> None:
         """Stop computing, unnoticed, until `resume`."""
@@ -293,7 +271,7 @@ class ContinuousBatch:
                 sequence.answer.exception()  # retrieved, since no task may await it
         self._by_rid.clear()
         self._queue.clear()
-        self._agenda.clear()
+        self._agenda = _Agenda()
         self._load.alive = 0
         self.reschedule()
 

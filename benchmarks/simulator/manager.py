@@ -31,13 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class SimulatedManager:
-    """The manager at `http://manager`.
-
-    Attributes:
-        service: gate, router and leases.
-        decisions: decides which servers update.
-        runner: carries these decisions out.
-    """
+    """The manager at `http://manager`: its gate, router and leases, which servers update, and their updates."""
 
     def __init__(self, setup: Setup, network: Network) -> None:
         clock = asyncio.get_running_loop().time

@@ -141,19 +141,14 @@ MakeTurns = Callable[[Announced, ManagerClient, SampleBuffer, Collector], Device
 
 @dataclass(slots=True)
 class TrainCounts:
-    """Trained tokens and answers, and the seconds that training took and waited.
-
-    Attributes:
-        staleness: trained tokens by their age in versions.
-        beyond: tokens older than η, which carry no loss with `on_stale=mask`.
-        answers: trained answers, by whether they have `LONG` tokens.
-        train_s, wait_s: seconds of training and publishing, and of waiting for rollouts.
-        steps: seconds of each step.
-    """
+    """Trained tokens and answers; seconds of training and publishing, of waiting for rollouts, of each step."""
 
     staleness: Counter[int] = field(default_factory=Counter)
+    """Trained tokens by their age in versions."""
     beyond: int = 0
+    """Tokens older than η, which carry no loss with `on_stale=mask`."""
     answers: Counter[bool] = field(default_factory=Counter)
+    """Trained answers, by whether they have `LONG` tokens."""
     train_s: float = 0.0
     wait_s: float = 0.0
     steps: list[float] = field(default_factory=list)
@@ -173,51 +168,11 @@ class TrainCounts:
         return replace(self, staleness=self.staleness.copy(), answers=self.answers.copy(), steps=list(self.steps))
 
 
-class Reports:
-    """Reports of trained and dropped rollouts to the manager.
-
-    Attributes:
-        trained: trained rollouts that are not reported yet.
-    """
-
-    def __init__(self, manager: ManagerClient, head: DataHead, buffer: SampleBuffer) -> None:
-        self._manager, self._head, self._buffer = manager, head, buffer
-        self.trained: list[TrainedRollout] = []
-
-    async def send(self, version: int) -> None:
-        """Report trained and dropped rollouts, if there are any."""
-        drops, trained = self._buffer.drops, self.trained
-        if not trained and not drops:
-            return
-        self._buffer.drops, self.trained = [], []
-        await self._manager.call(ConsumedReport(version, trained, [drop.message for drop in drops]))
-        if drops:
-            await self._head.call(Discard(tuple(drop.record.rollout_id for drop in drops)), timeout_s=1.0)
-
-
 class MasterLoop:
-    """The master, its ranks' time and their receiving end.
-
-    Args:
-        setup: the run's setup.
-        head: receives the trajectories.
-        manager: the client for its reports.
-        announce: called with each new version.
-        turns: builds the turns with guests.
-
-    Attributes:
-        version: completed train steps.
-        counts: totals of the training so far.
-        reports: the reports to the manager.
-    """
+    """The master, its ranks' time and their receiving end `head`; `announce` is called with each version."""
 
     def __init__(
-        self,
-        setup: Setup,
-        head: DataHead,
-        manager: ManagerClient,
-        announce: Callable[[Target], None],
-        turns: MakeTurns,
+        self, setup: Setup, head: DataHead, manager: ManagerClient, announce: Callable[[Target], None], turns: MakeTurns
     ) -> None:
         self._setup, self._announce = setup, announce
         self._trainer = setup.trainer.coarse(setup.grain)
@@ -226,15 +181,15 @@ class MasterLoop:
         self.collector = Collector([head], self.buffer, manager)  # type: ignore[list-item]
         self._announcer = Announced()
         self.turns = turns(self._announcer, manager, self.buffer, self.collector)
-        self.reports = Reports(manager, head, self.buffer)
+        self._trained: list[TrainedRollout] = []
+        """Those that are not reported yet."""
         self.version = 0
         self.counts = TrainCounts()
 
     async def step(self) -> None:
         """Take a batch, train on it, publish the version and report the rollouts."""
         loop, setup = asyncio.get_running_loop(), self._setup
-        now = loop.time
-        begun = now()
+        now, begun = loop.time, loop.time()
         batch = await self._next_batch()
         has_data = now()
         await self.turns.take(self.version)
@@ -243,13 +198,13 @@ class MasterLoop:
         self.buffer.mark_trained(batch)
         self.version += 1
         self.counts.add_batch(batch, setup.eta, setup.grain)
-        self.reports.trained += map(trained_rollout, batch.records)
+        self._trained += map(trained_rollout, batch.records)
         await self.head.call(Discard(tuple(record.rollout_id for record in batch.records)), timeout_s=1.0)
         await asyncio.sleep(self._trainer.publish_s)
         published = now()
         self._announcer.announced = self.version
         loop.call_soon(self._announce, Target(self.version, f"v{self.version}"))
-        await self.reports.send(self.version)
+        await self._report()
         self.counts.wait_s += has_data - begun
         self.counts.train_s += published - has_data
         self.counts.steps.append(now() - begun)
@@ -258,12 +213,21 @@ class MasterLoop:
         """Receive the rollouts that have arrived since the last step, and report the expired ones."""
         await self.collector.refresh()
         self.buffer.expire(self.version)
-        await self.reports.send(self.version)
+        await self._report()
 
     async def close(self) -> None:
         """Close the connections."""
         await self.collector.close()
         await self.manager.close()
+
+    async def _report(self) -> None:
+        """Report trained and dropped rollouts, if there are any."""
+        drops, trained = self.buffer.drops, self._trained
+        if trained or drops:
+            self.buffer.drops, self._trained = [], []
+            await self.manager.call(ConsumedReport(self.version, trained, [drop.message for drop in drops]))
+        if drops:
+            await self.head.call(Discard(tuple(drop.record.rollout_id for drop in drops)), timeout_s=1.0)
 
     async def _next_batch(self) -> TrainBatch:
         while True:
@@ -283,7 +247,7 @@ class MasterLoop:
         now = asyncio.get_running_loop().time
         while True:
             self.buffer.expire(self.version)
-            await self.reports.send(self.version)
+            await self._report()
             missing = self._setup.batch - len(self.buffer)
             if missing > 0 and self.turns.training:
                 await self.collector.refresh()

@@ -14,15 +14,7 @@ from typing import Any
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.master.settings import OnStale
 from asyncrl.rollout.settings import Pacing
-from simulator.devices import (
-    H100,
-    QWEN_1B,
-    QWEN_7B,
-    Model,
-    engine_model,
-    switch_s,
-    trainer_model,
-)
+from simulator.devices import H100, QWEN_1B, QWEN_7B, Model, engine_model, switch_s, trainer_model
 from simulator.setup import Faults, LogNormal, Setup
 
 LONG = LogNormal(median=5_000, sigma=1.0, limit=32_768)
@@ -42,7 +34,7 @@ class Cell:
 
 
 Table = Callable[[bool], list[Cell]]
-"""The rows of one or more tables; with True in few steps."""
+"""The rows of a table; with True in few steps."""
 
 
 def _steps(eta: int, quick: bool) -> dict[str, Any]:
@@ -55,7 +47,6 @@ def _steps(eta: int, quick: bool) -> dict[str, Any]:
 def synchronous(devices: int, tensor: int, *, quick: bool = False, **more: Any) -> Setup:
     """All devices generate, then all train."""
     setup = Setup(
-        name=f"{devices} devices, synchronous, {tensor} to a server",
         servers=devices // tensor,
         engine=replace(engine_model(QWEN_7B, H100, tensor), update_s=SWITCHED_UPDATE_S),
         trainer=replace(trainer_model(QWEN_7B, H100, devices), switch_s=switch_s(QWEN_7B, 8)),
@@ -72,7 +63,6 @@ def synchronous(devices: int, tensor: int, *, quick: bool = False, **more: Any) 
 def asynchronous(devices: int, generation: int, tensor: int, eta: int, *, quick: bool = False, **more: Any) -> Setup:
     """`generation` of the devices generate, the others train."""
     setup = Setup(
-        name=f"{devices} devices, {generation} generate, {tensor} to a server, η = {eta}",
         servers=generation // tensor,
         engine=engine_model(QWEN_7B, H100, tensor),
         trainer=trainer_model(QWEN_7B, H100, devices - generation),
@@ -175,7 +165,6 @@ def _guests(quick: bool) -> list[Cell]:
     def add(label: str, devices: int, alone: int, training: int, eta: int, guests: int, model: Model) -> None:
         engine = replace(engine_model(model, H100, 1), switch_s=switch_s(model, training) / 2)
         setup = Setup(
-            name=f"{devices} devices, {model.name}, {alone} + {training}, {guests} guests, η = {eta}",
             servers=alone + guests,
             engine=engine,
             trainer=trainer_model(model, H100, training),

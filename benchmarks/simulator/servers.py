@@ -34,28 +34,20 @@ LEASE_S = 10.0
 
 
 class Engine:
-    """A simulated generation server, a `Host`. Units are those of the model and the lengths.
+    """A simulated generation server, a `Host`. Units are those of the model and the lengths of answers."""
 
-    Args:
-        model: its speed.
-        lengths: lengths of answers.
-        version: version of its weights.
-
-    Attributes:
-        gone: set once the process has ended, which breaks its calls.
-        frozen: an event while the process is suspended: nothing is answered until it is set.
-    """
-
-    def __init__(self, model: EngineModel, lengths: LogNormal, version: int = 0) -> None:
-        self.model, self.version = model, version
-        self._lengths = lengths
-        self.gone: asyncio.Event = asyncio.Event()
+    def __init__(self, model: EngineModel, lengths: LogNormal) -> None:
+        self.model, self.version, self._lengths = model, 0, lengths
+        self.gone = asyncio.Event()
+        """Set once the process has ended, which breaks its calls."""
         self.frozen: asyncio.Event | None = None
+        """While the process is suspended: nothing is answered until it is set."""
         self._batch = ContinuousBatch(model)
 
     @property
     def counts(self) -> EngineCounts:
-        """Work of the server at the last event."""
+        """Work of the server up to now."""
+        self._batch.advance()
         return self._batch.counts
 
     async def answer(self, path: str, body: Any) -> Any:
@@ -167,11 +159,6 @@ class Engine:
         self.frozen = None
         self._batch.resume()
 
-    def settle(self) -> EngineCounts:
-        """Return the counts as of now."""
-        self._batch.advance()
-        return self.counts
-
     @property
     def sequences(self) -> int:
         """Number of running and queued answers."""
@@ -179,14 +166,8 @@ class Engine:
 
 
 class Fleet:
-    """The servers of a run.
-
-    Args:
-        servers, model: their number, and the speed of each.
-        tell: called with the registered servers: index to (URL, version at registration).
-
-    Attributes:
-        engines: living servers by index.
+    """The servers of a run; `engines` are the living ones by index. `tell` is called with the registered ones: index to
+    (URL, version at registration).
     """
 
     def __init__(
@@ -197,20 +178,16 @@ class Fleet:
         network: Network,
         tell: Callable[[Mapping[int, tuple[str, int]]], None],
     ) -> None:
-        self._servers, self._model, self._lengths, self._network, self._tell = servers, model, lengths, network, tell
+        self.servers, self._model, self._lengths, self._network, self._tell = servers, model, lengths, network, tell
         self._lives = 0
         self._urls: dict[int, str] = {}
         self._registered: Mapping[int, tuple[str, int]] = {}
         self._past = EngineCounts()
         self.engines: dict[int, Engine] = {}
 
-    def __len__(self) -> int:
-        """Number of servers, dead ones included."""
-        return self._servers
-
     def start(self) -> None:
         """Register all servers."""
-        for index in range(len(self)):
+        for index in range(self.servers):
             self._begin(index)
         self._tell(self._registered)
 
@@ -218,7 +195,7 @@ class Fleet:
         """End the server's process; its registration stays."""
         engine = self.engines.pop(index)
         del self._network[self._urls[index]]
-        self._past.add(engine.settle())
+        self._past.add(engine.counts)
         engine.die()
 
     def unregister(self, index: int) -> None:
@@ -236,7 +213,7 @@ class Fleet:
         total = EngineCounts()
         total.add(self._past)
         for engine in self.engines.values():
-            total.add(engine.settle())
+            total.add(engine.counts)
         return total
 
     @property
@@ -263,7 +240,7 @@ class ServerFaults:
     async def run(self, fleet: Fleet) -> None:
         """Cause the faults."""
         async with asyncio.TaskGroup() as tasks:
-            for index in range(len(fleet)):
+            for index in range(fleet.servers):
                 own = [random.Random(self._random.getrandbits(32)) for _ in range(2)]
                 if self._faults.death_every_s:
                     tasks.create_task(self._deaths(fleet, index, self._faults.death_every_s, own[0]))
@@ -275,10 +252,9 @@ class ServerFaults:
             await asyncio.sleep(own.expovariate(1 / every_s))
             fleet.kill(index)
             self.deaths += 1
-            await asyncio.sleep(min(LEASE_S, self._faults.restart_s))
-            if self._faults.restart_s > LEASE_S:
-                fleet.unregister(index)
-                await asyncio.sleep(self._faults.restart_s - LEASE_S)
+            await asyncio.sleep(LEASE_S)
+            fleet.unregister(index)
+            await asyncio.sleep(self._faults.restart_s - LEASE_S)
             fleet.restart(index)
 
     async def _silences(self, fleet: Fleet, index: int, every_s: float, own: random.Random) -> None:

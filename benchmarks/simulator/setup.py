@@ -140,7 +140,6 @@ class Setup:
         steps, warm_up: train steps, and the number of first steps that are not measured.
     """
 
-    name: str
     servers: int
     engine: EngineModel
     trainer: TrainerModel
@@ -186,8 +185,6 @@ class Outcome:
     wait_s: float
     generation_idle: float
     training_idle: float
-    running: float
-    """Mean number of sequences at a server."""
     tokens_per_s: float
     """Generated tokens per second."""
     trained_per_s: float
@@ -198,7 +195,6 @@ class Outcome:
     interrupted: float
     """Tokens that had to be prefilled again after weight updates, as a share of those generated."""
     deaths: int
-    real_s: float
     steps: list[float]
     faults: list[str]
     """Findings of the audit."""

@@ -13,9 +13,7 @@ Every live server must serve the newest version, and no trained token may be old
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -38,13 +36,8 @@ class Stalled(RuntimeError):
     """A step took longer than allowed; the message shows the state of the gate and the buffer."""
 
 
-@dataclass(slots=True)
-class _Mark:
-    """State of the run at one time."""
-
-    at: float
-    served: EngineCounts
-    trained: TrainCounts
+_Mark = tuple[float, EngineCounts, TrainCounts]
+"""State of the run at one time: seconds, the servers' work, the training."""
 
 
 class Simulation:
@@ -74,17 +67,11 @@ class Simulation:
             Stalled: a step took longer than allowed.
             Deadlock: all tasks wait, and no timer will wake one.
         """
-        setup, began = self.setup, time.process_time()
+        setup = self.setup
         self.fleet.start()
-        background = [
-            asyncio.create_task(self.manager.runner.run()),
-            asyncio.create_task(self.faults.run(self.fleet)),
-            asyncio.create_task(self.manager.expire_leases()),
-            *(
-                asyncio.create_task(run_worker(index, setup, self.network, self.master.head.push))
-                for index in range(setup.workers)
-            ),
-        ]
+        workers = [run_worker(index, setup, self.network, self.master.head.push) for index in range(setup.workers)]
+        parts = [self.manager.runner.run(), self.faults.run(self.fleet), self.manager.expire_leases(), *workers]
+        background = [asyncio.create_task(each) for each in parts]
         self.manager.service.begin(RunBegin())
         self.master.collector.start()
         training = asyncio.create_task(self._train())
@@ -97,7 +84,7 @@ class Simulation:
         finally:
             await cancel(training, *background)
             await self.master.close()
-        return self._outcome(first, last, time.process_time() - began, faults)
+        return self._outcome(first, last, faults)
 
     async def _unless_failed(self, task: asyncio.Task[Any], background: list[asyncio.Task[Any]]) -> None:
         endless = [each for each in background if not each.done()]
@@ -123,20 +110,13 @@ class Simulation:
         return marks[0], self._mark()
 
     async def _diagnosis(self) -> str:
-        gate = (await self.master.manager.call(StatusRequest())).describe()
-        states = Counter(
-            f"{life.state} v{life.version} {life.reason}".strip() for life in self.manager.decisions.servers
-        )
-        return (
-            f"{self.setup.name}, seed {self.setup.seed}: no step {self.master.version} "
-            f"within {STEP_LIMIT_S:g} s; "
-            f"at {self._loop.time():.0f} s: {self.master.buffer.describe()}; {gate[:300]}; servers: {states}"
-        )
+        gate = (await self.master.manager.call(StatusRequest())).describe()[:300]
+        states = Counter(f"{one.state} v{one.version} {one.reason}".strip() for one in self.manager.decisions.servers)
+        when = f"seed {self.setup.seed}, {self._loop.time():.0f} s: no step {self.master.version}"
+        return f"{when} within {STEP_LIMIT_S:g} s: {self.master.buffer.describe()}; {gate}; servers: {states}"
 
     def _mark(self) -> _Mark:
-        counts = EngineCounts()
-        counts.add(self.fleet.counts())
-        return _Mark(self._loop.time(), counts, self.master.counts.copy())
+        return self._loop.time(), self.fleet.counts(), self.master.counts.copy()
 
     async def _audit(self) -> list[str]:
         """Let all rollouts end, then check that everything is accounted for."""
@@ -175,11 +155,11 @@ class Simulation:
                     found.append(f"server {life.index} is {life.state} at {life.version}, not serving {master.version}")
         return found
 
-    def _outcome(self, first: _Mark, last: _Mark, real_s: float, faults: list[str]) -> Outcome:
-        setup, elapsed = self.setup, last.at - first.at
+    def _outcome(self, first: _Mark, last: _Mark, faults: list[str]) -> Outcome:
+        (begun, worked, before), (ended, work, after) = first, last
+        setup, elapsed = self.setup, ended - begun
         servers_s = elapsed * setup.servers
-        served = last.served.since(first.served)
-        before, after = first.trained, last.trained
+        served = work.since(worked)
         busy, trained = served.busy_s / servers_s, (after.train_s - before.train_s) / elapsed
         steps = len(after.steps) - len(before.steps)
         staleness, answers = after.staleness - before.staleness, after.answers - before.answers
@@ -188,14 +168,12 @@ class Simulation:
             wait_s=(after.wait_s - before.wait_s) / steps,
             generation_idle=1.0 - busy,
             training_idle=1.0 - trained,
-            running=served.running_s / servers_s,
             tokens_per_s=served.generated * setup.grain / elapsed,
             trained_per_s=staleness.total() * setup.grain / elapsed,
             staleness=staleness,
             long_share=answers[True] / answers.total(),
             interrupted=served.interrupted / served.generated if served.generated else 0.0,
             deaths=self.faults.deaths,
-            real_s=real_s,
             steps=self.master.counts.steps,
             faults=faults,
         )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -37,27 +37,24 @@ from gpu_rows.bench import Bench, Figure, LeftOut, one_line  # noqa: E402
 SGLANG_PYTHON = os.environ.get("ASYNCRL_SGLANG_PYTHON")
 
 
-def table(python: str, tmp_path: Path, rows: list[str]) -> dict[str, Any]:
-    """The record of the command on these rows."""
-    record = tmp_path / "gpu.json"
-    command = [python, str(BENCHMARKS / "gpu.py"), "--tiny", "--device", "cpu", "--json", str(record)]
-    environment = {name: value for name, value in os.environ.items() if name != "ASYNCRL_SGLANG_PYTHON"}
-    done = subprocess.run([*command, "--rows", *rows], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found: dict[str, Any] = json.loads(record.read_text())["rows"]
-    return found
-
-
 @pytest.mark.slow
 def test_every_row_works_on_a_cpu_and_measures_what_the_targets_are_of(tmp_path: Path, warm_python: str) -> None:
-    asked = [row.name for row in gpu.ROWS]
-    found = table(warm_python, tmp_path, asked)
-    assert list(found) == asked
-    names = {row: {Figure(**each).key for each in found[row]["figures"]} for row in found}
-    assert names["sglang"] == {"left out"}
-    for target in gpu.TARGETS:
-        ways = [[*terms, *([target.over] if target.over else [])] for terms in target.ways.values()]
-        assert any(all(row == "sglang" or name in names[row] for row, name in way) for way in ways), target.name
+    command = [warm_python, str(BENCHMARKS / "gpu.py"), "--tiny", "--device", "cpu", "--log", str(tmp_path / "log")]
+    environment = {name: value for name, value in os.environ.items() if name != "ASYNCRL_SGLANG_PYTHON"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows, _, targets = done.stdout.partition("targets")
+    assert re.findall(r"^(\w+): ", rows, re.MULTILINE) == [row.name for row in gpu.ROWS]
+    assert "left out: no SGLang" in rows
+    measured = {
+        line.split("  ")[1] for line in targets.splitlines() if "not measured" not in line and "target " in line
+    }
+    assert measured == {target.name for target in gpu.TARGETS if not all_of_sglang(target)}
+
+
+def all_of_sglang(target: gpu.Target) -> bool:
+    """True if every way to the target needs a real server."""
+    return all(any(row == "sglang" for row, _ in way) for way in target.ways.values())
 
 
 @pytest.mark.slow
@@ -185,10 +182,9 @@ def met(bench: Bench) -> Iterator[Figure]:
     assert not [*bench.folder.iterdir(), *bench.memory.iterdir()]
 
 
-def test_a_row_that_fails_is_saved_and_the_next_begins_and_the_targets_are_compared(
+def test_a_row_that_fails_is_printed_and_the_next_begins_and_the_targets_are_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    record = tmp_path / "gpu.json"
     monkeypatch.setattr(gpu, "ROWS", (gpu.Row("broken", 60, raises), gpu.Row("works", 60, met)))
     targets = [
         gpu.Target("fast", {"": (("works", "speed"),)}, 0.5, at_least=True),
@@ -198,21 +194,17 @@ def test_a_row_that_fails_is_saved_and_the_next_begins_and_the_targets_are_compa
         gpu.Target("best", {"a": (("works", "speed"), ("works", "before")), "b": (("works", "speed"),)}, 1.0),
     ]
     monkeypatch.setattr(gpu, "TARGETS", targets)
-    command = ["gpu.py", "--tiny", "--device", "cpu", "--json", str(record), "--folder", str(tmp_path)]
+    log = tmp_path / "gpu.log"
+    command = ["gpu.py", "--tiny", "--device", "cpu", "--log", str(log), "--folder", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", command)
     assert gpu.main() == 1
-    rows = json.loads(record.read_text())["rows"]
-    assert [figure["failed"] for figure in rows["broken"]["figures"]] == [False, True]
-    assert [figure["value"] for figure in rows["works"]["figures"]] == [1.0, 1.0]
     printed = capsys.readouterr().out
+    rows = printed.partition("targets")[0]
+    figures = re.findall(r"^    (first|speed|before|FAILED: ValueError: no such kernel)(?: +1 )?$", rows, re.MULTILINE)
+    assert figures == ["first", "FAILED: ValueError: no such kernel", "speed", "before"], printed
     verdicts = [line.split()[-1] for line in printed.split("targets")[1].splitlines()[1:6]]
     assert verdicts == ["met", "MISSED", "met", "1.0", "(b)"], printed
     assert "agrees" in printed
     assert "not measured" in printed
     assert "1 failed" in printed
-    assert "ValueError: no such kernel" in (tmp_path / "gpu.log").read_text()
-    monkeypatch.setattr(gpu, "ROWS", (gpu.Row("broken", 60, dies), gpu.Row("works", 60, met)))
-    monkeypatch.setattr(sys, "argv", [*command, "--add", "--rows", "works"])
-    assert gpu.main() == 0
-    assert json.loads(record.read_text())["rows"]["broken"] == rows["broken"]
-    assert "MISSED" in capsys.readouterr().out  # by a figure of the command before
+    assert "ValueError: no such kernel" in log.read_text()

@@ -71,11 +71,14 @@ def call_problems(
     if not callable(found):
         yield f"{group}.path={path!r}: it is a {type(found).__name__}; name a class or function"
         return
+    params: Params | None = None
     try:
         if (params := parameters(found, positional)) is not None:
             check_arguments(repr(path), params, args, "args", supplied)
     except ValueError as error:
-        yield f"{group}.args={dict(args)}: {error}"
+        unknown = [] if params is None or "[" in group else [key for key in args if key not in params]
+        inherited = f"; an inherited one goes with '~{group}.args.{unknown[0]}' on the command line" if unknown else ""
+        yield f"{group}.args={dict(args)}: {error}{inherited}"
 
 
 def problems(

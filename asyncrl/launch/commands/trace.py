@@ -63,7 +63,7 @@ def main(argv: Sequence[str], program: str) -> int:
         line, name = timeline(history, first, last), history.name
         if args.svg is not None:
             args.svg.write_text(svg_picture(line, name), encoding="utf-8")
-            print(f"{args.svg}: {len(line.spans)} spans, {args.svg.stat().st_size / 1e6:.1f} MB")
+            print(f"{args.svg}: {len(line.spans)} spans; open it in a browser")
         if out is not None:
             trace = chrome_trace(line, name)
             out.write_text(json.dumps(trace, separators=(",", ":"), allow_nan=False), encoding="utf-8")

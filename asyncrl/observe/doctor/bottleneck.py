@@ -343,8 +343,8 @@ def no_processor(m: Measured) -> Finding | None:
                 "no-cpu",
                 "A host without free processors",
                 f"{waits(m)}; {server.name} is in engine steps {percent(server.busy or 0)} of the time and on a "
-                f"processor {percent(server.cpu or 0)}; {percent(server.no_core or 0)} of it its threads were ready "
-                "and had none.",
+                f"processor {percent(server.cpu or 0)}; in the mean {server.no_core or 0:.1f} of its threads were "
+                "ready and had none.",
                 "Other processes take the host's cores: run fewer of them, or use more cores.",
             )
     return None

@@ -339,7 +339,13 @@ def test_the_same_holds_where_the_source_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        (["agent.args.retries=2"], ["agent.args={'retries': 2}", "no parameter 'retries'; it takes no parameters"]),
+        (
+            ["agent.args.retries=2"],
+            [
+                "agent.args={'retries': 2}",
+                "no parameter 'retries'; it takes no parameters; an inherited one goes with '~agent.args.retries'",
+            ],
+        ),
         (
             ["env.path=asyncrl.plugins.envs.retry:RetryEnv", "env.args.feedbak=x"],
             ["env.args=", "did you mean 'feedback'?"],

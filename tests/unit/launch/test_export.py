@@ -77,6 +77,19 @@ def make_run(
     return make
 
 
+def test_an_export_has_the_chat_template_that_the_run_was_trained_with(
+    make_run: MakeRun, config: ExperimentConfig, tmp_path: Path
+) -> None:
+    own = tmp_path / "own.jinja"
+    own.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    config.dataset.chat_template = str(own)
+    run = make_run("float32")
+    assert main(["export", str(run), str(tmp_path / "out")]) == 0
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == own.read_text()
+    own.unlink()
+    assert main(["export", str(run), str(tmp_path / "later")]) == 0
+
+
 def test_a_critic_is_exported_as_a_classifier_and_continued_from_it(
     config: ExperimentConfig,
     make_rank: Callable[[ExperimentConfig], TrainingRank],

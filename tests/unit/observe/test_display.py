@@ -150,9 +150,10 @@ def test_on_80_columns_the_lines_below_the_figures_follow_the_run() -> None:
 
 def test_before_the_first_step_there_is_the_accuracy_of_the_initial_model_alone() -> None:
     text = panel(EVALUATION)
-    for part in ("step 0/10", "held_out accuracy", "0.125"):
+    for part in ("10 steps", "held_out accuracy", "0.125"):
         assert part in text
     assert "reward" not in text
+    assert "step 0" not in text, "a continued run has made some"
     assert "▁█" in panel(EVALUATION, ROW), "the curve begins there"
     shown, out = console()
     PlainDisplay(shown, total_steps=10).row(EVALUATION)
@@ -307,7 +308,7 @@ def test_the_panel_below_a_remark_is_drawn_as_elsewhere() -> None:
     )
     below = out.getvalue().partition("with brackets")[2]
     display.close()
-    assert "step 0/10" in below
+    assert "10 steps" in below
     assert "[bold]" not in below, "the panel's markup is text where a remark's options apply to it"
     assert "/a/path/that/is/longer/than/a/line/of/this/terminal/is/wide.log\n" in below
 

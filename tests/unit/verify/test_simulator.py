@@ -12,10 +12,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 
+from simulate import simulated
 from simulator.clock import Deadlock
 from simulator.clock import run as run_virtual
 from simulator.devices import H100, QWEN_7B, engine_model
-from simulator.report import Kept, tables
 from simulator.scenarios import Cell
 from simulator.servers import Engine
 from simulator.setup import EngineModel, Faults, LogNormal, Setup, TrainerModel
@@ -43,7 +43,6 @@ MODEL = EngineModel(
     update_s=0.5,
 )
 SETUP = Setup(
-    name="small",
     servers=3,
     engine=MODEL,
     trainer=TrainerModel(token_s=1e-4, fixed_s=0.3, publish_s=0.1),
@@ -288,16 +287,12 @@ def test_interrupted_answers_are_spread_over_all_servers_again() -> None:
     assert max(later) < 2 * first
 
 
-def test_finished_rows_are_kept_by_what_they_are_of_and_tables_are_made_of_them(tmp_path: Path) -> None:
+def test_a_table_has_each_run_beside_its_baseline(capsys: pytest.CaptureFixture[str]) -> None:
     setups = {eta: replace(SETUP, eta=eta, colocated=not eta, steps=4) for eta in (0, 2)}
-    kept = Kept(tmp_path / "rows.json")
-    for setup in setups.values():
-        kept.add(setup, simulate(setup))
-    kept = Kept(tmp_path / "rows.json")
-    assert kept.has(replace(setups[2], name="another name"))
-    assert not kept.has(replace(setups[2], seed=2))
-    cells = [Cell("3 devices: η", f"η = {eta}", setup, baseline=not eta) for eta, setup in setups.items()]
-    text = tables(cells, kept)
-    found = kept.get(setups[2])
-    assert f"{found.trained_per_s / kept.get(setups[0]).trained_per_s:.2f}" in text
-    assert found.staleness.total() == pytest.approx(3 * 4 * 3 * 40, rel=0.5)  # of the steps that are measured
+    simulated([Cell("3 devices: η", f"η = {eta}", setup, baseline=not eta) for eta, setup in setups.items()])
+    heads, _, *rows = (line.split(" | ") for line in capsys.readouterr().out.splitlines() if line)
+    assert [row[0] for row in rows] == ["| η = 0", "| η = 2"]
+    assert {len(row) for row in rows} == {len(heads)}
+    before, after = (simulate(setup) for setup in setups.values())
+    assert [row[2] for row in rows] == ["1.00", f"{after.trained_per_s / before.trained_per_s:.2f}"]
+    assert after.staleness.total() == pytest.approx(3 * 4 * 3 * 40, rel=0.5)  # of the steps that are measured

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from asyncrl.config.run_dir import CONFIG_FILE
 from asyncrl.launch.commands import refuse
+from asyncrl.observe.display import wrapped
 from asyncrl.observe.doctor import Diagnosis, examine
 from asyncrl.observe.doctor.finding import Finding, Level
 from asyncrl.observe.history import History
@@ -92,7 +93,7 @@ def show(history: History, diagnosis: Diagnosis, console: Console) -> None:
     step, total = max(history.steps, default=0), history.setting("total_train_steps", 0)
     console.print(Text(f"{history.name}: {history.state}, step {step} of {total}", style="bold"))
     for finding in diagnosis.findings:
-        console.print(_text_of(finding))
+        console.print(_text_of(finding, console))
     if not diagnosis.findings:
         console.print("Nothing is wrong as far as its files tell.")
     if (m := diagnosis.measured) is not None:
@@ -102,13 +103,13 @@ def show(history: History, diagnosis: Diagnosis, console: Console) -> None:
         console.print(Text(f"not measured: {missing}", style="dim"))
 
 
-def _text_of(finding: Finding) -> Text:
+def _text_of(finding: Finding, console: Console) -> Text:
     text = Text("\n")
     text.append(finding.title, style=_STYLE[finding.level])
     text.append(f": {finding.sentence}")
     for more in (finding.advice, finding.gain):
         if more:
-            text.append(f"\n  → {more}")
+            text.append("\n" + wrapped(f"  → {more}", console, indent=4))
     text.append(f"\n  {finding.link}", style="dim")
     return text
 

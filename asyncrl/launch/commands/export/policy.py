@@ -10,6 +10,7 @@ alone in peft's format.
 
 from __future__ import annotations
 
+import shutil
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,16 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoMod
 
 from asyncrl.comm.names import ACTOR
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.run_dir import CHECKPOINTS_DIR, CONFIG_FILE, WEIGHTS_DIR, read_run_config, versions_in
+from asyncrl.config.run_dir import (
+    CHECKPOINTS_DIR,
+    CONFIG_FILE,
+    WEIGHTS_DIR,
+    read_run_config,
+    read_settings,
+    versions_in,
+)
 from asyncrl.config.variants import CRITIC, config_of_policy, policy_and_role
+from asyncrl.data.settings import AUTO, OFF
 from asyncrl.data.tokenizers import model_files
 from asyncrl.models.model_config import CONFIG_FILE as MODEL_CONFIG
 from asyncrl.models.model_config import for_all_versions
@@ -97,7 +106,16 @@ def export(run: Path, step: int | None, out: Path, *, adapter: bool = False, pol
         beside = {name: path.read_bytes() for name, path in model_files(template).items() if not _is_ours(path)}
         beside = {name: for_all_versions(name, content) for name, content in beside.items()}
         write_model(StoredModel(verify(template), read), out, beside, Ranks())
+    if not adapter:
+        _add_chat_template(run, out)
     return step
+
+
+def _add_chat_template(run: Path, out: Path) -> None:
+    """Add the file of `dataset.chat_template`, if the run names one that is still there, as the model's own."""
+    named = read_settings(run)["dataset"].get("chat_template", OFF)
+    if named not in (AUTO, OFF) and (file := Path(named).expanduser()).is_file():
+        shutil.copyfile(file, out / "chat_template.jinja")
 
 
 def _export_critic(run: Path, config: ExperimentConfig, step: int | None, out: Path, role: str) -> int:

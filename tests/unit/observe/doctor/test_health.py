@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -14,10 +15,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from asyncrl.comm import names
 from asyncrl.comm.files import FileLock
-from asyncrl.launch.commands.doctor import main
+from asyncrl.launch.commands.doctor import main, show
 from asyncrl.observe.doctor import Finding, Level, examine
 from asyncrl.observe.doctor.health import RUBRIC_FAILED
 from asyncrl.observe.history import History
@@ -534,7 +536,9 @@ def test_a_server_that_is_held_up_is_told_from_one_without_processors(
     for number, line in enumerate(lines):
         line |= {name: value * number if name != "late_s" else value for name, value in figures.items()}
     write(file, *lines)
-    assert kind in [each.kind for each in examine(History(run)).findings]
+    found = {each.kind: each.sentence for each in examine(History(run)).findings}
+    assert kind in found
+    assert kind != "no-cpu" or re.search(r"in the mean \d\.\d of its threads were ready", found[kind])
 
 
 @pytest.mark.parametrize(("no_core", "named"), [(0.05, True), (0.8, False)])
@@ -574,6 +578,17 @@ def test_text_of_a_run_is_no_markup(run: Path, capsys: pytest.CaptureFixture[str
     write(run / "restarts.jsonl", {"restarted": "[bold]x[/bold]", "reason": "ended"})
     main([str(run)], "asyncrl")
     assert "[bold]x[/bold]" in capsys.readouterr().out
+
+
+def test_a_long_advice_goes_on_below_itself_on_a_terminal(run: Path) -> None:
+    out = io.StringIO()
+    history = History(run)
+    diagnosis = examine(history)
+    long = replace(diagnosis, findings=[replace(diagnosis.findings[0], advice="More cores, " * 12)])
+    show(history, long, Console(file=out, width=80, force_terminal=True, color_system=None))
+    advice = out.getvalue().partition("  → ")[2].partition("  docs/")[0].splitlines()
+    assert len(advice) > 1
+    assert all(line.startswith(("    More", "    cores", "  → ")) for line in advice[1:])
 
 
 def test_lines_of_the_ledger_that_are_none_are_passed_over(run: Path) -> None:
