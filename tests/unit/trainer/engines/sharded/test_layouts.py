@@ -196,7 +196,8 @@ def test_any_layout_trains_as_one_process_does(
     config.algorithm.entropy_coef = 0.01
     config.optimizer.lr = config.algorithm.critic.optimizer.lr = 1e-3
     config.trainer.ppo_epochs = 2 if layout == "r2d2" else 1
-    steps = 2 if layout == "d2t2p2" else 1  # moments are carried from minibatch to minibatch, too
+    # Moments are carried from minibatch to minibatch, too; adapters begin with one that is 0.
+    steps = 2 if layout == "d2t2p2" or config.model.lora.rank else 1
     case = model, config.trainer.gradient_checkpointing, config.trainer.ppo_epochs, steps
     if case not in trained_alone:
         trained_alone[case] = train(config, World(), steps)
