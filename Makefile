@@ -7,6 +7,9 @@ OVERRIDES ?=
 TEST_WORKERS ?= 5
 # of pytest, forked from one process that has imported what all of them do
 WARM := popen//python=$(PYTHON_IN) -I -S tests/warm.py --worker
+# what many tests import beside it
+PRELOADED := anthropic openai mcp hypothesis scipy.optimize gymnasium \
+	transformers.models.llama.modeling_llama transformers.models.mixtral.modeling_mixtral
 
 # tests/device register a device with torch for the whole process, so they have processes of their own;
 # tests/gpu have the GPU to themselves; without one they are some tests more
@@ -23,7 +26,7 @@ demo-tools: setup
 test: setup
 	$(PYTHON_IN) -m pytest tests/device -q -n 2
 	$(if $(GPU),$(PYTHON_IN) -m pytest tests/gpu -q)
-	ASYNCRL_TESTS_PRELOADED="anthropic openai mcp hypothesis scipy.optimize" $(PYTHON_IN) -m pytest tests $(if $(GPU),--ignore=tests/gpu) -q --tx '$(TEST_WORKERS)*$(WARM)' --dist loadfile --no-loadscope-reorder
+	ASYNCRL_TESTS_PRELOADED="$(PRELOADED)" $(PYTHON_IN) -m pytest tests $(if $(GPU),--ignore=tests/gpu) -q --tx '$(TEST_WORKERS)*$(WARM)' --dist loadfile --no-loadscope-reorder
 
 check: lint types
 

@@ -11,7 +11,7 @@ processes of their own with the same parents, arguments, environments, descripto
 
 Each process begins with the modules of the template and nothing else of any run: the spawner is forked before the
 launcher does anything. A supervisor is the spawner's grandchild whose parent ends at once, so that the kernel hands it
-to the launcher, which is a subreaper.
+to the launcher, which is a subreaper for that moment.
 
 Only `python -m asyncrl.launch`, rehearsals, checks of model folders, rules for pictures, supervisors, workers and the
 making of base models are forked; all else that a process starts (processes of users' code, SGLang, tools) is started as
@@ -24,8 +24,10 @@ ends as it does. If the stand-in is killed, so is the process.
 
     supervisor ── stand-in  · · ·  guard (a child of nobody) ── worker
 
-Workers of pytest are forked the same way (`--worker`, in the Makefile): they import the same to collect the tests. And
-so are programs in other virtual environments, whose imports take as long (`stand_in`): each has a template of its own.
+Workers of pytest are forked the same way (`--worker`, in the Makefile): they import the same to collect the tests. They
+have a spawner too, for the programs that check a start (`CHECKS`); what else tests start in them is about the start
+itself. Programs in other virtual environments, whose imports take as long, are forked as well (`stand_in`): each has a
+template of its own.
 
 Linux only, like supervisors.
 """
@@ -55,7 +57,7 @@ import sys
 import tempfile
 import threading
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -99,20 +101,16 @@ PRELOADED = (
     "asyncrl.trainer.process",
 )
 """Modules that the processes of a run import, one or the other."""
-MODULES = (
-    "asyncrl.launch",
-    "asyncrl.launch.before_start.rehearsal",
-    "asyncrl.models.picture_rules",
-    "asyncrl.runtime.main",
-    "asyncrl.trainer.supervised.child",
-    "asyncrl.weights.whole_folder",
-)
+CHECKS = ("asyncrl.launch.before_start.rehearsal", "asyncrl.models.picture_rules", "asyncrl.weights.whole_folder")
+"""Modules that are forked where a worker of pytest starts them."""
+MODULES = (*CHECKS, "asyncrl.launch", "asyncrl.runtime.main", "asyncrl.trainer.supervised.child")
 """Modules that are forked, beside supervisors, where a launcher starts them."""
 BUILD_ENGINES = ("asyncrl.runtime.main", "asyncrl.trainer.supervised.child")
 """Those of them whose processes build engines, and take what others have proven of a model (`tests/proofs.py`)."""
+_PYTHON = sys.executable  # tests have another one told
 _TITLE_SPACE = "-" * 400  # an argument, over which processes write their titles
 _ENVIRONMENT_SPACE = 64 * 1024  # bytes, over which processes write their environments
-_DEATH_SIGNAL, _SUBREAPER = 1, 36
+_DEATH_SIGNAL, _SUBREAPER, _IS_SUBREAPER = 1, 36, 37
 _keep_proofs: list[partial[None]] = []
 """What makes a process keep results of proofs, in a template of asyncrl's processes and in those that it forks."""
 RUN_VARIABLE = "ASYNCRL_TESTS_TEMPLATE"
@@ -405,12 +403,25 @@ def stand_in(template: Template, folder: Path, where: str = "", otherwise: str =
     return file
 
 
-def _stand_in(control: socket.socket, arguments: Sequence[str]) -> NoReturn:
-    """Have the template fork `python *arguments`, and be signalled and end in its stead."""
+@contextlib.contextmanager
+def forked(template: Template | None, python: str, modules: Sequence[str], folder: Path) -> Iterator[str]:
+    """Make an interpreter in `folder` whose programs begin where `python` has imported `modules`, beside `template`.
+    Without one it is `python` itself.
+    """
+    if template is None:
+        yield python
+        return
+    forks = Template(f"{template.run} {python}", python, modules)
+    yield str(stand_in(forks, folder))
+    forks.close()
+
+
+def _stand_in(control: socket.socket, arguments: Sequence[str], *, tests: bool = False) -> NoReturn:
+    """Have the template fork `python *arguments`, which `tests`, and be signalled and end in its stead."""
     told, theirs = socket.socketpair()
-    command = [sys.executable, *arguments]
-    request = {"arguments": command, "environment": dict(os.environ), "folder": os.getcwd(), "stands_in": True}
-    _send(control, request, [0, 1, 2, theirs.fileno()])
+    command, environment = [sys.executable, *arguments], dict(os.environ)
+    request = {"arguments": command, "environment": environment, "folder": os.getcwd(), "stands_in": True}
+    _send(control, request | {"tests": tests}, [0, 1, 2, theirs.fileno()])
     theirs.close()
     pid = int(_line(told))
 
@@ -441,11 +452,11 @@ def _worker(arguments: Sequence[str]) -> NoReturn:
     if sys.platform != "linux" or os.environ.get("ASYNCRL_COLD_TESTS"):
         os.execv(sys.executable, [sys.executable, *arguments])
     os.environ[RUN_VARIABLE] = str(os.getppid())
-    _stand_in(Template(os.environ[RUN_VARIABLE]).connect(), arguments)
+    _stand_in(Template(os.environ[RUN_VARIABLE]).connect(), arguments, tests=True)
 
 
 def _spawn(requests: socket.socket) -> NoReturn:
-    """Be the spawner: fork a supervisor for each request, until the launcher has ended."""
+    """Be the spawner: fork a process for each request, until the one it is for has ended."""
     _become_titled("tests of asyncrl: spawner")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
@@ -461,28 +472,29 @@ def _spawn(requests: socket.socket) -> NoReturn:
                 os._exit(0)
             requests.detach()
             _take(descriptors[:3], list(zip(request["kept"], descriptors[3:], strict=True)))
+            if request["session"]:
+                os.setsid()
             _become(request)
-        os.waitpid(middle, 0)  # the supervisor is the launcher's child by now
+        os.waitpid(middle, 0)  # the process is the child of the one that asked by now
         requests.sendall(os.read(told, 64))
         for descriptor in (told, tells, *descriptors):
             os.close(descriptor)
 
 
-def _spawn_below() -> None:
-    """Give this process a spawner, which starts what `subprocess` is to start here and is `_is_forked`."""
+def _spawn_below(modules: Sequence[str]) -> None:
+    """Give this process a spawner, which starts what `subprocess` is to start here and is one of `modules`."""
     spawner, theirs = socket.socketpair()
     if not os.fork():
         spawner.close()
         _spawn(theirs)
     theirs.close()
-    ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
-    start, one_at_a_time = subprocess._fork_exec, threading.Lock()  # type: ignore[attr-defined]
+    start, one_at_a_time, own = subprocess._fork_exec, threading.Lock(), os.getpid()  # type: ignore[attr-defined]
 
     def fork_exec(arguments: Sequence[str], *rest: Any) -> int:
         command = list(map(os.fsdecode, arguments))
-        if not _is_forked(command):
+        if not _is_forked(command, modules) or os.getpid() != own:
             return int(start(arguments, *rest))
-        _, _, kept, folder, environment, stdin, _, _, stdout, _, stderr, _, errors, *_ = rest
+        _, _, kept, folder, environment, stdin, _, _, stdout, _, stderr, _, errors, _, session, *_ = rest
         kept = [descriptor for descriptor in kept if descriptor != errors]
         pairs = os.environb.items() if environment is None else (entry.split(b"=", 1) for entry in environment)
         request = {
@@ -490,19 +502,33 @@ def _spawn_below() -> None:
             "environment": {os.fsdecode(name): os.fsdecode(value) for name, value in pairs},
             "folder": os.getcwd() if folder is None else os.fsdecode(folder),
             "kept": kept,
+            "session": bool(session),
         }
-        standard = [own if given == -1 else given for own, given in enumerate((stdin, stdout, stderr))]
-        with one_at_a_time:
+        standard = [number if given == -1 else given for number, given in enumerate((stdin, stdout, stderr))]
+        with one_at_a_time, _subreaper():
             _send(spawner, request, [*standard, *kept])
             return int(_line(spawner))
 
     subprocess._fork_exec = fork_exec  # type: ignore[attr-defined]
 
 
-def _is_forked(command: Sequence[str]) -> bool:
-    if list(command[:2]) == [sys.executable, "-m"]:
-        return command[2] in MODULES
-    return list(command[:3]) == [sys.executable, "-I", "-S"] and command[3].endswith("/asyncrl/runtime/supervisor.py")
+@contextlib.contextmanager
+def _subreaper() -> Iterator[None]:
+    """Orphans of what is below this process become its children."""
+    prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int()
+    prctl(_IS_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    prctl(_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(_SUBREAPER, before.value, 0, 0, 0)
+
+
+def _is_forked(command: Sequence[str], modules: Sequence[str] = MODULES) -> bool:
+    if list(command[:2]) == [_PYTHON, "-m"]:
+        return command[2] in modules
+    isolated = list(command[:3]) == [_PYTHON, "-I", "-S"]
+    return modules is MODULES and isolated and command[3].endswith("/asyncrl/runtime/supervisor.py")
 
 
 def _become(request: Mapping[str, Any]) -> NoReturn:
@@ -510,7 +536,9 @@ def _become(request: Mapping[str, Any]) -> NoReturn:
     os.chdir(request["folder"])
     command = request["arguments"]
     if command[1:3] == ["-m", "asyncrl.launch"]:
-        _spawn_below()
+        _spawn_below(MODULES)
+    elif request.get("tests"):
+        _spawn_below(CHECKS)
     os.environ.clear()
     os.environ.update(request["environment"])
     _show_environment()
@@ -534,8 +562,13 @@ def _run(command: Sequence[str]) -> NoReturn:
         if what == "-m":
             sys.path[:0] = [os.getcwd(), *search]
             sys.argv = [what, *given[1:]]
+            for site in (Path(folder, "sitecustomize.py") for folder in search):
+                if site.is_file():
+                    runpy.run_path(str(site))
             for keep in _keep_proofs if given[0] in BUILD_ENGINES else ():
                 keep()
+            if not hasattr(sys.modules.get(given[0]), "__path__"):
+                sys.modules.pop(given[0], None)  # else it is warned of: it would be there before it begins
             runpy.run_module(given[0], run_name="__main__", alter_sys=True)
         elif what == "-c":
             sys.path[:0], sys.argv = ["", *search], [what, *given[1:]]

@@ -18,11 +18,13 @@ from asyncrl.config.load import load_experiment
 from asyncrl.data.tokenizers import load_tokenizer
 from asyncrl.launch.commands.export import main as export
 from asyncrl.observe.samples import read_samples, sample_files
+from tests.integration.endpoint.test_verifiers import CLASSIC, IMPORTED
+
+from ..warm import Template, forked
 
 pytestmark = pytest.mark.slow
 
 STEPS = 3
-VERIFIERS = os.environ.get("ASYNCRL_VERIFIERS_CLASSIC_PYTHON", "")
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 EXAMPLE = EXPERIMENTS / "recipes" / "custom_graph_example.py"
 
@@ -530,9 +532,10 @@ def test_an_agent_that_imports_only_openai_trains(start_run: Any) -> None:
 
 
 @pytest.mark.verifiers
-@pytest.mark.skipif(not VERIFIERS, reason="no verifiers 0.2")
-def test_an_environment_of_verifiers_trains(start_run: Any) -> None:
-    run = finished(start_run, "verifiers_env", agent__args__python=VERIFIERS, reward__path=None)
+@pytest.mark.skipif(not CLASSIC, reason="no verifiers 0.2")
+def test_an_environment_of_verifiers_trains(start_run: Any, template: Template | None, tmp_path: Path) -> None:
+    with forked(template, CLASSIC, IMPORTED[CLASSIC], tmp_path) as python:
+        run = finished(start_run, "verifiers_env", agent__args__python=python, reward__path=None)
     assert not any(reason.startswith("failed") for reason in run.summary()["books"]["dropped"]), run.logs()
     for row in run.rows():
         assert 0 < row["reward/right"] == pytest.approx(row["reward/mean"], abs=0.2)

@@ -90,10 +90,11 @@ def await_lines(joined: Joined, *lines: str) -> None:
 
 
 def test_servers_and_workers_that_join_are_used_and_leaving_costs_only_what_they_had_in_hand(
-    start_run: Any, gate: Callable[[int], Gate], ctrl_c: Any, join: Join
+    start_run: Any, gate: Callable[[int], Gate], ctrl_c: Any, join: Join, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two of each leave as they were asked to, in the middle of answers; then one more of each is killed with its
-    command, as by the death of its machine.
+    command, as by the death of its machine. The last ends with the run: it finds that the manager is gone for good.
+    Nothing joins afterwards.
     """
     held, first = gate(2), "rollout_worker/0"  # while they start the machine is theirs
     run = start_run(total_train_steps=100_000, eval__interval=0, **held.settings)
@@ -123,37 +124,15 @@ def test_servers_and_workers_that_join_are_used_and_leaving_costs_only_what_they
         lost.process.kill()
     await_that(lambda: [*servers(run)] == [0], "the manager to see that the server is gone", LIMIT_S)
     await_that(lambda: status(run).workers == [first], "the manager to see that the worker is gone", LIMIT_S)
+    last = join(run.run_dir)
+    await_use(run, 1)
     at = int(run.rows()[-1]["step"])
     run.wait_for_step(at + 3)
     ctrl_c(run)
     assert run.wait() == 130, run.output + run.logs()
-    assert audit(run.run_dir).findings == ()
-    summary = run.summary()
-    assert summary["restarts"] == {}
-    assert set(summary["books"]["dropped"]) <= {"stale", "worker_died"}
-    assert run.survivors() == []
-
-
-def test_what_joined_ends_with_the_run_and_nothing_joins_afterwards(
-    start_run: Any,
-    gate: Callable[[int], Gate],
-    ctrl_c: Any,
-    join: Join,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """A server finds that the manager is gone for good; there is nothing left to do for it."""
-    held = gate(1)
-    run = start_run(total_train_steps=100_000, eval__interval=0, **held.settings)
-    run.wait_for_step(1)
-    joined = join(run.run_dir)
-    await_lines(joined, "generation_server/1 serves at ")
-    held.open()
-    await_use(run, 1)
-    ctrl_c(run)
-    assert run.wait() == 130, run.output + run.logs()
-    joined.end()
-    assert joined.process.returncode == 0, joined.output
-    assert "the run is over" in joined.output
+    last.end()
+    assert last.process.returncode == 0, last.output
+    assert "the run is over" in last.output
     for options, reason in (
         (["--kind", "rollout_worker"], "no run is active there"),
         (["--count", "0"], "--count=0"),
@@ -161,6 +140,11 @@ def test_what_joined_ends_with_the_run_and_nothing_joins_afterwards(
     ):
         assert main(["join", str(run.run_dir), "--kind", "generation_server", *options]) == 2
         assert reason in capsys.readouterr().err
+    assert audit(run.run_dir).findings == ()
+    summary = run.summary()
+    assert summary["restarts"] == {}
+    assert set(summary["books"]["dropped"]) <= {"stale", "worker_died"}
+    assert run.survivors() == []
 
 
 def test_a_folder_that_is_no_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

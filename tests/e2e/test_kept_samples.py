@@ -63,15 +63,20 @@ def read_as_documented(
             assert told.out or told.err or "--report" in words, words
 
 
-def test_two_ranks_servers_and_workers_share_the_work_a_run_keeps_all_it_trained_and_a_replay_repeats_it(
+def test_two_ranks_servers_and_workers_share_the_work_and_a_replay_whose_brain_is_killed_repeats_what_was_kept(
     start_run: Any,
     command: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """The replay goes on after its last step, and trains what was recorded."""
+    held, free, killed = tmp_path / "held", tmp_path / "free", tmp_path / "tiny" / "killed"
+    loss = HELD_LOSS.format(metrics=killed / "metrics.jsonl", held=held, free=free)
+    (tmp_path / "loss.py").write_text(loss)
     settings = {"total_train_steps": STEPS, "eval__interval": 0, "algorithm__reference__mode": "frozen"}
     settings |= {"algorithm__kl_coef": 0.01, "trainer__parallel": "d2"}
+    settings |= {"algorithm__policy_loss__name": f"{tmp_path / 'loss.py'}:held", "algorithm__policy_loss__params": "{}"}
     kept = {"samples__every": 1, "trainer__score_ahead": "true"}
     first = start_run(**kept, generation__servers=2, rollout__workers=2, **settings)
     assert first.wait() == 0, first.output + first.logs()
@@ -103,24 +108,8 @@ def test_two_ranks_servers_and_workers_share_the_work_a_run_keeps_all_it_trained
 
     read_as_documented(first.run_dir, command, monkeypatch, tmp_path, capsys)
 
-    second = start_run(f"replay async_ppo samples={first.run_dir}", trial_name="again", **settings)
-    assert second.wait() == 0, second.output + second.logs()
-    assert "started 5 processes" in second.output, "no server, and one RolloutWorker, which reads"
-    check_it_repeats(first, second)
-
-
-def test_a_replay_whose_brain_is_killed_goes_on_after_the_last_step_and_trains_what_was_recorded(
-    start_run: Any, tmp_path: Path
-) -> None:
-    held, free, killed = tmp_path / "held", tmp_path / "free", tmp_path / "tiny" / "killed"
-    loss = HELD_LOSS.format(metrics=killed / "metrics.jsonl", held=held, free=free)
-    (tmp_path / "loss.py").write_text(loss)
-    settings: dict[str, Any] = {"total_train_steps": STEPS, "eval__interval": 0, "checkpoint__interval": 0}
-    settings |= {"algorithm__policy_loss__name": f"{tmp_path / 'loss.py'}:held", "algorithm__policy_loss__params": "{}"}
-    first = start_run(samples__every=1, **settings)
-    assert first.wait() == 0, first.output + first.logs()
-
-    second = start_run(f"replay async_ppo samples={first.run_dir}", trial_name=killed.name, **settings)
+    replay = f"replay async_ppo samples={first.run_dir}"
+    second = start_run(replay, trial_name=killed.name, checkpoint__interval=0, **settings)
     assert second.run_dir == killed
     second.wait_for_file(str(held))
     reader = second.worker("rollout_worker/0").pid
@@ -129,6 +118,7 @@ def test_a_replay_whose_brain_is_killed_goes_on_after_the_last_step_and_trains_w
     assert second.worker("rollout_worker/0").pid == reader
     free.touch()
     assert second.wait() == 0, second.output + second.logs()
+    assert "started 5 processes" in second.output, "no server, and one RolloutWorker, which reads"
     check_it_repeats(first, second)
     assert second.summary()["restarts"] == {"the brain": 1}
     assert "going on after step 2," in (second.run_dir / "logs" / "master_worker-0.log").read_text()

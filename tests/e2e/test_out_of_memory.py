@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def large(inputs: PolicyLossInputs) -> PolicyLossOutput:
 LARGE_SERVER = """
 import sys
 
-if "generation_server" in sys.orig_argv:
+if "generation_server" in sys.argv:
     import torch
 
     from asyncrl.inference.embedded.scheduler import DecodeBatch
@@ -50,12 +51,15 @@ if "generation_server" in sys.orig_argv:
     DecodeBatch.step = large
 """
 """A `sitecustomize` by which the embedded engine runs out of memory once."""
-IN_SMALL_MEMORY = """
-import os, subprocess, sys
+WHERE_MEMORY_IS_SMALL = """
+import ctypes, os
 
-subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={sys.argv[1]}", "tmpfs", "/dev/shm"], check=True)
-os.execv(sys.argv[2], sys.argv[2:])
+folder = os.getcwd()
+with open("{namespace}") as file:
+    assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
+os.chdir(folder)
 """
+"""A `sitecustomize` by which a process has the mounts of another."""
 SMALL_MEMORY = "128k"
 """Size of a /dev/shm without room for the tiny model's in-memory checkpoint."""
 
@@ -79,10 +83,18 @@ def test_a_trainer_that_runs_out_of_memory_ends_the_run_once_with_the_settings_t
     assert run.survivors() == []
 
 
-def test_a_server_that_runs_out_of_memory_says_so_and_the_run_goes_on(start_run: Any, tmp_path: Path) -> None:
-    (tmp_path / "server").mkdir()
-    (tmp_path / "server" / "sitecustomize.py").write_text(LARGE_SERVER)
-    run = start_run(inside=("env", f"PYTHONPATH={tmp_path / 'server'}"), eval__interval=0)
+def have(customised: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have processes of runs begin with this `sitecustomize`."""
+    (folder / "site").mkdir()
+    (folder / "site" / "sitecustomize.py").write_text(customised)
+    monkeypatch.setenv("PYTHONPATH", str(folder / "site"), prepend=os.pathsep)
+
+
+def test_a_server_that_runs_out_of_memory_says_so_and_the_run_goes_on(
+    start_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    have(LARGE_SERVER, tmp_path, monkeypatch)
+    run = start_run(eval__interval=0)
     assert run.wait() == 0, run.output
     history = History(run.run_dir)
     assert max(history.steps) == 6
@@ -91,11 +103,24 @@ def test_a_server_that_runs_out_of_memory_says_so_and_the_run_goes_on(start_run:
     assert "to need less memory, in this order: " in shortage["advice"]
 
 
-def test_a_full_shared_memory_is_remarked_and_the_run_goes_on(start_run: Any) -> None:
-    if subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode:
-        pytest.skip("a small /dev/shm can only be mounted by root")
-    inside = ("unshare", "--mount", sys.executable, "-c", IN_SMALL_MEMORY, SMALL_MEMORY)
-    run = start_run(inside=inside, eval__interval=0)
+@pytest.fixture
+def small_memory() -> Iterator[str]:
+    """A namespace of mounts with a small /dev/shm."""
+    small = f"mount -t tmpfs -o size={SMALL_MEMORY} tmpfs /dev/shm && echo there && exec cat"
+    command = ["unshare", "--mount", "sh", "-c", small]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        if holder.stdout.readline() != "there\n":
+            pytest.skip("a small /dev/shm can only be mounted by root")
+        yield f"/proc/{holder.pid}/ns/mnt"
+        holder.communicate()
+
+
+def test_a_full_shared_memory_is_remarked_and_the_run_goes_on(
+    start_run: Any, tmp_path: Path, small_memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    have(WHERE_MEMORY_IS_SMALL.format(namespace=small_memory), tmp_path, monkeypatch)
+    run = start_run(eval__interval=0)
     assert run.wait() == 0, run.output
     history = History(run.run_dir)
     assert max(history.steps) == 6

@@ -68,12 +68,29 @@ def test_a_run_has_its_trial_to_itself_keeps_its_bound_balances_its_books_and_le
     assert stat.S_IMODE((run.run_dir / "secret").stat().st_mode) == 0o600
 
 
-def test_with_eta_zero_every_token_is_of_the_version_that_trains_on_it(start_run: Any) -> None:
+EASY = """
+def score(data, completion):
+    "Answers to easy prompts are all right."
+    return 1.0 if data["easy"] else 0.5 * sum(c in "02468" for c in completion) / max(len(completion), 1)
+"""
+
+
+def test_with_eta_zero_every_token_is_of_the_version_that_trains_on_it_and_prompts_answered_well_rest(
+    start_run: Any, tmp_path: Path
+) -> None:
     """So every weight is 1, under truncated sampling too, and the narrowest mask masks nothing."""
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{n}+1=", "easy": n % 2}) + "\n" for n in range(1, 9)))
+    (tmp_path / "easy.py").write_text(EASY)
     run = start_run(
         "sync_ppo",
+        dataset__path=data,
+        reward__path=f"{tmp_path / 'easy.py'}:score",
+        dataset__curriculum__high=0.9,
+        dataset__curriculum__rest=1,
         max_head_offpolicyness=None,
-        total_train_steps=3,
+        total_train_steps=6,
+        eval__interval=0,
         system__encrypt="false",
         rollout__sampling__temperature=0.7,
         rollout__sampling__top_p=0.9,
@@ -81,11 +98,20 @@ def test_with_eta_zero_every_token_is_of_the_version_that_trains_on_it(start_run
     )
     assert run.wait() == 0, run.output + run.logs()
     assert "top_p=0.9 cuts tokens off that no importance weight brings back" in run.output
-    for row in run.rows():
+    rows = run.rows()
+    assert len(rows) == 6
+    learned = [row for row in rows if row["reward/frac_zero_std"] < 1]  # in the others nothing has a weight
+    assert len(learned) > 2
+    assert all(row["ppo/behave_imp_weight_max"] == pytest.approx(1.0, abs=1e-4) for row in learned)
+    for row in rows:
         assert row["staleness/max"] == 0
-        assert row["ppo/behave_imp_weight_max"] == pytest.approx(1.0, abs=1e-4)
         assert row["ppo/behave_kl"] < 1e-8
         assert row["masked/sequence_below_band"] == row["masked/sequence_above_band"] == 0
+    books = run.summary()["books"]
+    assert_balanced(books)
+    # 4 of 8 prompts are easy: epoch 0 is two steps, epoch 1 without them one, epoch 2 two, epoch 3 one
+    assert books["dropped"]["curriculum"] >= 7
+    assert books["trained"] == 24
 
 
 NOTING_AGENT = """
@@ -190,26 +216,3 @@ def test_a_mixture_of_experts_is_served_as_it_is_trained(
         assert row["ppo/behave_imp_weight_max"] == pytest.approx(1.0, abs=1e-4)
     names = json.loads((run.run_dir / "weights" / "actor" / "v3" / "manifest.json").read_text())["tensors"]
     assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in names
-
-
-def test_prompts_that_are_always_answered_well_rest_and_the_books_balance(start_run: Any, tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": f"{n}+1=", "easy": n % 2}) + "\n" for n in range(1, 9)))
-    (tmp_path / "easy.py").write_text(
-        "def score(data, completion):\n    return 1.0 if data['easy'] else 0.5 * (len(completion) % 2)\n"
-    )
-    run = start_run(
-        dataset__path=rows,
-        reward__path=f"{tmp_path / 'easy.py'}:score",
-        dataset__curriculum__high=0.9,
-        dataset__curriculum__rest=1,
-        max_head_offpolicyness=0,
-        total_train_steps=6,
-        eval__interval=0,
-    )
-    assert run.wait() == 0, run.output + run.logs()
-    books = run.summary()["books"]
-    assert_balanced(books)
-    # 4 of 8 prompts are easy: epoch 0 is two steps, epoch 1 without them one, epoch 2 two, epoch 3 one
-    assert books["dropped"]["curriculum"] >= 7
-    assert books["trained"] == 24

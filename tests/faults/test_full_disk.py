@@ -92,35 +92,38 @@ def counter(run: Any) -> Callable[[], int]:
     return lambda: asyncio.run(ask())
 
 
-@pytest.mark.parametrize("unwritable", [full, read_only])
+def told_waits(run: Any) -> int:
+    """Return how often the logs tell of a wait for the disk."""
+    return sum(len(WAITED.findall(log.read_text())) for log in (run.run_dir / "logs").glob("*.log"))
+
+
 def test_a_disk_that_takes_nothing_holds_the_run_up_and_loses_nothing(
-    start_run: Any,
-    gate: Callable[[int], Gate],
-    small_disk: Path,
-    unwritable: Callable[[Path], contextlib.AbstractContextManager[Callable[[], None]]],
+    start_run: Any, gate: Callable[[int], Gate], small_disk: Path
 ) -> None:
-    """For longer than any lease, and than it takes until a step has to be written."""
-    steps, held = 10, gate(3)
+    """It is full, and later read-only, for longer than any lease, and than it takes until a step has to be written."""
+    steps, held, waits = 16, gate(3), list[int]()
     run = start_run(total_train_steps=steps, checkpoint__interval=1, **held.settings)
-    run.wait_for_step(3)
-    trained = counter(run)
-    with unwritable(small_disk) as keep_so:
-        held.open()
-        limit, until = time.monotonic() + LIMIT_S, math.inf
-        while (now := time.monotonic()) < until:
-            assert now < limit, run.output + run.logs()
-            assert run.process.poll() is None, run.output
-            keep_so()
-            if until == math.inf and trained() >= 4 * BATCH:
-                until = now + UNWRITABLE_S
-            threading.Event().wait(0.02)
-        held_at = max(row["step"] for row in run.rows())
-    assert held_at < steps
+    for begin, end, unwritable in ((3, 10, full), (10, steps, read_only)):
+        run.wait_for_step(begin)
+        waits.append(told_waits(run))
+        trained = counter(run)
+        with unwritable(small_disk) as keep_so:
+            held.let_make(end)
+            limit, until = time.monotonic() + LIMIT_S, math.inf
+            while (now := time.monotonic()) < until:
+                assert now < limit, run.output + run.logs()
+                assert run.process.poll() is None, run.output
+                keep_so()
+                if until == math.inf and trained() >= (begin + 1) * BATCH:
+                    until = now + UNWRITABLE_S
+                threading.Event().wait(0.02)
+            held_at = max(row["step"] for row in run.rows())
+        assert held_at < end
     assert run.wait() == 0, run.output + run.logs()
     assert [row["step"] for row in run.rows()] == list(range(1, steps + 1))
     assert "FAILED" not in run.output
     assert run.summary()["restarts"] == {}
     state = json.loads((run.run_dir / "checkpoints" / f"v{steps}" / "state.json").read_text())
     assert len(UsedPrompts.from_json(state["master_state"]["gate"]["used"])) == steps * BATCH
-    waited = [log.name for log in (run.run_dir / "logs").glob("*.log") if WAITED.search(log.read_text())]
-    assert waited, run.logs()
+    waits.append(told_waits(run))
+    assert waits == sorted(set(waits)), run.logs()

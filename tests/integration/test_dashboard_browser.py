@@ -27,7 +27,6 @@ from asyncrl.observe.history import History
 from asyncrl.observe.samples import rows_of, write_samples
 from tests.unit.observe.doctor.virtual_run import Knobs, VirtualRun
 
-playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright, of the dev extra")
 CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium")
 
@@ -47,6 +46,7 @@ NAME = "<img src=x onerror=document.title=0>"
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright, of the dev extra")
     with playwright.sync_playwright() as started:
         opened = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=LIMIT_MS)
         yield opened

@@ -21,7 +21,7 @@ from asyncrl.inference.openai.endpoint import Endpoint
 from asyncrl.plugins.agents.verifiers_env import HOST, VerifiersAgent, VerifiersDataset, VerifiersError
 from asyncrl.rollout.user_code.conversations import ServedEpisodeClient
 
-from ...warm import Template, stand_in
+from ...warm import Template, forked
 
 CLASSIC = os.environ.get("ASYNCRL_VERIFIERS_CLASSIC_PYTHON", "")
 V1 = os.environ.get("ASYNCRL_VERIFIERS_V1_PYTHON", "")
@@ -282,12 +282,8 @@ def python(
     request: pytest.FixtureRequest, template: Template | None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
     """An interpreter with `verifiers` in it, whose programs begin where that is imported."""
-    if template is None:
-        yield request.param
-        return
-    forks = Template(f"{template.run} {request.param}", request.param, IMPORTED[request.param])
-    yield str(stand_in(forks, tmp_path_factory.mktemp("python")))
-    forks.close()
+    with forked(template, request.param, IMPORTED[request.param], tmp_path_factory.mktemp("python")) as python:
+        yield python
 
 
 @pytest_asyncio.fixture

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from asyncrl.comm import files
 from asyncrl.config.experiment import ExperimentConfig
@@ -102,9 +101,16 @@ def test_every_sink_gets_every_row(tmp_path: Path) -> None:
     assert memory.closed
 
 
+def shown_by_tensorboard(folder: Path) -> Any:
+    """Return what TensorBoard finds in `folder`."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator(str(folder)).Reload()
+
+
 def points(folder: Path) -> dict[tuple[int, str], float]:
     """Return the points that TensorBoard shows of the event files in `folder`, by step and curve."""
-    shown = EventAccumulator(str(folder)).Reload()
+    shown = shown_by_tensorboard(folder)
     return {(event.step, tag): event.value for tag in shown.Tags()["scalars"] for event in shown.Scalars(tag)}
 
 
@@ -120,7 +126,7 @@ def test_tensorboard_shows_every_number_at_its_step_and_no_lists(tmp_path: Path)
 def test_tensorboard_shows_samples_as_text(tmp_path: Path) -> None:
     with closing(MetricsWriter.open(tmp_path / "metrics.jsonl", ExperimentConfig())) as writer:
         writer.samples(7, [["e0-0", "0", "1", "0", "4+5=9"]])
-    shown = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    shown = shown_by_tensorboard(tmp_path / "tensorboard")
     (event,) = shown.Tensors("samples")
     assert event.step == 7
     assert event.tensor_proto.string_val[0].decode().endswith("| e0-0 | 0 | 1 | 0 | 4+5=9 |")

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounter
 from torch.fx import GraphModule
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
@@ -93,6 +92,8 @@ def test_a_part_is_compiled_for_every_kind_of_layer_and_never_computed_as_writte
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of more kinds than torch compiles by default: types, with and without gradients, sizes of one and of more."""
+    from torch._dynamo.testing import CompileCounter  # brings the whole compiler, to each worker of pytest
+
     torch._dynamo.reset()
     counted = CompileCounter()  # type: ignore[no-untyped-call]
     monkeypatch.setattr(layers, "BACKEND", counted)

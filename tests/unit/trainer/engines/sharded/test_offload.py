@@ -129,16 +129,21 @@ def test_idle_roles_and_moments_in_host_memory_train_as_they_do_on_the_device(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The roles alone, and with moments that are always there, of which a parameter takes many pieces."""
+    """The roles alone, and with moments that are always there, of which a parameter takes many pieces; of adapters both
+    at once.
+    """
     config, spread = everything, settings_of(case, everything)
     config.trainer.parallel = spread
     config.optimizer.weight_decay = 0.1
     config.optimizer.schedule, config.optimizer.warmup_steps = LearningRateSchedule.cosine, 3
     monkeypatch.setattr(optimizer, "PIECE", 64)
+    ways = [(False, KeptOn.device), (True, KeptOn.device), (True, KeptOn.host)]
+    if config.model.lora.rank:
+        del ways[1]
 
     def all_ways(world: World) -> list[dict[str, Any]]:
         told = []
-        for offload, moments_on in ((False, KeptOn.device), (True, KeptOn.device), (True, KeptOn.host)):
+        for offload, moments_on in ways:
             config.trainer.offload = offload
             config.optimizer.moments_on = config.algorithm.critic.optimizer.moments_on = moments_on
             told.append(train(config, world, tmp_path / f"{offload}-{moments_on}"))
