@@ -149,12 +149,13 @@ class ActorLoss:
         """Minibatch up to whose step the actor still is the proximal policy, if that spares a forward pass."""
         if self._objective.needs_prox or PROX in ctx.reads:
             compute = batch.deferred(PROX)
+            first = next((number for number, total in enumerate(self.normalisers) if total > 0.0), 0)
             if compute is not None:
-                self._first = next((number for number, total in enumerate(self.normalisers) if total > 0.0), 0)
+                self._first = first
             if compute is None or self._objective.selects:
                 self._prox_T = batch[PROX]
             else:
-                later_T = (batch["minibatches"] != self._first).any(-1)[batch.seq_ids_T]
+                later_T = (batch["minibatches"] != first).any(-1)[batch.seq_ids_T]
                 self._prox_T = compute(self.wanted_T & later_T)
         self._selection: Selection | None = None
         if self._objective.selects:
