@@ -111,7 +111,7 @@ def step(engine: FlatPolicyEngine, batch: StepBatch) -> tuple[Tensor, Tensor, in
         return (outputs.logprobs_N * weights_T[micro_batch.targets_N]).sum() / batch.num_tokens, {}
 
     for number in range(MINIBATCHES):
-        engine.compute_gradients(batch, wanted_T, batch.minibatch(number), loss)
+        engine.compute_gradients(batch, wanted_T, batch.minibatches[number], loss)
         gradient = engine.optimizer.grad.clone()
         engine.step(0.0)
     return logprobs_T, gradient, computed, whole

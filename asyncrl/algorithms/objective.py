@@ -55,6 +55,12 @@ from asyncrl.algorithms.registry import ObjectiveSpec, ProximalMode, Resolve, ag
 class Objective:
     """The objective of `spec`, composed of the functions that `resolve` finds. Stateless.
 
+    Attributes:
+        needs_prox: the trainer must recompute proximal log-probabilities at the step's start.
+        needs_reference: it must compute reference log-probabilities.
+        acts_without_advantage: a term acts on samples whose advantages are all zero.
+        selects: tokens are chosen over the whole minibatch, by `selection`.
+
     Raises:
         ValueError: a bad coefficient or combination, or any error of `resolve`.
     """
@@ -76,24 +82,12 @@ class Objective:
         self._aggregation = resolve("aggregation", spec.aggregation.name, spec.aggregation.params)
         self._kl = resolve("kl", spec.kl.name, spec.kl.params) if spec.kl else None
         self._corrects = spec.correction.name != "none"
-
-    @property
-    def needs_prox(self) -> bool:
-        """True if the trainer must recompute proximal log-probabilities at the step's start."""
         # A user's loss, named by its import path, may read them too; if not, they cost only time.
-        name = self.spec.policy_loss.name
+        name = spec.policy_loss.name
         uses_prox = self._corrects or self.selects or name == "decoupled_ppo" or ":" in name
-        return uses_prox and self.spec.prox == ProximalMode.recompute
-
-    @property
-    def acts_without_advantage(self) -> bool:
-        """True if a term acts on samples whose advantages are all zero."""
-        return self._kl is not None or self.spec.entropy_coef != 0.0 or self.spec.log_ratio_coef != 0.0
-
-    @property
-    def needs_reference(self) -> bool:
-        """True if the trainer must compute reference log-probabilities."""
-        return self._kl is not None
+        self.needs_prox = uses_prox and spec.prox == ProximalMode.recompute
+        self.needs_reference = self._kl is not None
+        self.acts_without_advantage = self.needs_reference or spec.entropy_coef != 0.0 or spec.log_ratio_coef != 0.0
 
     def normaliser(self, mask_T: Tensor, seq_ids_T: Tensor, num_seqs: int) -> float:
         """Return this micro-batch's share of D.
@@ -130,7 +124,10 @@ class Objective:
         output = self._loss(inputs)
         # Tokens without loss may have any value, even nan, which a product with 0 would keep.
         keep_T, penalty_T = output.mask_T & correction.keep_T, None
-        stats = {**_policy_stats(self._measured(inputs), correction), **output.stats}
+        # With prox `behave`, distances are from the behaviour policy to the current one: to the proximal they are 0.
+        without_prox = self.spec.prox == ProximalMode.behave
+        measured = dataclasses.replace(inputs, prox_logprobs_T=None) if without_prox else inputs
+        stats = {**_policy_stats(measured, correction), **output.stats}
         if self.selects:
             if inputs.selection is None:
                 raise ValueError(f"selection is None but the spec has {self.spec.selection.name!r}; select first")
@@ -142,7 +139,14 @@ class Objective:
             total_T = total_T + penalty_T * log_ratio(inputs.logprobs_T, inputs.old_logprobs_T, mask_T).abs()
         stats["loss/policy"] = mean_stat(policy_T, mask_T)
         if self._kl is not None:
-            kl_T = self._kl(_kl_inputs(inputs, ref_logprobs_T, log_probs_TV, ref_log_probs_TV))
+            if ref_logprobs_T is None:
+                raise ValueError(
+                    "ref_logprobs_T is None but the objective has a kl; add the reference model or set kl to null"
+                )
+            behave_T = inputs.behave_logprobs_T.detach()
+            kl_T = self._kl(
+                KLInputs(inputs.logprobs_T, ref_logprobs_T, mask_T, log_probs_TV, ref_log_probs_TV, behave_T)
+            )
             total_T = total_T + (self.spec.kl_coef if kl_coef is None else kl_coef) * kl_T
             stats["kl/reference"] = mean_stat(kl_T, mask_T)
         if self.spec.log_ratio_coef != 0.0:
@@ -150,7 +154,11 @@ class Objective:
             total_T = total_T + 0.5 * self.spec.log_ratio_coef * square_T
             stats["ppo/log_ratio_square"] = mean_stat(square_T, mask_T)
         if self.spec.entropy_coef != 0.0:
-            total_T = total_T - self.spec.entropy_coef * _entropy(inputs)
+            if inputs.entropy_T is None:
+                raise ValueError(
+                    "entropy_T is None but entropy_coef is not 0; compute the entropy or set entropy_coef to 0"
+                )
+            total_T = total_T - self.spec.entropy_coef * as_float(inputs.entropy_T)
         weight_T = self._aggregation(mask_T, inputs.seq_ids_T, inputs.num_seqs).weight_T
         scale = 1.0 / normaliser if normaliser > 0.0 else 0.0
         return (torch.where(mask_T, total_T, 0) * weight_T).sum() * scale, stats
@@ -164,14 +172,6 @@ class Objective:
         elif self.spec.prox == ProximalMode.behave:
             inputs = dataclasses.replace(inputs, prox_logprobs_T=inputs.behave_logprobs_T)
         return dataclasses.replace(inputs, old_policy="prox" if self._corrects else "behave")
-
-    def _measured(self, inputs: PolicyLossInputs) -> PolicyLossInputs:
-        """Return the inputs for statistics. With prox `behave` they leave out the proximal policy. Distances from
-        the behaviour policy are then to the current policy, because to the proximal one they would always be 0.
-        """
-        if self.spec.prox != ProximalMode.behave:
-            return inputs
-        return dataclasses.replace(inputs, prox_logprobs_T=None)
 
     def _correct(self, inputs: PolicyLossInputs) -> CorrectionOutput:
         if not self._corrects:
@@ -188,22 +188,6 @@ class Objective:
             )
         )
         return output
-
-
-def _entropy(inputs: PolicyLossInputs) -> Tensor:
-    if inputs.entropy_T is None:
-        raise ValueError("entropy_T is None but entropy_coef is not 0; compute the entropy or set entropy_coef to 0")
-    return as_float(inputs.entropy_T)
-
-
-def _kl_inputs(
-    inputs: PolicyLossInputs, ref_T: Tensor | None, log_probs_TV: Tensor | None, ref_log_probs_TV: Tensor | None
-) -> KLInputs:
-    if ref_T is None:
-        raise ValueError("ref_logprobs_T is None but the objective has a kl; add the reference model or set kl to null")
-    return KLInputs(
-        inputs.logprobs_T, ref_T, inputs.mask_T, log_probs_TV, ref_log_probs_TV, inputs.behave_logprobs_T.detach()
-    )
 
 
 @torch.no_grad()

@@ -130,7 +130,7 @@ class PictureSender:
 
     def __init__(self, http: JsonHttp, *, inline: bool = False) -> None:
         self._http, self._inline = http, inline
-        self._under_way: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._under_way: dict[tuple[str, str], asyncio.Task[Any]] = {}
         self.sent = 0
 
     def fields(self, *shown: Sequence[PlacedPicture], batch: bool = True) -> dict[str, Any]:
@@ -163,18 +163,16 @@ class PictureSender:
         key = url, sha256
         task = self._under_way.get(key)
         if task is None:
-            task = self._under_way[key] = asyncio.create_task(self._post(url, picture, timeout_s))
+            self.sent += 1
+            call = self._http.call("POST", f"{url}/pictures", PictureRequest(picture.data), timeout_s=timeout_s)
+            task = self._under_way[key] = asyncio.create_task(call)
             task.add_done_callback(lambda done: self._done(key, done))
         await asyncio.shield(task)  # cancelling one call must not cancel the others'
 
-    def _done(self, key: tuple[str, str], task: asyncio.Task[None]) -> None:
+    def _done(self, key: tuple[str, str], task: asyncio.Task[Any]) -> None:
         del self._under_way[key]
         if not task.cancelled():
             task.exception()  # marks it as retrieved, in case all waiting calls were cancelled
-
-    async def _post(self, url: str, picture: Picture, timeout_s: float) -> None:
-        self.sent += 1
-        await self._http.call("POST", f"{url}/pictures", PictureRequest(picture.data), timeout_s=timeout_s)
 
 
 class GenerationServerClient:

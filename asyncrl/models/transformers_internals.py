@@ -33,9 +33,6 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from asyncrl.models.model_config import placeholder_id, read_model_config
 
-CACHE_LAYER_METHODS = frozenset({"lazy_initialization", "update", "get_mask_sizes", "get_seq_length", "get_max_length"})
-"""Methods that a cache layer must define. The embedded engine's slots define them; models call no others."""
-
 PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention"})
 """Layer types of causal attention, to all keys or to the last `sliding_window`."""
 CHUNKED_LAYERS = frozenset({"chunked_attention"})

@@ -43,7 +43,7 @@ from asyncrl.trainer.parallel.placement import Placement, placement
 from asyncrl.trainer.parallel.world import World, is_alone
 from asyncrl.trainer.rank.inbox import TrajectoryCheck, TrajectoryReceiver
 from asyncrl.trainer.rank.measures import MemoryShortage, StepMeasures, gpu_memory, peak_flops
-from asyncrl.trainer.rank.requests import WAITING, CurrentStep, ImmediateRequests, ModelCalls, QueuedRequests
+from asyncrl.trainer.rank.requests import WAITING, ImmediateRequests, ModelCalls, QueuedRequests
 from asyncrl.trainer.rank.training_rank import TrainingRank, Versions, build_rank
 
 if TYPE_CHECKING:
@@ -130,14 +130,16 @@ class ModelWorker(Worker):
         self._receiver = self._open_receiver(head)
         self._versions = Versions(config, self.run_dir, self._world, self._rank, self.http_security, device)
         queued = QueuedRequests(
+            config,
             self._rank,
             receiver=self._receiver,
             versions=self._versions,
             memory_checkpoint=self._memory_checkpoint,
-            step=CurrentStep(config, self._world, sample_logs, device),
             calls=calls,
             measures=measures,
             memory=memory,
+            sample_logs=sample_logs,
+            device=device,
         )
         self._serve(head, queued)
 

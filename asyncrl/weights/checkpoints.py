@@ -138,17 +138,13 @@ class CheckpointWriter:
 
         self._ranks.together(make_room, f"beginning {path}")
         shard = self._ranks.together(lambda: self._shards.begin(path), f"beginning {path}")
-        roles = self._steps_of_roles(shard.steps)
+        steps = [shard.steps.get(role, -1) for role in self._roles]  # the leading rank need not host every role
+        known: list[int] = self._ranks.all_reduce_max(torch.tensor(steps, dtype=torch.int64)).tolist()
+        roles = {role: {"step": step} if step >= 0 else {} for role, step in zip(self._roles, known, strict=True)}
         self._committed = None
         document = json.dumps({"format": FORMAT, "version": version, "roles": roles, **state}).encode()
         share = self._thread.submit(shard.write, atomic_dir.aside(path), self._ranks)
         self._writing = _Writing(path, version, document, share)
-
-    def _steps_of_roles(self, mine: Mapping[str, int]) -> dict[str, dict[str, int]]:
-        """Collect the optimizer steps of every role on all ranks, since the leading rank need not host every role."""
-        steps = [mine.get(role, -1) for role in self._roles]
-        known: list[int] = self._ranks.all_reduce_max(torch.tensor(steps, dtype=torch.int64)).tolist()
-        return {role: {"step": step} if step >= 0 else {} for role, step in zip(self._roles, known, strict=True)}
 
     def share(self, path: Path) -> Future[dict[str, FileEntry]]:
         """Return a future of this rank's files of the checkpoint `path`. It is done once they are on the disk, or

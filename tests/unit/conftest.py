@@ -192,7 +192,7 @@ def run_step() -> RunStep:
                 config=config,
                 engines=rank.engines,
                 ranks=rank.world.place(call.role).data,
-                state=rank.state,
+                state=rank.states[""],
             )
             stats[call.name] = run_call(find_function(call.function), context, batch)
         return stats

@@ -370,7 +370,10 @@ class GenerationEngine:
         Returns:
             False if nothing could run.
         """
-        self._run_commands()
+        while (command := self._mailbox.take()) is not None:
+            command.run()
+            self._deliver()
+            self._statistics.due = True
         self._updates.apply(self._runnable)
         if not self._runnable():
             self._take_statistics()
@@ -385,7 +388,12 @@ class GenerationEngine:
         torch.set_num_threads(threads)
         failure: BaseException = EngineStoppedError("the engine was closed")
         try:
-            while self._wait_for_work():
+            while True:
+                if not (self._updates.waiting or self._runnable()):
+                    self._take_statistics()
+                    self._mailbox.wait()
+                if self._mailbox.closed:
+                    break
                 self.step()
         except Exception as error:
             logger.exception("the embedded engine failed")
@@ -394,19 +402,6 @@ class GenerationEngine:
             failure = EngineStoppedError(f"the engine failed: {error!r}")
         finally:
             self._fail_all(failure)
-
-    def _wait_for_work(self) -> bool:
-        """Sleep until there is something to do; return False if the engine is to stop."""
-        if not (self._updates.waiting or self._runnable()):
-            self._take_statistics()
-            self._mailbox.wait()
-        return not self._mailbox.closed
-
-    def _run_commands(self) -> None:
-        while (command := self._mailbox.take()) is not None:
-            command.run()
-            self._deliver()
-            self._statistics.due = True
 
     def _runnable(self) -> bool:
         return self._paused is None and self._batch.runnable

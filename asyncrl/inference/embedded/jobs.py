@@ -226,11 +226,6 @@ class Sequence:
         """Token that is decoded first when the sample joins."""
         return self.partial.tokens[-1] if self.partial.tokens else self.request.input_ids[-1]
 
-    def join(self, row: int, column: int, step: int, version: str) -> None:
-        """Record that the sample entered the batch at `row`, writing to output `column`, before engine step `step`."""
-        self.row, self.column, self.joined_at = row, column, step
-        self.relabel(version, step)
-
     def produced(self, step: int) -> int:
         """Return the number of output tokens of a running sample after engine step `step`."""
         return len(self.partial.tokens) + step - self.joined_at

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import heapq
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress, count
@@ -228,7 +228,12 @@ class PrefixCache:
         root = self._roots.get(epoch)
         if root is None:
             root = self._roots[epoch] = Node((), [], None)
-        node, at, part = self._descend(root, tokens)
+        node, at, part = root, 0, 0  # the path that is there, its length, and how much of one of its children follows
+        for child, used in self._walk(root, tokens):
+            if used < len(child.tokens):
+                part = used
+            else:
+                node, at = child, at + used
         if part and (at + part < len(tokens) or states is not None or ends_turn):
             node = self._split(node.children[tokens[at]], part)
             at, part = at + part, 0
@@ -258,38 +263,29 @@ class PrefixCache:
         self.order.add(leaf)
         return True
 
-    def _match_in(self, root: Node, prefix: Prefix, epoch: int) -> Match | None:
-        """As `match`, in one tree."""
-        path: list[tuple[Node, int]] = []
-        node, at, length, best = root, 0, 0, 0
-        while at < len(prefix) and (child := node.children.get(prefix[at])) is not None:
-            if not child.whole:
-                self._drop(child)
-                break
-            used = common_length(child.tokens, prefix[at : at + len(child.tokens)])
-            path.append((child, used))
-            at += used
-            if not self._has_states or (used == len(child.tokens) and child.states is not None):
-                length, best = at, len(path)
-            if used < len(child.tokens):
-                break
-            node = child
-        return Match(length, path[:best], epoch) if best else None
-
-    def _descend(self, root: Node, tokens: Prefix) -> tuple[Node, int, int]:
-        """Return the deepest node whose path is a prefix of `tokens`, the length of that path, and the number of tokens
-        of one of its children that follow.
-        """
+    def _walk(self, root: Node, tokens: Prefix) -> Iterator[tuple[Node, int]]:
+        """Yield the nodes along `tokens`, each with the number of its tokens that follow; the last perhaps in part."""
         node, at = root, 0
         while at < len(tokens) and (child := node.children.get(tokens[at])) is not None:
             if not child.whole:
                 self._drop(child)
-                break
+                return
             used = common_length(child.tokens, tokens[at : at + len(child.tokens)])
+            yield child, used
             if used < len(child.tokens):
-                return node, at, used
+                return
             node, at = child, at + used
-        return node, at, 0
+
+    def _match_in(self, root: Node, prefix: Prefix, epoch: int) -> Match | None:
+        """As `match`, in one tree."""
+        path: list[tuple[Node, int]] = []
+        at = length = best = 0
+        for child, used in self._walk(root, prefix):
+            path.append((child, used))
+            at += used
+            if not self._has_states or (used == len(child.tokens) and child.states is not None):
+                length, best = at, len(path)
+        return Match(length, path[:best], epoch) if best else None
 
     def _split(self, node: Node, at: int) -> Node:
         """Cut `node` after `at` tokens; return the first part."""
@@ -520,8 +516,7 @@ class Prefills:
 
     def keep_answer(self, sequence: Sequence, output: list[int], length: int) -> None:
         """Keep the first `length` positions of a sample's slot, as its answer has ended."""
-        if self.kept is not None:
-            self._keep(sequence, (*sequence.prompt, *output)[:length], ends_turn=True)
+        self._keep(sequence, (*sequence.prompt, *output)[:length], ends_turn=True)
 
     def _keep(self, sequence: Sequence, tokens: Prefix, *, ends_turn: bool = False) -> None:
         if self.kept is None:

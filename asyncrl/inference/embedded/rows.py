@@ -378,112 +378,76 @@ IDLE_STEPS = 4
 """Most decode steps that the row of a sample that has left keeps running empty, until the batch is reorganised."""
 
 
-class OutputColumns:
-    """Tokens, log-probabilities and random numbers by output position, in a column for each of `most` samples.
-
-    One more column receives the tokens of empty rows. The buffers are indexed `[output position, column]` and addressed
-    flat: the next output position is one addition for all rows, and a longer buffer leaves every index valid.
-
-    Attributes:
-        stride: difference between the flat indices of two output positions of a column.
-    """
-
-    def __init__(self, most: int, device: torch.device) -> None:
-        self.stride = most + 1
-        self._tokens = torch.zeros(IDLE_STEPS, self.stride, dtype=torch.long, device=device)
-        self._logprobs = torch.zeros(IDLE_STEPS, self.stride, device=device)
-        self._uniforms = torch.zeros(IDLE_STEPS, self.stride, dtype=torch.float64, device=device)
-        self._free = list(range(most))
-        self._spent: list[int] = []
-
-    def take(self) -> int:
-        """Reserve a column."""
-        return self._free.pop()
-
-    def leave(self, columns: list[int]) -> None:
-        """Mark columns whose samples have left, for the next `reclaim`."""
-        self._spent += columns
-
-    def reclaim(self) -> None:
-        """Release the columns that samples have left. No row may write to them any more."""
-        self._free += self._spent
-        self._spent = []
-
-    def begin(self, sequences: list[Sequence]) -> None:
-        """Fill the columns: the random numbers of the stream, and the earlier output of a retracted sample."""
-        length = max(sequence.request.sampling.max_new_tokens for sequence in sequences)
-        missing = length - self._tokens.shape[0]
-        if missing > 0:
-            self._tokens = torch.cat((self._tokens, self._tokens.new_zeros(missing, self.stride)))
-            self._logprobs = torch.cat((self._logprobs, self._logprobs.new_zeros(missing, self.stride)))
-            self._uniforms = torch.cat((self._uniforms, self._uniforms.new_zeros(missing, self.stride)))
-        device = self._tokens.device
-        columns = _longs([sequence.column for sequence in sequences], device)
-        seeds = _longs([signed_64(sequence.seed) for sequence in sequences], device)
-        offsets = _longs([sequence.request.sampling.seed_offset for sequence in sequences], device)
-        self._uniforms[:length, columns] = uniforms_TR(seeds, offsets, length)
-        for sequence in sequences:
-            if done := len(sequence.partial.tokens):
-                self._tokens[:done, sequence.column] = _longs(sequence.partial.tokens, device)
-                self._logprobs[:done, sequence.column] = torch.tensor(sequence.partial.logprobs, device=device)
-
-    def uniforms(self, output_R: Tensor) -> Tensor:
-        """Return the random numbers `[R]` at flat indices `output_R`."""
-        return self._uniforms.view(-1).index_select(0, output_R)
-
-    def write(self, output_R: Tensor, tokens_R: Tensor, logprobs_R: Tensor) -> None:
-        """Record a step's tokens and log-probabilities at flat indices `output_R`."""
-        self._tokens.view(-1).index_copy_(0, output_R, tokens_R)
-        self._logprobs.view(-1).index_copy_(0, output_R, logprobs_R)
-
-    def read(self, columns: list[int], length: int) -> tuple[list[list[int]], list[list[float]]]:
-        """Return the first `length` tokens and log-probabilities of `columns`, as lists."""
-        index = _longs(columns, self._tokens.device)
-        tokens: list[list[int]] = self._tokens[:length].index_select(1, index).T.tolist()
-        logprobs: list[list[float]] = self._logprobs[:length].index_select(1, index).T.tolist()
-        return tokens, logprobs
-
-
-def _longs(values: Collection[int] | Collection[Collection[int]], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.long, device=device)
-
-
 class RowTable:
-    """State of at most `max_rows` running samples of a model with `vocab_size` tokens.
+    """State and output of at most `max_rows` running samples of a model with `vocab_size` tokens.
 
-    Attributes:
-        outputs: output of the samples, by column.
+    Tokens, log-probabilities and random numbers are in buffers `[output position, column]`, with a column for each
+    sample. One more column receives the tokens of empty rows. The buffers are addressed flat, with `stride` between two
+    output positions of a column: the next output position is one addition for all rows, and a longer buffer leaves
+    every index valid.
     """
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size, self._device = vocab_size, device
-        self.outputs = OutputColumns(max_rows, device)
+        self._stride = max_rows + 1
+        self._tokens = torch.zeros(IDLE_STEPS, self._stride, dtype=torch.long, device=device)
+        self._logprobs = torch.zeros(IDLE_STEPS, self._stride, device=device)
+        self._uniforms = torch.zeros(IDLE_STEPS, self._stride, dtype=torch.float64, device=device)
+        self._free_columns = list(range(max_rows))
         self._ints = torch.zeros(7, max_rows, dtype=torch.long, device=device)
         self._floats = torch.zeros(3, max_rows, device=device)
         self._stops = torch.full((max_rows, 1), NO_STOP, dtype=torch.long, device=device)
-        self._advance = torch.tensor([[1], [self.outputs.stride]], device=device)
+        self._advance = torch.tensor([[1], [self._stride]], device=device)
         self._idle_state = torch.tensor([[0], [max_rows], [-1], [0], [0], [vocab_size], [0]], device=device)
         self._sampling: RowSampling | None = None
         self._minimum_lengths = False
+
+    def _begin_columns(self, sequences: list[Sequence]) -> None:
+        """Fill the columns: the random numbers of the stream, and the earlier output of a retracted sample."""
+        length = max(sequence.request.sampling.max_new_tokens for sequence in sequences)
+        missing = length - self._tokens.shape[0]
+        if missing > 0:
+            self._tokens = torch.cat((self._tokens, self._tokens.new_zeros(missing, self._stride)))
+            self._logprobs = torch.cat((self._logprobs, self._logprobs.new_zeros(missing, self._stride)))
+            self._uniforms = torch.cat((self._uniforms, self._uniforms.new_zeros(missing, self._stride)))
+        columns = self._tensor([sequence.column for sequence in sequences])
+        seeds = self._tensor([signed_64(sequence.seed) for sequence in sequences])
+        offsets = self._tensor([sequence.request.sampling.seed_offset for sequence in sequences])
+        self._uniforms[:length, columns] = uniforms_TR(seeds, offsets, length)
+        for sequence in sequences:
+            if done := len(sequence.partial.tokens):
+                self._tokens[:done, sequence.column] = self._tensor(sequence.partial.tokens)
+                self._logprobs[:done, sequence.column] = torch.tensor(sequence.partial.logprobs, device=self._device)
+
+    def read(self, columns: list[int], length: int) -> tuple[list[list[int]], list[list[float]]]:
+        """Return the first `length` tokens and log-probabilities of `columns`, as lists."""
+        index = self._tensor(columns)
+        tokens: list[list[int]] = self._tokens[:length].index_select(1, index).T.tolist()
+        logprobs: list[list[float]] = self._logprobs[:length].index_select(1, index).T.tolist()
+        return tokens, logprobs
 
     def leave(self, sequences: list[Sequence]) -> None:
         """Let the rows of `sequences` run empty: at position 0, writing to the spare output column, never finishing by
         length.
         """
         self._ints[:, self._tensor([sequence.row for sequence in sequences])] = self._idle_state
-        self.outputs.leave([sequence.column for sequence in sequences])
         for sequence in sequences:
+            self._free_columns.append(sequence.column)
             sequence.column = -1
 
     def join(self, sequences: list[Sequence]) -> None:
-        """Write the state of samples that enter the batch; each knows its row and column."""
-        self._widen_stops(sequences)
+        """Write the state of samples that enter the batch, each in its row; each gets a column."""
+        most_stops = max(len(sequence.request.sampling.stop_token_ids) for sequence in sequences)
+        height, width = self._stops.shape
+        if most_stops > width:
+            self._stops = torch.cat((self._stops, self._stops.new_full((height, most_stops - width), NO_STOP)), dim=1)
         rows = self._tensor([sequence.row for sequence in sequences])
-        n = self.outputs.stride
+        n = self._stride
         ints, floats = [], []
         for sequence in sequences:
             spec = sequence.request.sampling
-            done, column = len(sequence.partial.tokens), sequence.column
+            sequence.column = column = self._free_columns.pop()
+            done = len(sequence.partial.tokens)
             ints.append(
                 (
                     len(sequence.prefix),
@@ -501,16 +465,10 @@ class RowTable:
         width = self._stops.shape[1]
         stops = [(*s.request.sampling.stop_token_ids, *[NO_STOP] * width)[:width] for s in sequences]
         self._stops[rows] = self._tensor(stops)
-        self.outputs.begin(sequences)
-
-    def _widen_stops(self, sequences: list[Sequence]) -> None:
-        stops = max(len(sequence.request.sampling.stop_token_ids) for sequence in sequences)
-        rows, width = self._stops.shape
-        if stops > width:
-            self._stops = torch.cat((self._stops, self._stops.new_full((rows, stops - width), NO_STOP)), dim=1)
+        self._begin_columns(sequences)
 
     def _tensor(self, values: Collection[int] | Collection[Collection[int]]) -> Tensor:
-        return _longs(values, self._device)
+        return torch.tensor(values, dtype=torch.long, device=self._device)
 
     def move(self, targets: Tensor, sources: Tensor) -> None:
         """Copy the state of rows `sources` to rows `targets`."""
@@ -574,8 +532,10 @@ class RowTable:
         stops = self._stops[:rows]
         if self._minimum_lengths:
             self._suppress_stops(logits_RV, output, stops)
-        tokens, logprobs = sample(logits_RV, self.outputs.uniforms(output), self._sampling)
-        self.outputs.write(output, tokens, logprobs)
+        uniforms = self._uniforms.view(-1).index_select(0, output)
+        tokens, logprobs = sample(logits_RV, uniforms, self._sampling)
+        self._tokens.view(-1).index_copy_(0, output, tokens)
+        self._logprobs.view(-1).index_copy_(0, output, logprobs)
         stopped = stops[:, 0] == tokens if stops.shape[1] == 1 else (stops == tokens[:, None]).any(1)
         finished = stopped.logical_or_(output == ints[LAST_OUTPUT])
         ints[TOKEN].copy_(tokens)

@@ -164,50 +164,11 @@ class AdmissionQueue:
 
 logger = logging.getLogger(__name__)
 OnFinish = Callable[[Sequence, GenerationOutput], None]
-ReadOutputs = Callable[[list[Sequence]], list[tuple[list[int], list[float]]]]
 
 CHANGE_SHARE = 16
 """A batch is reorganised as soon as one row in this number has left or could join. A join costs a prefill, which is
 most of a decode step for a small model; a hole costs its share of the steps until then.
 """
-
-
-class WatchedSamples:
-    """Running samples that Python looks at after every step: they are streamed, or stop at a string.
-
-    Args:
-        detokenize: ids to text, needed for stop strings.
-    """
-
-    def __init__(self, detokenize: Decode | None) -> None:
-        self._detokenize = detokenize
-        self._samples: list[Sequence] = []
-
-    def refresh(self, running: list[Sequence]) -> None:
-        """Select the samples to watch from `running`, after some have joined."""
-        self._samples = [
-            sequence for sequence in running if sequence.job.on_progress is not None or sequence.request.sampling.stop
-        ]
-
-    def look(self, read: ReadOutputs, version: str) -> list[tuple[Sequence, str]]:
-        """Publish the progress of streamed samples; return those that stop, each with its stop string.
-
-        Args:
-            read: reads tokens and log-probabilities of samples.
-            version: label of the present weights.
-        """
-        stopped: list[tuple[Sequence, str]] = []
-        watched = [sequence for sequence in self._samples if sequence.row >= 0]
-        for sequence, (tokens, logprobs) in zip(watched, read(watched) if watched else (), strict=True):
-            strings, decode = sequence.request.sampling.stop, self._detokenize
-            text = None if decode is None else completed_by_last(tokens, strings, decode)
-            if text is not None:
-                stopped.append((sequence, text))
-            elif sequence.job.on_progress is not None:
-                sequence.job.on_progress(
-                    sequence.index, sequence.partial.reply(sequence.request, tokens, logprobs, version, None)
-                )
-        return stopped
 
 
 class DecodeBatch:
@@ -242,7 +203,9 @@ class DecodeBatch:
         self.version = ""
         self.steps = 0
         self._reorganised_at = 0
-        self._watched = WatchedSamples(detokenize)
+        self._detokenize = detokenize
+        self._watched: list[Sequence] = []
+        """Running samples that Python looks at after every step: they are streamed, or stop at a string."""
 
     @property
     def runnable(self) -> bool:
@@ -281,10 +244,21 @@ class DecodeBatch:
         leaving = [self.samples.rows[row] for row in finished.nonzero().view(-1).tolist()]
         if leaving:
             self._leave([sequence for sequence in leaving if sequence is not None], None)
-        for sequence, text in self._watched.look(self._outputs, self.version):
-            self._leave([sequence], Finish(FinishReason.stop, matched=text))
+        if self._watched:
+            self._look()
         if self.samples.slots.shared:
             self._part()
+
+    def _look(self) -> None:
+        """Publish the progress of streamed samples; end those whose last token completes a stop string."""
+        watched = [sequence for sequence in self._watched if sequence.row >= 0]
+        for sequence, (tokens, logprobs) in zip(watched, self._outputs(watched), strict=True):
+            strings, decode = sequence.request.sampling.stop, self._detokenize
+            text = None if decode is None else completed_by_last(tokens, strings, decode)
+            if text is not None:
+                self._leave([sequence], Finish(FinishReason.stop, matched=text))
+            elif (publish := sequence.job.on_progress) is not None:
+                publish(sequence.index, sequence.partial.reply(sequence.request, tokens, logprobs, self.version, None))
 
     def _part(self) -> None:
         """Give samples whose last token differs from that of their slot's first sample another slot."""
@@ -318,7 +292,6 @@ class DecodeBatch:
         Either way no hole remains when the cache is resized, so its extent is the one that the admission rule assumed.
         """
         self._reorganised_at = self.steps
-        self._table.outputs.reclaim()
         samples = self.samples
         running = samples.running
         admitted = self._without_empty(self.queue.admit([*running, *self.long_prompts.held]))
@@ -331,7 +304,9 @@ class DecodeBatch:
             self._join(admitted, running)
         running = samples.running
         self._table.refresh(running)
-        self._watched.refresh(running)
+        self._watched = [
+            sequence for sequence in running if sequence.job.on_progress is not None or sequence.request.sampling.stop
+        ]
 
     def _without_empty(self, admitted: list[Sequence]) -> list[Sequence]:
         """Score prompts if asked to, and finish samples that want no token or cannot be scored; return the others."""
@@ -364,7 +339,8 @@ class DecodeBatch:
 
     def _join(self, admitted: list[Sequence], running: list[Sequence]) -> None:
         for row, sequence in zip(self.samples.take_rows(admitted), admitted, strict=True):
-            sequence.join(row, self._table.outputs.take(), self.steps, self.version)
+            sequence.row, sequence.joined_at = row, self.steps
+            sequence.relabel(self.version, self.steps)
         alike: dict[tuple[int, ...], list[Sequence]] = {}
         for sequence in admitted:
             alike.setdefault(sequence.context, []).append(sequence)
@@ -393,7 +369,10 @@ class DecodeBatch:
                 self.prefills.keep_answer(sequence, tokens, self._cached_positions(sequence))
         self._vacate(sequences)
         for sequence, (tokens, logprobs) in zip(sequences, outputs, strict=True):
-            ending = _natural_end(sequence, tokens) if finish is None else finish
+            ending = finish
+            if ending is None:
+                at_stop = tokens[-1] in sequence.request.sampling.stop_token_ids
+                ending = Finish(FinishReason.stop, tokens[-1]) if at_stop else Finish(FinishReason.length)
             self._finish(sequence, tokens, logprobs, ending)
 
     def _finish(self, sequence: Sequence, tokens: list[int], logprobs: list[float], finish: Finish) -> None:
@@ -402,9 +381,7 @@ class DecodeBatch:
 
     def _outputs(self, sequences: list[Sequence]) -> list[tuple[list[int], list[float]]]:
         lengths = [sequence.produced(self.steps) for sequence in sequences]
-        tokens, logprobs = self._table.outputs.read(
-            [sequence.column for sequence in sequences], max(lengths, default=0)
-        )
+        tokens, logprobs = self._table.read([sequence.column for sequence in sequences], max(lengths, default=0))
         return [(t[:n], p[:n]) for t, p, n in zip(tokens, logprobs, lengths, strict=True)]
 
     def _read_routing(self, sequences: list[Sequence]) -> None:
@@ -471,9 +448,3 @@ class DecodeBatch:
         self.runner.weights_changed()
         if not self.samples.running:
             self.runner.cache.scrub()
-
-
-def _natural_end(sequence: Sequence, tokens: list[int]) -> Finish:
-    if tokens[-1] in sequence.request.sampling.stop_token_ids:
-        return Finish(FinishReason.stop, matched=tokens[-1])
-    return Finish(FinishReason.length)

@@ -37,8 +37,21 @@ def exchange_trajectories(
     for rollout_id in leaving:
         if rollout_id not in held:
             raise KeyError(f"rank {ranks.rank} should hold rollout {rollout_id!r} but does not")
-    mine = {rollout_id: held[rollout_id] for rollout_id, target in leaving.items() if target == ranks.rank}
-    mine |= {each.rollout_id: each for each in _arriving(leaving, expected, held, ranks)}
+    mine: dict[str, Trajectory] = {}
+    going: dict[int, list[Trajectory]] = {}
+    for rollout_id, target in leaving.items():
+        if target == ranks.rank:
+            mine[rollout_id] = held[rollout_id]
+        else:
+            going.setdefault(target, []).append(held[rollout_id])
+    sources = set(expected.values()) - {ranks.rank}
+    outgoing = {target: _pack(trajectories) for target, trajectories in sorted(going.items())}
+    sizes = {source: torch.zeros(1, dtype=torch.int64) for source in sorted(sources)}
+    transfer({target: torch.tensor([len(data)]) for target, data in outgoing.items()}, sizes, ranks)
+    incoming = {source: torch.zeros(int(size), dtype=torch.uint8) for source, size in sizes.items()}
+    transfer(outgoing, incoming, ranks)
+    for data in incoming.values():
+        mine |= {each.rollout_id: each for each in _unpack(data)}
     return [mine[rollout_id] for rollout_id in expected]
 
 
@@ -50,22 +63,6 @@ def hand_down(trajectories: Sequence[Trajectory], copy: Ranks) -> list[Trajector
     size = int(copy.broadcast(torch.tensor([len(message)])))
     received = copy.broadcast(message if copy.leads else torch.empty(size, dtype=torch.uint8))
     return list(trajectories) if copy.leads else _unpack(received)
-
-
-def _arriving(
-    leaving: Mapping[str, int], expected: Mapping[str, int], held: Mapping[str, Trajectory], ranks: Ranks
-) -> list[Trajectory]:
-    going: dict[int, list[Trajectory]] = {}
-    for rollout_id, target in leaving.items():
-        if target != ranks.rank:
-            going.setdefault(target, []).append(held[rollout_id])
-    sources = set(expected.values()) - {ranks.rank}
-    outgoing = {target: _pack(trajectories) for target, trajectories in sorted(going.items())}
-    sizes = {source: torch.zeros(1, dtype=torch.int64) for source in sorted(sources)}
-    transfer({target: torch.tensor([len(data)]) for target, data in outgoing.items()}, sizes, ranks)
-    incoming = {source: torch.zeros(int(size), dtype=torch.uint8) for source, size in sizes.items()}
-    transfer(outgoing, incoming, ranks)
-    return [trajectory for source in sizes for trajectory in _unpack(incoming[source])]
 
 
 def transfer(outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], ranks: Ranks) -> None:

@@ -140,7 +140,10 @@ def micro_batches(
         if tree is None:
             layout = _side_by_side(sources_I, rows_I, offsets_I, lengths, kind)
         else:
-            layout = _shared(sources_I, offsets_I, tree)
+            stream = lay_out(tree)
+            sources, positions = (np.empty(stream.size, dtype=np.int64) for _ in range(2))
+            sources[stream.places_I], positions[stream.places_I] = sources_I, offsets_I
+            layout = _Layout(sources[None], positions[None], stream.places_I, stream.blocks)
         yield _on_device(layout, members, sources_I, rows_I, chosen, tokens_T, routing, shown)
 
 
@@ -200,6 +203,8 @@ def _on_device(
             DeviceBlock(block.with_indices({name: there[f"{number}.{name}"] for name in block.indices()}))
             for number, block in enumerate(layout.blocks)
         ]
+    computed = np.zeros(layout.positions.size, dtype=np.bool_)
+    computed[layout.places_I] = True
     return MicroBatch(
         seqs=members.tolist(),
         model_inputs=inputs,
@@ -209,16 +214,10 @@ def _on_device(
         tokens_N=tokens_T[there["targets_N"]],
         predictors_N=there["predictors_N"],
         seq_ids_N=there["seq_ids_N"],
-        depths=_depths(layout),
+        depths=layout.positions.flatten()[computed] + 1,
         routing=None if routing is None else routing[there["sources"].flatten()],
         shown=None if shown is None else shown.host_ids_T[layout.sources],
     )
-
-
-def _depths(layout: _Layout) -> Ints:
-    computed = np.zeros(layout.positions.size, dtype=np.bool_)
-    computed[layout.places_I] = True
-    return layout.positions.flatten()[computed] + 1
 
 
 def _worthwhile(prefixes: Prefixes, seqs: Sequence[int], lengths_S: Ints, budget: int) -> list[Branches] | None:
@@ -288,11 +287,3 @@ def _side_by_side(sources_I: Ints, rows_I: Ints, offsets_I: Ints, lengths: Ints,
         np.concatenate(([0], np.cumsum(lengths))),
         int(lengths.max()),
     )
-
-
-def _shared(sources_I: Ints, offsets_I: Ints, tree: Branches) -> _Layout:
-    """Return a stream in which every prefix lies once."""
-    stream = lay_out(tree)
-    sources, positions = (np.empty(stream.size, dtype=np.int64) for _ in range(2))
-    sources[stream.places_I], positions[stream.places_I] = sources_I, offsets_I
-    return _Layout(sources[None], positions[None], stream.places_I, stream.blocks)

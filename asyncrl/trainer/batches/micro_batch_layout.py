@@ -181,18 +181,14 @@ def blocks(lengths: Sequence[int]) -> list[Block[Ints]]:
     start = first = 0
     for rows in block_rows(lengths):
         part = lengths[first : first + rows]
-        made.append(_block(part, start))
+        sizes = np.asarray(part, dtype=np.int64)
+        places = np.arange(part[0])
+        real = places < sizes[:, None]
+        starts = start + np.cumsum(sizes) - sizes
+        gather = (real * (starts[:, None] + places)).flatten()
+        made.append(Block(rows, part[0], gather, np.flatnonzero(real)))
         first, start = first + rows, start + sum(part)
     return made
-
-
-def _block(lengths: Sequence[int], start: int) -> Block[Ints]:
-    rows, width = len(lengths), lengths[0]
-    sizes = np.asarray(lengths, dtype=np.int64)
-    real = np.arange(width) < sizes[:, None]
-    starts = start + np.concatenate(([0], np.cumsum(sizes)[:-1]))
-    gather = (real * (starts[:, None] + np.arange(width))).flatten()
-    return Block(rows, width, gather, np.flatnonzero(real))
 
 
 MAX_MASK_BYTES = 16 << 20
@@ -223,7 +219,10 @@ class PrefixOrder:
         order = sorted(range(len(keys)), key=keys.__getitem__)
         shared = np.zeros(len(keys), dtype=np.int64)
         for place in range(1, len(order)):
-            shared[place] = _common(sequences[order[place - 1]], sequences[order[place]])
+            before, own = sequences[order[place - 1]], sequences[order[place]]
+            size = min(len(before), len(own))
+            differ = np.flatnonzero(before[:size] != own[:size])
+            shared[place] = differ[0] if len(differ) else size
         rank = np.empty(len(order), dtype=np.int64)
         rank[order] = np.arange(len(order))
         return cls(np.array(order, dtype=np.int64), shared, rank)
@@ -286,12 +285,6 @@ def distinct_tokens(group: Sequence[Sample]) -> int:
     tokens_T = picture_symbols(rest.tokens, rest.starts, rest.pictures) if rest.pictures else rest.tokens
     order = PrefixOrder.of(symbols(tokens_T, rest.routing), rest.starts, rest.lengths)
     return prompt + int(rest.lengths.sum() - order.shared.sum())
-
-
-def _common(a: NDArray[np.integer], b: NDArray[np.integer]) -> int:
-    size = min(len(a), len(b))
-    differ = np.flatnonzero(a[:size] != b[:size])
-    return int(differ[0]) if len(differ) else size
 
 
 @dataclass(frozen=True, slots=True, eq=False)

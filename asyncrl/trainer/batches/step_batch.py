@@ -112,8 +112,8 @@ class StepBatch:
         return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
 
     @cached_property
-    def _members(self) -> list[list[int]]:
-        """The samples of each minibatch."""
+    def minibatches(self) -> list[list[int]]:
+        """The samples of each minibatch on this rank."""
         minibatches = self["minibatches"].cpu().numpy()
         return [np.flatnonzero((minibatches == n).any(-1)).tolist() for n in range(self.num_minibatches)]
 
@@ -145,10 +145,6 @@ class StepBatch:
     def device(self) -> torch.device:
         """The device that holds the columns."""
         return self.seq_ids_T.device
-
-    def minibatch(self, number: int) -> list[int]:
-        """Return the samples of minibatch `number` on this rank."""
-        return self._members[number]
 
     def __contains__(self, key: str) -> bool:
         return key in self._columns
@@ -254,7 +250,12 @@ def build_step_batch(
         "group_ids": group_ids,
         "episodes": _join([compared_episodes(group.episodes.tolist(), group.groups) for group in groups], np.int64),
         "minibatches": np.repeat(by_pass if by_pass.ndim == 2 else by_pass[:, None], sizes, axis=0),
-        **{name: _join([column(group, name) for group in groups], _dtype_of(name)) for name in own},
+        **{
+            name: _join(
+                [column(group, name) for group in groups], np.float32 if name.startswith(f"{TOKEN}/") else np.float64
+            )
+            for name in own
+        },
     }
     return StepBatch(
         {key: torch.from_numpy(values).to(device or torch.device("cpu")) for key, values in columns.items()},
@@ -278,10 +279,6 @@ def _comparison_groups(groups: Sequence[SampleColumns]) -> tuple[NDArray[np.int6
         for name in group.groups or ("",) * len(group)
     ]
     return np.array(ids, np.int64), [name for _, name in numbers]
-
-
-def _dtype_of(name: str) -> type[np.floating[Any]]:
-    return np.float32 if name.startswith(f"{TOKEN}/") else np.float64
 
 
 def _routing(groups: Sequence[SampleColumns]) -> Tensor | None:
@@ -349,7 +346,12 @@ def attach(trajectory: Trajectory, scores: Scores) -> Trajectory:
 
 def detach(trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory], dict[str, NDArray[np.float32]]]:
     """Return `trajectories` without their scores, and the scores end to end; NaN marks a token without one."""
-    keys = {name: None for trajectory in trajectories for name in _columns_of(trajectory) if name.startswith(AHEAD)}
+    keys: set[str] = set()
+    for trajectory in trajectories:
+        samples = trajectory.samples
+        columns = samples.rest if isinstance(samples, SharedPrompt) else samples
+        if isinstance(columns, SampleColumns):  # else the samples of an agent here, which has no scores
+            keys |= {name for name in columns.token_columns if name.startswith(AHEAD)}
     if not keys:
         return list(trajectories), {}
     whole = [trajectory.columns for trajectory in trajectories]
@@ -357,7 +359,7 @@ def detach(trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory], dict[s
         name.removeprefix(AHEAD): np.concatenate(
             [columns.token_columns.get(name, np.full(len(columns.tokens), np.nan, np.float32)) for columns in whole]
         )
-        for name in keys
+        for name in sorted(keys)
     }
     left = [
         replace(
@@ -370,10 +372,3 @@ def detach(trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory], dict[s
         for trajectory, columns in zip(trajectories, whole, strict=True)
     ]
     return left, scores
-
-
-def _columns_of(trajectory: Trajectory) -> Mapping[str, NDArray[np.float32]]:
-    """Return the token columns; only those that an agent gave if the samples are not in columns."""
-    samples = trajectory.samples
-    columns = samples.rest if isinstance(samples, SharedPrompt) else samples
-    return columns.token_columns if isinstance(columns, SampleColumns) else {}

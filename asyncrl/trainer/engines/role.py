@@ -146,10 +146,6 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
         lengths = wanted_lengths(wanted, batch.starts_S, batch.lengths_S)
         return self._cut(batch, wanted, lengths, seqs)
 
-    def _whole_sequences(self, batch: StepBatch, seqs: Sequence[int] | None) -> Iterator[MicroBatch]:
-        """Return micro-batches of the samples `seqs` (None: all) to their last token."""
-        return self._cut(batch, np.zeros(batch.num_tokens, dtype=np.bool_), batch.lengths_S, seqs)
-
     def _cut(
         self, batch: StepBatch, wanted: NDArray[np.bool_], lengths: NDArray[np.int64], seqs: Sequence[int] | None
     ) -> Iterator[MicroBatch]:
@@ -393,5 +389,6 @@ class RoleValue(RoleEngine[Optimizer], ValueEngine):
         return self._accumulate(own, lambda micro_batch, out: loss(micro_batch, out[0]), everywhere=False)
 
     def outputs(self, batch: StepBatch, seqs: Sequence[int] | None = None) -> Tensor:
-        own = self._whole_sequences(batch, seqs)
+        nothing = np.zeros(batch.num_tokens, dtype=np.bool_)
+        own = self._cut(batch, nothing, batch.lengths_S, seqs)  # samples to their last token
         return self._collect(batch.num_tokens, own, lambda micro_batch: micro_batch.sources_I, everywhere=True)

@@ -85,34 +85,6 @@ COMPUTED, COMPUTED_RATIO = "tokens/computed", "tokens/computed_ratio"
 """Tokens computed for each input token of the samples: sharing prefixes lowers the ratio, padding raises it."""
 
 
-class ProximalLogprobs:
-    """Proximal log-probabilities: those of the actor before its first optimizer step on the batch.
-
-    Deferred ones are computed for the later minibatches only: until the step of the first minibatch, the actor still is
-    the proximal policy.
-
-    Args:
-        wanted_T: the tokens that carry loss, bool [T].
-        first: the first minibatch that takes a step.
-        at_first: compute those of the first minibatch too.
-    """
-
-    def __init__(self, batch: StepBatch, wanted_T: Tensor, first: int, *, at_first: bool) -> None:
-        compute = batch.deferred(PROX)
-        self._first = first if compute is not None else None
-        if compute is None or at_first:
-            self.logprobs_T = batch[PROX]
-        else:
-            later_T = (batch["minibatches"] != first).any(-1)[batch.seq_ids_T]
-            self.logprobs_T = compute(wanted_T & later_T)
-
-    def of(self, micro_batch: MicroBatch, logprobs_N: Tensor, number: int) -> Tensor:
-        """Return the proximal log-probabilities of the wanted tokens of `micro_batch`, of minibatch `number`. The actor
-        now gives these tokens `logprobs_N`.
-        """
-        return logprobs_N.detach() if number == self._first else self.logprobs_T[micro_batch.targets_N]
-
-
 class Selection:
     """The tokens of a minibatch that the objective's selection keeps, and their penalties.
 
@@ -162,30 +134,33 @@ class ActorLoss:
     def __init__(self, ctx: CallContext, batch: StepBatch) -> None:
         self._ctx, self._batch = ctx, batch
         self._objective = ctx.state.objective
+        spec = self._objective.spec
+        self.exact_kl = spec.kl is not None and spec.kl.name in WHOLE_DISTRIBUTIONS
+        """True if the KL term needs whole distributions."""
+        self.entropy = EntropyMode.differentiable if spec.entropy_coef != 0.0 else EntropyMode.constant
+        """Entropies that the loss gets: with gradients for a bonus, else for statistics only."""
         self.wanted_T = self._signal()
         """The tokens that carry loss, bool [T]."""
         self.normalisers = global_normalisers(ctx, batch, self.wanted_T, self._objective.normaliser)
         # The reference first: it is then done before the actor moves to the device, if idle roles are off-loaded.
         self._ref_T = batch[REF] if self._objective.needs_reference and not self.exact_kl else None
-        self._prox: ProximalLogprobs | None = None
+        self._prox_T: Tensor | None = None
+        self._first: int | None = None
+        """Minibatch up to whose step the actor still is the proximal policy, if that spares a forward pass."""
         if self._objective.needs_prox or PROX in ctx.reads:
+            compute = batch.deferred(PROX)
             first = next((number for number, total in enumerate(self.normalisers) if total > 0.0), 0)
-            self._prox = ProximalLogprobs(batch, self.wanted_T, first, at_first=self._objective.selects)
+            if compute is not None:
+                self._first = first
+            if compute is None or self._objective.selects:
+                self._prox_T = batch[PROX]
+            else:
+                later_T = (batch["minibatches"] != first).any(-1)[batch.seq_ids_T]
+                self._prox_T = compute(self.wanted_T & later_T)
         self._selection: Selection | None = None
         if self._objective.selects:
-            start_T = batch["behave_logprobs"] if self._prox is None else self._prox.logprobs_T
+            start_T = batch["behave_logprobs"] if self._prox_T is None else self._prox_T
             self._selection = Selection(self._objective, batch, self.wanted_T, start_T)
-
-    @property
-    def exact_kl(self) -> bool:
-        """True if the KL term needs whole distributions."""
-        kl = self._objective.spec.kl
-        return kl is not None and kl.name in WHOLE_DISTRIBUTIONS
-
-    @property
-    def entropy(self) -> EntropyMode:
-        """Entropies that the loss gets: with gradients for a bonus, else for statistics only."""
-        return EntropyMode.differentiable if self._objective.spec.entropy_coef != 0.0 else EntropyMode.constant
 
     def select(self, number: int) -> None:
         """Choose among all tokens of minibatch `number`. Every rank calls it, before its first forward pass."""
@@ -254,9 +229,12 @@ class ActorLoss:
         self, micro_batch: MicroBatch, logprobs_N: Tensor, entropy_N: Tensor | None, number: int
     ) -> PolicyLossInputs:
         batch, targets_N = self._batch, micro_batch.targets_N
+        prox_N = None
+        if self._prox_T is not None:
+            prox_N = logprobs_N.detach() if number == self._first else self._prox_T[targets_N]
         return PolicyLossInputs(
             logprobs_T=logprobs_N,
-            prox_logprobs_T=None if self._prox is None else self._prox.of(micro_batch, logprobs_N, number),
+            prox_logprobs_T=prox_N,
             behave_logprobs_T=batch["behave_logprobs"][targets_N],
             advantages_T=batch["advantages"][targets_N],
             mask_T=torch.ones_like(targets_N, dtype=torch.bool),
@@ -311,7 +289,7 @@ def actor_train(ctx: CallContext, batch: StepBatch) -> StatValues:
             share, parts = engine.compute_gradients(
                 batch,
                 loss.wanted_T,
-                batch.minibatch(number),
+                batch.minibatches[number],
                 partial(loss.share, number=number),
                 entropy=loss.entropy,
                 distributions=loss.exact_kl,

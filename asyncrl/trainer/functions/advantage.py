@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +12,6 @@ from asyncrl.algorithms.inputs import AdvantageInputs, KLInputs
 from asyncrl.algorithms.registry import KLPlace
 from asyncrl.api.trajectory import GREEDY_REWARD, role_of
 from asyncrl.config.plugin_code.catalog import resolve
-from asyncrl.models.ranks import Ranks
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.functions.actor import policy_logprobs
 from asyncrl.trainer.functions.model_functions import CallContext, StatValues, model_function
@@ -31,11 +29,10 @@ def advantage(ctx: CallContext, batch: StepBatch) -> StatValues:
     the KL coefficient adapts to `kl_target` here, for the next step.
     """
     algorithm = ctx.config.algorithm
-    estimate = resolve("advantage", algorithm.advantage.name, algorithm.advantage.params, algorithm.plugins)
     mask_T = batch["loss_mask"]
     if "keep" in ctx.reads:
         mask_T = mask_T & batch["keep"][batch.seq_ids_T]
-    place = ctx.config.algorithm.kl_in
+    place = algorithm.kl_in
     penalty_T, stats = _kl_penalty(ctx, batch, mask_T)
     token_rewards_T = batch["token_rewards"]
     if penalty_T is not None and place == KLPlace.reward:
@@ -45,10 +42,18 @@ def advantage(ctx: CallContext, batch: StepBatch) -> StatValues:
         from asyncrl.algorithms.critic import align_values  # only with a critic
 
         values_T, bootstrap_S = align_values(batch["values"], batch.seq_ids_T, batch.num_seqs)
-    roles = _roles_of_all_ranks(batch, ctx.ranks)
-    output = estimate(
+    keys = ctx.args.get("rewards", "rewards")
+    rewards_S = torch.stack([batch[key].double() for key in ([keys] if isinstance(keys, str) else keys)]).sum(dim=0)
+    greedy_S = None
+    if batch.metrics and all(GREEDY_REWARD in metrics for metrics in batch.metrics):
+        greedy_G = torch.tensor([metrics[GREEDY_REWARD] for metrics in batch.metrics], device=batch.device)
+        greedy_S = greedy_G[batch["rollouts"]]
+    own = json.dumps(sorted({role_of(name) for name in batch.group_names})).encode()  # every rank takes part
+    roles = sorted({role for theirs in ctx.ranks.all_gather_bytes(own) for role in json.loads(theirs)})
+    role_numbers = [roles.index(role_of(name)) for name in batch.group_names]
+    output = ctx.state.estimate(
         AdvantageInputs(
-            rewards_S=_rewards(ctx, batch).float(),
+            rewards_S=rewards_S.float(),
             group_ids_S=batch["group_ids"],
             mask_T=mask_T,
             seq_ids_T=batch.seq_ids_T,
@@ -57,10 +62,10 @@ def advantage(ctx: CallContext, batch: StepBatch) -> StatValues:
             bootstrap_values_S=bootstrap_S,
             truncated_S=batch["truncated"],
             token_rewards_T=token_rewards_T,
-            greedy_rewards_S=_greedy_rewards(batch),
+            greedy_rewards_S=greedy_S,
             episodes_S=batch["episodes"],
             columns={name: batch[name] for name in batch.own},
-            roles_S=_roles_of_samples(batch, roles),
+            roles_S=torch.tensor(role_numbers, dtype=torch.int64, device=batch.device)[batch["group_ids"]],
             roles=roles,
             baselines=ctx.state.baselines,
             all_reduce=ctx.ranks.all_reduce_sum if ctx.ranks.world > 1 else None,
@@ -88,24 +93,6 @@ def advantage(ctx: CallContext, batch: StepBatch) -> StatValues:
     return reduced
 
 
-def _roles_of_all_ranks(batch: StepBatch, ranks: Ranks) -> tuple[str, ...]:
-    """Return the roles of the comparison groups of all ranks, sorted. Every rank must call it."""
-    mine = json.dumps(sorted({role_of(name) for name in batch.group_names})).encode()
-    return tuple(sorted({role for theirs in ranks.all_gather_bytes(mine) for role in json.loads(theirs)}))
-
-
-def _roles_of_samples(batch: StepBatch, roles: Sequence[str]) -> Tensor:
-    """Position in `roles` of each sample's role, [S]."""
-    numbers = [roles.index(role_of(name)) for name in batch.group_names]
-    return torch.tensor(numbers, dtype=torch.int64, device=batch.device)[batch["group_ids"]]
-
-
-def _rewards(ctx: CallContext, batch: StepBatch) -> Tensor:
-    chosen = ctx.args.get("rewards", "rewards")
-    keys = [chosen] if isinstance(chosen, str) else list(chosen)
-    return torch.stack([batch[key].double() for key in keys]).sum(dim=0)
-
-
 def _kl_penalty(ctx: CallContext, batch: StepBatch, mask_T: Tensor) -> tuple[Tensor | None, Stats]:
     """Return the KL penalty per token, between the policy at generation (or the proximal one, if read) and the
     reference.
@@ -124,10 +111,3 @@ def _kl_penalty(ctx: CallContext, batch: StepBatch, mask_T: Tensor) -> tuple[Ten
     estimate = resolve("kl", kl.name, kl.params, algorithm.plugins)
     kl_T = estimate(KLInputs(policy_logprobs(ctx, batch), batch["ref_logprobs"], mask_T))
     return kl_token_rewards(kl_T, mask_T, ctx.state.kl.coef), {"kl/reference": mean_stat(kl_T, mask_T)}
-
-
-def _greedy_rewards(batch: StepBatch) -> Tensor | None:
-    if not batch.metrics or any(GREEDY_REWARD not in metrics for metrics in batch.metrics):
-        return None
-    rewards_G = torch.tensor([metrics[GREEDY_REWARD] for metrics in batch.metrics], device=batch.device)
-    return rewards_G[batch["rollouts"]]

@@ -47,7 +47,7 @@ def critic_train(ctx: CallContext, batch: StepBatch) -> StatValues:
             inputs = ValueLossInputs(values_N, old_T[targets_N], returns_T[targets_N], everything_N)
             return objective(inputs, micro_batch.seq_ids_N, micro_batch.num_seqs, normaliser)
 
-        loss, parts = engine.compute_gradients(batch, wanted_T, batch.minibatch(number), share)
+        loss, parts = engine.compute_gradients(batch, wanted_T, batch.minibatches[number], share)
         norms.append(engine.step(lr))
         losses.append(loss)
         stats += parts

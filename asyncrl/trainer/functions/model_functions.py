@@ -14,6 +14,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from asyncrl.algorithms.arithmetic import Stats, all_reduce_stats, stat_values
+from asyncrl.algorithms.inputs import AdvantageInputs, AdvantageOutput
 from asyncrl.algorithms.objective import KLController, Objective
 from asyncrl.algorithms.registry import Choice, KLPlace, ObjectiveSpec, ValueNormalisation
 from asyncrl.config.experiment import ExperimentConfig
@@ -139,11 +140,14 @@ def run_call(function: ModelFunction, ctx: CallContext, batch: StepBatch) -> Sta
 
 
 class TrainState:
-    """Objectives, the KL coefficient and the normalisation of values, as `algorithm` sets them."""
+    """Advantage estimator, objectives, the KL coefficient and the normalisation of values, as `algorithm` sets them."""
 
     def __init__(self, algorithm: AlgorithmConfig) -> None:
         find = partial(resolve, plugins=algorithm.plugins)
         self.objective = Objective(objective_spec(algorithm), find)
+        self.estimate: Callable[[AdvantageInputs], AdvantageOutput] = find(
+            "advantage", algorithm.advantage.name, algorithm.advantage.params
+        )
         self._algorithm, self._advantage = algorithm, algorithm.advantage.name
         self.kl = KLController(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
         self.value_norm: ValueNorm | None = None

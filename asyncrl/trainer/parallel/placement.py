@@ -217,7 +217,7 @@ class WorkerGrid(Layout):
     @property
     def publisher(self) -> int:
         """The worker that completes published weights and checkpoints, and sends weights from its memory."""
-        return self.worker_at(Coordinates(0, 0, 0))
+        return self.first
 
 
 @dataclass(frozen=True, slots=True)

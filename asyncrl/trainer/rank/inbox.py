@@ -305,34 +305,11 @@ class _Held:
         return (0 if self.trajectory is None else bytes_of(self.trajectory)) + _bytes_of_arrays(self.scores)
 
 
-class ArrivalLog:
-    """Records of rollouts that the master has not acknowledged, under rising numbers. For one thread, or under a lock.
-
-    Each poll carries the cursor of the last reply that the caller has processed. Records up to the cursor are
-    forgotten, and all later ones are sent (again). So a lost reply costs nothing.
-    """
-
-    def __init__(self) -> None:
-        self._entries: list[tuple[int, RolloutRecord]] = []
-        self._last = 0
-
-    def add(self, record: RolloutRecord) -> None:
-        """Report `record` under the next number."""
-        self._last += 1
-        self._entries.append((self._last, record))
-
-    def count_after(self, cursor: int) -> int:
-        """Return the number of records that a poll at `cursor` would return."""
-        return len(self._entries) - bisect_right(self._entries, cursor, key=itemgetter(0))
-
-    def poll(self, cursor: int) -> PolledBuffer:
-        """Forget the records up to `cursor`; return all later ones."""
-        self._entries = [entry for entry in self._entries if entry[0] > cursor]
-        return PolledBuffer(self._last, tuple(record for _, record in self._entries))
-
-
 class Inbox:
-    """Received trajectories by rollout id. Thread-safe.
+    """Received trajectories by rollout id, and their records, which the master polls. Thread-safe.
+
+    Records have rising numbers. Each poll carries the cursor of the last reply that the caller has processed. Records
+    up to the cursor are forgotten, and all later ones are sent (again). So a lost reply costs nothing.
 
     Args:
         head: data index of the ModelWorker whose inbox this is.
@@ -361,7 +338,8 @@ class Inbox:
         self._held: dict[str, _Held] = {}
         self.bytes_held = 0
         """Bytes of the tokens in memory, and of all scores computed ahead."""
-        self._arrivals = ArrivalLog()
+        self._arrivals: list[tuple[int, RolloutRecord]] = []
+        self._last = 0
         self._closed = False
 
     def put(self, trajectory: Trajectory, timeout_s: float) -> None:
@@ -407,7 +385,8 @@ class Inbox:
         with self._room:
             self._held[trajectory.rollout_id] = _Held(trajectory if spilled is None else None, record)
             self.bytes_held += size if spilled is None else 0
-            self._arrivals.add(record)
+            self._last += 1
+            self._arrivals.append((self._last, record))
 
     def keep_scores(self, scores: Mapping[str, Scores]) -> None:
         """Keep scores computed ahead, by rollout id, with the trajectories that are still held."""
@@ -421,12 +400,13 @@ class Inbox:
     def arrived_after(self, cursor: int) -> int:
         """Return the number of rollouts that a poll after `cursor` would return."""
         with self._room:
-            return self._arrivals.count_after(cursor)
+            return len(self._arrivals) - bisect_right(self._arrivals, cursor, key=itemgetter(0))
 
     def poll(self, cursor: int) -> PolledBuffer:
         """Return the records that came after `cursor`, the last number that the caller has processed."""
         with self._room:
-            return self._arrivals.poll(cursor)
+            self._arrivals = [entry for entry in self._arrivals if entry[0] > cursor]
+            return PolledBuffer(self._last, tuple(record for _, record in self._arrivals))
 
     def get(self, rollout_ids: Iterable[str]) -> dict[str, Trajectory]:
         """Return the trajectories of those `rollout_ids` that are held, with scores computed ahead.

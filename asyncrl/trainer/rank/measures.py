@@ -125,7 +125,11 @@ class StepMeasures:
         """End the step; return peak memory, and operations per second and MFU of its calls if they are counted."""
         if self._profile is not None:
             self._profile.end()
-        memory, total = _peak_memory(self._device), self._total()
+        if self._device.type == "cuda":
+            memory = torch.cuda.max_memory_reserved(self._device)
+        else:
+            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # resident
+        total = self._total()
         if total is None:
             return EndedStep(memory)
         flops, seconds = total - self._before[0], self._computing_s - self._before[1]
@@ -157,13 +161,6 @@ def gpu_memory(device: torch.device) -> dict[str, float]:
         return {}
     free, total = torch.cuda.mem_get_info(device)
     return {"gpu_used": total - free, "gpu_bytes": total, "gpu_peak": torch.cuda.max_memory_reserved(device)}
-
-
-def _peak_memory(device: torch.device) -> int:
-    """Return this process's peak memory in bytes: of the GPU, or resident memory without one."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class MemoryShortage:

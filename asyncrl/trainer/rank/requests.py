@@ -6,7 +6,7 @@ The rank's main thread answers the former in order of arrival, so that collectiv
 (`ModelCalls`).
 
 Each role processes all samples of a step, distributed over its grid of ranks. So a rank has a batch for every grid that
-it is part of (`CurrentStep`). If several policies are trained, each trains on its own samples, in its own minibatches.
+it is part of. If several policies are trained, each trains on its own samples, in its own minibatches.
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ from asyncrl.trainer.messages import (
     WrittenShare,
 )
 from asyncrl.trainer.parallel.placement import WorkerGrid
-from asyncrl.trainer.parallel.world import World
 from asyncrl.trainer.rank.inbox import TrajectoryReceiver
 from asyncrl.trainer.rank.measures import MemoryShortage, StepMeasures
 from asyncrl.trainer.rank.training_rank import TrainingRank, Versions
@@ -79,15 +78,18 @@ class ModelCalls:
     """
 
     def __init__(self, config: ExperimentConfig, graph: Graph, rank: TrainingRank) -> None:
-        self._config, self._rank = config, rank
+        self._states, self._world = rank.states, rank.world
         self._functions = {call.function: find_function(call.function) for call in graph.calls}
+        self._roles = {call.role: policy_and_role(config, call.role) for call in graph.calls}
         self._of_policies = {name: config_of_policy(config, name) for name in ("", *config.trained_policies)}
+        self._engines = {name: rank.engines_of(name) for name in self._of_policies}
+        self._hosted = {name: rank.roles_of(name) for name in self._of_policies}
 
     def run(self, call: RunCall, batch: StepBatch) -> StatValues:
         """Run `call` on `batch`; return its statistics."""
         policy = call.policy
         # The settings of a critic that policies share are those of the run's own policy, "".
-        settings, role = policy_and_role(self._config, call.role)
+        settings, role = self._roles[call.role]
         context = CallContext(
             name=call.name,
             role=role,
@@ -95,111 +97,12 @@ class ModelCalls:
             writes=call.writes,
             args=call.args,
             config=self._of_policies[settings],
-            engines=self._rank.engines_of(policy),
-            ranks=self._rank.world.place(call.role).data,
-            state=self._rank.state_of(policy),
-            roles=self._rank.roles_of(policy),
+            engines=self._engines[policy],
+            ranks=self._world.place(call.role).data,
+            state=self._states[policy],
+            roles=self._hosted[policy],
         )
         return run_call(self._functions[call.function], context, batch)
-
-
-class CurrentStep:
-    """Builds the batches of a step, finds the batch of a call, and records the samples that are kept.
-
-    Args:
-        sample_logs: writers of the rank's samples, by policy.
-        device: device of the batches.
-    """
-
-    def __init__(
-        self, config: ExperimentConfig, world: World, sample_logs: Mapping[str, SampleLog], device: torch.device
-    ) -> None:
-        self._world, self._device, self._sample_logs = world, device, sample_logs
-        self._policies, self._columns = config.trained_policies, config.columns
-        self._batches: dict[tuple[str, WorkerGrid], StepBatch] = {}
-        self._shares: dict[tuple[str, WorkerGrid], GridShare] = {}
-
-    def begin(self, step: BeginStep, held: Mapping[str, Trajectory]) -> None:
-        """Bring the samples to every grid's ranks, and build this rank's batches. Called by all ranks.
-
-        Args:
-            held: the trajectories that this rank received, by rollout id.
-        """
-        self._shares = {}
-        for grid, targets, share in zip(self._world.placement.distinct, step.targets, step.shares, strict=True):
-            place = self._world.places.get(grid)
-            leaving = dict(zip(step.leaving, targets, strict=True))
-            expected = {}
-            if share is not None and place is not None and place.copy.leads:
-                expected = dict(zip(share.rollout_ids, share.sources, strict=True))
-            arrived = exchange_trajectories(leaving, expected, held, self._world.everyone)
-            if share is not None and place is not None:
-                self._build(step, grid, share, hand_down(arrived, place.copy))
-
-    def _build(self, step: BeginStep, grid: WorkerGrid, share: GridShare, handed: Sequence[Trajectory]) -> None:
-        """Build the batch of each policy for `grid`."""
-        trajectories, ahead = detach(handed)
-        for part in parts_of_policies(trajectories, share.minibatches, self._policies):
-            ids = {trajectory.rollout_id for trajectory in part.trajectories}
-            self._shares[part.policy, grid] = share.keeping(ids) if self._policies else share
-            batch = self._batches[part.policy, grid] = build_step_batch(
-                part.trajectories,
-                part.minibatches,
-                version=step.version,
-                num_minibatches=step.num_minibatches,
-                min_version=step.min_version,
-                own=self._columns,
-                device=self._device,
-            )
-            batch.ahead = {key: torch.from_numpy(own).to(self._device) for key, own in ahead.items()}
-            if grid == self._actor_grid(part.policy) and part.policy in self._sample_logs:
-                self._sample_logs[part.policy].begin(part.trajectories, batch)
-
-    def batch_ahead(self, trajectories: Sequence[Trajectory], version: int) -> StepBatch:
-        """Return a batch of rollouts that still wait for their step."""
-        no_steps = [0] * len(trajectories)
-        return build_step_batch(
-            trajectories, no_steps, version=version, num_minibatches=1, own=self._columns, device=self._device
-        )
-
-    def batch_of(self, call: RunCall) -> StepBatch:
-        """Return the batch of the call's policy on the grid of its role.
-
-        Raises:
-            RuntimeError: no step is in training.
-        """
-        if (batch := self._batches.get((call.policy, self._world.placement.grid(call.role)))) is None:
-            raise RuntimeError(f"call {call.name!r} came outside a step; the master sends begin_step first")
-        return batch
-
-    def called(self, call: RunCall, batch: StepBatch) -> None:
-        """Record what `call` wrote in the samples that are kept."""
-        if self._world.placement.grid(call.role) == self._actor_grid(call.policy) and call.policy in self._sample_logs:
-            self._sample_logs[call.policy].called(call.writes, batch)
-
-    def move_columns(self, request: MoveColumns) -> None:
-        """Copy columns of the step's batches from one grid's ranks to another's."""
-        from asyncrl.trainer.batches.column_moves import move_columns  # only if roles have grids of their own
-
-        batches = {grid: batch for (policy, grid), batch in self._batches.items() if policy == request.policy}
-        shares = {grid: share for (policy, grid), share in self._shares.items() if policy == request.policy}
-        move_columns(request, self._world, shares, batches)
-
-    def end(self) -> None:
-        """Complete the samples that are kept, and release the batches."""
-        for policy, log in self._sample_logs.items():
-            if (batch := self._batches.get((policy, self._actor_grid(policy)))) is not None:
-                log.end(batch)
-        self._batches.clear()
-
-    def forget_samples_after(self, version: int) -> None:
-        """Remove kept samples of steps after `version`, from which the run resumes."""
-        for log in self._sample_logs.values():
-            log.forget_after(version)
-
-    def _actor_grid(self, policy: str) -> WorkerGrid:
-        """Return the grid of a trained policy's actor, whose heads record its samples."""
-        return self._world.placement.grid(role_of_policy(policy, ACTOR))
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,34 +159,40 @@ def checkpoint_path(request: SaveCheckpoint | FinishShare | CommitCheckpoint, me
 
 
 class QueuedRequests:
-    """Answers the requests that compute.
+    """Answers the requests that compute, and holds the batches of the step in training.
 
     Args:
         rank: engines and checkpoints of the rank.
         receiver: holds the received trajectories.
         versions: publishes weights.
         memory_checkpoint: folder of the checkpoint in the host's memory.
-        step: the batches of the step in training.
         calls: runs model functions.
         measures: measures the steps.
         memory: explains errors of the device's memory.
+        sample_logs: writers of the rank's samples, by policy.
+        device: device of the batches.
     """
 
     def __init__(
         self,
+        config: ExperimentConfig,
         rank: TrainingRank,
         *,
         receiver: TrajectoryReceiver,
         versions: Versions,
         memory_checkpoint: MemoryCheckpoint,
-        step: CurrentStep,
         calls: ModelCalls,
         measures: StepMeasures,
         memory: MemoryShortage,
+        sample_logs: Mapping[str, SampleLog],
+        device: torch.device,
     ) -> None:
-        self._rank, self._receiver, self._versions = rank, receiver, versions
-        self._memory_checkpoint = memory_checkpoint
-        self._step, self._calls, self._measures, self._memory = step, calls, measures, memory
+        self._rank, self._world, self._receiver, self._versions = rank, rank.world, receiver, versions
+        self._memory_checkpoint, self._device = memory_checkpoint, device
+        self._calls, self._measures, self._memory, self._sample_logs = calls, measures, memory, sample_logs
+        self._policies, self._columns = config.trained_policies, config.columns
+        self._batches: dict[tuple[str, WorkerGrid], StepBatch] = {}
+        self._shares: dict[tuple[str, WorkerGrid], GridShare] = {}
         self._newest = 0
 
     def handlers(self) -> dict[type, Callable[[Any], Any]]:
@@ -317,10 +226,13 @@ class QueuedRequests:
         """Score rollouts that wait for their step by frozen models. The head of each copy has received them, and keeps
         the scores. Called by all ranks of the actor.
         """
-        place, inbox = self._rank.world.place(ACTOR), self._receiver.inbox
+        place, inbox = self._world.place(ACTOR), self._receiver.inbox
         held = inbox.get(request.rollout_ids[place.coordinates.data]) if place.copy.leads else {}
         trajectories, _ = detach(hand_down(list(held.values()), place.copy))
-        batch = self._step.batch_ahead(trajectories, request.version)
+        no_steps, version = [0] * len(trajectories), request.version
+        batch = build_step_batch(
+            trajectories, no_steps, version=version, num_minibatches=1, own=self._columns, device=self._device
+        )
         with self._measures.computing():
             for call in request.calls:
                 self._calls.run(call, batch)
@@ -330,32 +242,75 @@ class QueuedRequests:
         return Done()
 
     def begin_step(self, step: BeginStep) -> Done:
-        """Bring the samples to every grid's ranks, and build the step's batches."""
+        """Bring the samples to every grid's ranks, and build this rank's batches. Called by all ranks."""
         self._newest = step.version + 1
         self._measures.begin(self._newest)
-        self._step.begin(step, self._receiver.inbox.get(step.leaving))
+        held = self._receiver.inbox.get(step.leaving)
+        self._shares = {}
+        for grid, targets, share in zip(self._world.placement.distinct, step.targets, step.shares, strict=True):
+            place = self._world.places.get(grid)
+            leaving = dict(zip(step.leaving, targets, strict=True))
+            expected = {}
+            if share is not None and place is not None and place.copy.leads:
+                expected = dict(zip(share.rollout_ids, share.sources, strict=True))
+            arrived = exchange_trajectories(leaving, expected, held, self._world.everyone)
+            if share is not None and place is not None:
+                self._build(step, grid, share, hand_down(arrived, place.copy))
         self._receiver.begin_step(step.leaving)
         return Done()
 
+    def _build(self, step: BeginStep, grid: WorkerGrid, share: GridShare, handed: Sequence[Trajectory]) -> None:
+        """Build the batch of each policy for `grid`."""
+        trajectories, ahead = detach(handed)
+        for part in parts_of_policies(trajectories, share.minibatches, self._policies):
+            ids = {trajectory.rollout_id for trajectory in part.trajectories}
+            self._shares[part.policy, grid] = share.keeping(ids) if self._policies else share
+            batch = self._batches[part.policy, grid] = build_step_batch(
+                part.trajectories,
+                part.minibatches,
+                version=step.version,
+                num_minibatches=step.num_minibatches,
+                min_version=step.min_version,
+                own=self._columns,
+                device=self._device,
+            )
+            batch.ahead = {key: torch.from_numpy(own).to(self._device) for key, own in ahead.items()}
+            if part.policy in self._sample_logs and grid == self._actor_grid(part.policy):
+                self._sample_logs[part.policy].begin(part.trajectories, batch)
+
     def move_columns(self, request: MoveColumns) -> Done:
         """Copy columns of the step's batches from one grid's ranks to another's."""
-        self._step.move_columns(request)
+        from asyncrl.trainer.batches.column_moves import move_columns  # only if roles have grids of their own
+
+        batches = {grid: batch for (policy, grid), batch in self._batches.items() if policy == request.policy}
+        shares = {grid: share for (policy, grid), share in self._shares.items() if policy == request.policy}
+        move_columns(request, self._world, shares, batches)
         return Done()
 
     def run_call(self, call: RunCall) -> CallStats:
-        """Run a call of the step's graph on the batch of its policy."""
-        batch = self._step.batch_of(call)
+        """Run a call of the step's graph on the batch of its policy on the grid of its role.
+
+        Raises:
+            RuntimeError: no step is in training.
+        """
+        grid = self._world.placement.grid(call.role)
+        if (batch := self._batches.get((call.policy, grid))) is None:
+            raise RuntimeError(f"call {call.name!r} came outside a step; the master sends begin_step first")
         explained = self._memory.explained(
             f"call {call.name!r} (role {call.role!r}) of step {self._newest}", forward=True, backward=not call.writes
         )
         with _doing(call.name, role=call.role), self._measures.call(call.name), explained:
             stats = self._calls.run(call, batch)
-        self._step.called(call, batch)
+        if call.policy in self._sample_logs and grid == self._actor_grid(call.policy):
+            self._sample_logs[call.policy].called(call.writes, batch)
         return CallStats(stats)
 
     def end_step(self, request: EndStep) -> EndedStep:
-        """Release the step's batches; return memory and speed."""
-        self._step.end()
+        """Complete the samples that are kept, and release the step's batches; return memory and speed."""
+        for policy, log in self._sample_logs.items():
+            if (batch := self._batches.get((policy, self._actor_grid(policy)))) is not None:
+                log.end(batch)
+        self._batches.clear()
         return self._measures.end()
 
     def publish(self, request: Publish) -> PublishedWeights:
@@ -385,8 +340,14 @@ class QueuedRequests:
         return LoadedCheckpoint(None) if state is None else self._loaded(state)  # the run may resume from the disk
 
     def _loaded(self, state: Any) -> LoadedCheckpoint:
-        self._step.forget_samples_after(state["version"] if state else 0)
+        """Remove kept samples of steps after the one from which the run resumes."""
+        for log in self._sample_logs.values():
+            log.forget_after(state["version"] if state else 0)
         return LoadedCheckpoint(state)
+
+    def _actor_grid(self, policy: str) -> WorkerGrid:
+        """Return the grid of a trained policy's actor, whose heads record its samples."""
+        return self._world.placement.grid(role_of_policy(policy, ACTOR))
 
 
 PIECE_BYTES = 16 << 20

@@ -13,13 +13,14 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from asyncrl.api.picture import PlacedPicture
 from asyncrl.comm.names import ACTOR
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.config.experiment import ExperimentConfig
@@ -49,21 +50,16 @@ class TrainingRank:
 
     Attributes:
         engines: engines of the roles that this rank has a part of: the actor and those that the graph names.
-        state: training state of the run's own policy; `states` has those of further trained policies, by name.
+        states: training state by trained policy; that of the run's own is "".
         critic_sharers: further policies whose critic is that of the run's own.
         changing: roles whose weights change, on any rank; a checkpoint holds them.
     """
 
     engines: dict[str, TrainingEngine]
-    state: TrainState
+    states: Mapping[str, TrainState]
     world: World
     changing: tuple[str, ...] = ()
-    states: Mapping[str, TrainState] = field(default_factory=dict)
     critic_sharers: Collection[str] = ()
-
-    def state_of(self, policy: str) -> TrainState:
-        """Return the state of a trained policy; empty: the run's own."""
-        return self.states[policy] if policy else self.state
 
     def engines_of(self, policy: str) -> Mapping[str, TrainingEngine]:
         """Return this rank's engines of a trained policy (empty: the run's own), by role as in the run's own policy."""
@@ -130,7 +126,7 @@ class TrainingRank:
 
         Collective if the leading rank lacks a part of the state, or if several hosts write it: all write the same.
         """
-        states = {name: state.state_dict() for name, state in {"": self.state, **self.states}.items()}
+        states = {name: state.state_dict() for name, state in self.states.items()}
         keepers = {name: self.world.placement.grid(name or ACTOR).publisher for name in states}
         if (order.in_memory and self.folders.spread) or set(keepers.values()) != {self.world.placement.actor.publisher}:
             everyone = self.world.everyone.all_gather_bytes(json.dumps(states).encode())
@@ -175,9 +171,9 @@ class TrainingRank:
     def _take(self, state: dict[str, Any] | None) -> Any:
         if state is None:
             return None
-        self.state.load_state_dict(state["train_state"])
+        stored = state["train_state"]
         for name, own in self.states.items():
-            own.load_state_dict(state["train_state"]["policies"][name])
+            own.load_state_dict(stored["policies"][name] if name else stored)
         return state["master_state"]
 
     def _changing(self) -> dict[str, TrainingEngine]:
@@ -213,7 +209,7 @@ def build_rank(config: ExperimentConfig, graph: Graph, world: World, device: tor
     states = {name: TrainState(own.algorithm) for name, own in configs.items()}
     for name in config.critic_sharers:
         states[name].value_norm = states[""].value_norm
-    return TrainingRank(engines, states.pop(""), world, changing, states, config.critic_sharers)
+    return TrainingRank(engines, states, world, changing, config.critic_sharers)
 
 
 def _is_base_of_actor(config: ExperimentConfig, placement: Placement) -> bool:
@@ -274,6 +270,8 @@ class Versions:
         self._config, self._run_dir, self._world, self._rank = config, run_dir, world, rank
         self._assets = publishing.tokenizer_assets(Path(str(config.model.path)))
         self._shared: dict[str, SharedFiles] = {}
+        self._sequences: dict[str, tuple[list[tuple[int, ...]], PlacedPicture | None]] = {}
+        """Of the probes, by role."""
         self._transport = weight_transport(config.manager.weight_transport)
         self.to_servers = TrainerEnd()
         """Sender of versions from memory to servers; used on the request server's loop."""
@@ -287,8 +285,14 @@ class Versions:
         Called by all ranks of the role.
         """
         policy = self._rank.policy(request.role)
+        if request.role not in self._sequences:
+            self._sequences[request.role] = self._probed(policy)
+        sequences, picture = self._sequences[request.role]
         with policy.on_device():
-            probe = self._probe(policy)
+            probe = None
+            if sequences:
+                pictures = [*((),) * (len(sequences) - 1), (picture,)] if picture is not None else ()
+                probe = LogprobProbe.of(sequences, policy.score_sequences(sequences, pictures), picture)
             chosen = self._config.model.publish_dtype  # the type in which versions are published
             published: Published = policy if chosen == Dtype.auto else Rounded(policy, getattr(torch, chosen))
             if not self._transport.needs_folders:
@@ -333,23 +337,19 @@ class Versions:
             described.dtype = getattr(torch, model.publish_dtype)
         return SharedFiles(described, self._assets)
 
-    def _probe(self, policy: PolicyEngine) -> LogprobProbe | None:
-        """Return the probe of the current `policy`; None if probes are off, or if the sequences leave no room for
-        a probe.
+    def _probed(self, policy: PolicyEngine) -> tuple[list[tuple[int, ...]], PlacedPicture | None]:
+        """Return the sequences that probes of `policy` score, and the picture in the last of them if it has one. Empty
+        if probes are off, or if the context leaves no room for one.
         """
         model_config = policy.model_config
         context = context_length(self._config, model_config.to_dict())
         vocabulary = model_config.get_text_config().vocab_size
         tokens = probe_tokens(vocabulary, context)
         if not tokens or self._config.manager.logprob_check_tolerance == 0:
-            return None
+            return [], None
         picture = probe_picture()
         transport = self._config.manager.weight_transport
         served = self._config.generation.engine.takes_pictures(transport, model_config.model_type)
         placeholders = policy.placeholders(picture) if served else []
         shown = with_picture(vocabulary, context, placeholders, picture) if placeholders else None
-        if shown is None:
-            return LogprobProbe.of(tokens, policy.score_sequences(tokens))
-        prompt, placed = shown
-        sequences, pictures = [*tokens, prompt], [*((),) * len(tokens), (placed,)]
-        return LogprobProbe.of(sequences, policy.score_sequences(sequences, pictures), placed)
+        return (tokens, None) if shown is None else ([*tokens, shown[0]], shown[1])

@@ -416,7 +416,7 @@ def _no_scale(patch: pytest.MonkeyPatch) -> None:
 
 
 def _swapped_norms(patch: pytest.MonkeyPatch) -> None:
-    original = step.ModelRunner._logits
+    original = step.ModelRunner.forward
 
     def swapped(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         layer = self.model.model.layers[1]
@@ -427,7 +427,7 @@ def _swapped_norms(patch: pytest.MonkeyPatch) -> None:
             norms = layer.post_attention_layernorm, layer.input_layernorm
             layer.input_layernorm, layer.post_attention_layernorm = norms
 
-    patch.setattr(step.ModelRunner, "_logits", swapped)
+    patch.setattr(step.ModelRunner, "forward", swapped)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -54,7 +54,7 @@ def context(
         config=config,
         engines=rank.engines,
         ranks=rank.world.place(role).data,
-        state=rank.state,
+        state=rank.states[""],
         **fields,
     )
 
@@ -278,7 +278,7 @@ def test_an_adaptive_kl_coefficient_moves_once_per_step(
     config.algorithm.kl_coef, config.algorithm.kl_target, config.algorithm.kl_horizon = 0.1, 1.0, 100
     rank = make_rank(config)
     stats = run_step(config, rank, make_batch())["actor_train"]
-    assert stats["kl/coef"] == rank.state.kl.coef == pytest.approx(0.1 * (1 - 0.2 * 16 / 100))
+    assert stats["kl/coef"] == rank.states[""].kl.coef == pytest.approx(0.1 * (1 - 0.2 * 16 / 100))
 
 
 def test_kl_in_the_reward_lowers_advantages_where_the_policy_left_the_reference(
@@ -302,7 +302,7 @@ def test_the_coefficient_of_a_kl_in_the_reward_moves_towards_its_target(
     config.algorithm.kl_target, config.algorithm.kl_horizon = 1.0, 100
     rank = make_rank(config)
     stats = run_step(config, rank, make_batch())["actor_train"]
-    assert stats["kl/coef"] == rank.state.kl.coef == pytest.approx(0.1 * (1 - 0.2 * 16 / 100))
+    assert stats["kl/coef"] == rank.states[""].kl.coef == pytest.approx(0.1 * (1 - 0.2 * 16 / 100))
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "zero"])

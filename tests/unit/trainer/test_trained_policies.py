@@ -191,7 +191,7 @@ def test_a_shared_critic_is_one_model_with_one_normalisation(config: ExperimentC
     rank = build_rank(run, load_graph(run), World(), torch.device("cpu"))
     assert [*rank.engines] == ["actor", "judge", "critic"]
     assert rank.engines_of("judge") == {"actor": rank.engines["judge"], "critic": rank.engines["critic"]}
-    assert rank.states["judge"].value_norm is rank.state.value_norm is not None
+    assert rank.states["judge"].value_norm is rank.states[""].value_norm is not None
     assert rank.changing == ("actor", "judge", "critic")
 
 
@@ -286,7 +286,7 @@ def ran(config: ExperimentConfig, rank: TrainingRank, policy: str, batch: StepBa
             config=config_of_policy(config, policy),
             engines=rank.engines_of(policy),
             ranks=rank.world.place(call.role).data,
-            state=rank.state_of(policy),
+            state=rank.states[policy],
         )
         stats[call.name.removeprefix(f"{policy}/")] = run_call(find_function(call.function), context, batch)
     return stats

@@ -37,14 +37,14 @@ def test_samples_lie_end_to_end_with_their_group_and_minibatch() -> None:
     assert batch.seq_ids_T.tolist() == [0, 0, 1, 1, 1, 2, 2, 2, 2]
     assert batch["group_ids"].tolist() == [0, 0, 1]
     assert batch["minibatches"].tolist() == [[1], [1], [0]]
-    assert [batch.minibatch(0), batch.minibatch(1)] == [[2], [0, 1]]
+    assert [batch.minibatches[0], batch.minibatches[1]] == [[2], [0, 1]]
     assert all(key in batch for key in BATCH_KEYS)
 
 
 def test_a_sample_belongs_to_a_minibatch_of_each_pass() -> None:
     made = [Trajectory(name, name, n, (sample([0, 1], [-1, 3]),)) for n, name in enumerate("ab")]
     batch = build_step_batch(made, [[0, 2], [1, 2]], version=4, num_minibatches=3)
-    assert [batch.minibatch(number) for number in range(3)] == [[0], [1], [0, 1]]
+    assert [batch.minibatches[number] for number in range(3)] == [[0], [1], [0, 1]]
 
 
 def test_a_prompt_that_was_sent_once_is_in_every_sample_again() -> None:
@@ -82,7 +82,7 @@ def test_tokens_older_than_the_bound_lose_their_loss() -> None:
 
 def test_a_rank_without_samples_has_an_empty_batch() -> None:
     batch = build_step_batch([], [], version=0, num_minibatches=2)
-    assert (batch.num_seqs, batch.num_tokens, batch.minibatch(1)) == (0, 0, [])
+    assert (batch.num_seqs, batch.num_tokens, batch.minibatches[1]) == (0, 0, [])
 
 
 @pytest.mark.parametrize("samples", [(), (sample([1, 1], [0, 0]),)])

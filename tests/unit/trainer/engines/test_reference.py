@@ -127,7 +127,7 @@ def test_losses_are_those_of_the_reference_loop(
         for key in report.stats.keys() & compared:  # the loop reports none for a step without a signal
             assert stats[key] == pytest.approx(report.stats[key], abs=1e-4), key
         assert stats.get("masked/selected", 0.0) == report.stats.get("masked/selected", 0.0)
-    assert rank.state.baselines == pytest.approx(oracle.actor.baselines)
+    assert rank.states[""].baselines == pytest.approx(oracle.actor.baselines)
     assert bool(oracle.actor.baselines) == roles
 
 
