@@ -1,11 +1,12 @@
-"""What is meant by an unknown name of a setting: one of another system, or a misspelt one.
+"""What is meant by an unknown name of a setting: one of another system, an earlier one, or a misspelt one.
 
 The table of names in other systems is `aliases.yaml`. It serves error messages about unknown settings, and
-docs/coming_from.md.
+docs/coming_from.md; its earlier names also the folders of runs that earlier versions made.
 """
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.comm.typed import decode_yaml
-from asyncrl.config.values import fit, read_typed, text_of
+from asyncrl.config.values import fit, place, read_typed, text_of
 
 
 class Alias(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -58,6 +59,19 @@ class AliasTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def table() -> AliasTable:
     """Return the table, which is read once."""
     return decode_yaml(Path(__file__).with_name("aliases.yaml").read_bytes(), AliasTable)
+
+
+def under_current_names(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the nested settings of a run, whose version may have had other names for some, by their current names."""
+    made = copy.deepcopy(dict(settings))
+    for earlier, name in table().renamed.items():
+        *groups, last = earlier.split(".")
+        group: Any = made
+        for each in groups:
+            group = group.get(each) if isinstance(group, dict) else None
+        if isinstance(group, dict) and last in group:
+            place(made, name.split("."), group.pop(last))
+    return made
 
 
 def elsewhere(name: str) -> list[Alias]:

@@ -168,25 +168,34 @@ def plain_settings(config: ExperimentConfig | SFTConfig) -> dict[str, Any]:
 
 
 def read_run_config(run_dir: Path) -> ExperimentConfig:
-    """The resolved config of the run in `run_dir`.
+    """The resolved config of the run in `run_dir`, also if an earlier version wrote it that had other names.
 
     Raises:
         ConfigError: the file is damaged, a setting is unknown, for example from another version of asyncrl, or a value
             has the wrong type.
     """
-    file = run_dir / CONFIG_FILE
-    written = read_settings(run_dir)
-    try:
-        config = convert(written, ExperimentConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{file}: {error}") from error
-    if unknown := list(_not_taken(written, msgspec.to_builtins(config))):
+    file, written = run_dir / CONFIG_FILE, read_settings(run_dir)
+    config, unknown = _converted(file, written)
+    if unknown:
+        from asyncrl.config.aliases import under_current_names  # of no use to the processes of a run of this version
+
+        config, unknown = _converted(file, under_current_names(written))
+    if unknown:
         raise ConfigError(f"{file}: unknown settings: {', '.join(unknown)}; was the run made by another version?")
     return config
 
 
+def _converted(file: Path, written: dict[str, Any]) -> tuple[ExperimentConfig, list[str]]:
+    """Return the config, and the names in `written` that are no settings."""
+    try:
+        config = convert(written, ExperimentConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{file}: {error}") from error
+    return config, list(_not_taken(written, msgspec.to_builtins(config)))
+
+
 def read_settings(run_dir: Path) -> dict[str, Any]:
-    """Return the resolved config of the run in `run_dir` as nested mappings, regardless of the version that wrote it.
+    """Return the resolved config of the run in `run_dir` as nested mappings, by the names of the version that wrote it.
 
     Every process of a run reads this file, so OmegaConf is not used: it takes fifty times as long.
 

@@ -37,6 +37,7 @@ from asyncrl.comm.ended_rollouts import (
 )
 from asyncrl.comm.files import is_held
 from asyncrl.comm.typed import json_decoder
+from asyncrl.config.aliases import under_current_names
 from asyncrl.config.run_dir import (
     CONFIG_FILE,
     LEDGER_DIR,
@@ -119,11 +120,11 @@ class History:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The resolved settings, as nested mappings."""
+        """The resolved settings, as nested mappings, by their current names."""
         changed = (self.folder / CONFIG_FILE).stat().st_mtime_ns
         if self._config[0] != changed:
             self._config = (changed, {})  # what is damaged is read once
-            self._config = (changed, {str(key): value for key, value in read_settings(self.folder).items()})
+            self._config = (changed, under_current_names(read_settings(self.folder)))
         return self._config[1]
 
     def setting(self, path: str, default: Any = None) -> Any:

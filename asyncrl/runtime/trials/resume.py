@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+from asyncrl.config.aliases import under_current_names
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import settings
 from asyncrl.config.run_dir import (
@@ -80,7 +81,7 @@ def changed_settings(run_dir: Path, config: ExperimentConfig) -> list[Change]:
     """
     if not (run_dir / CONFIG_FILE).exists():
         return []
-    before, now = read_settings(run_dir), plain_settings(config)
+    before, now = under_current_names(read_settings(run_dir)), plain_settings(config)
     changes = []
     for path, _, info in settings(ExperimentConfig):
         old, new = (_at(tree, path, _ABSENT) for tree in (before, now))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from asyncrl.config.aliases import allocation, elsewhere, table
+from asyncrl.config.aliases import allocation, elsewhere, table, under_current_names
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment, settings
 from asyncrl.config.setting import ConfigError
@@ -123,6 +125,21 @@ def test_a_setting_by_its_earlier_name_is_answered_with_its_name_now(old: str) -
     assert RENAMED[old] in OURS
     with pytest.raises(ConfigError, match=f"it was renamed to '{RENAMED[old]}'"):
         load_experiment("async_ppo", [f"{old}=1"])
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_settings_of_a_run_of_an_earlier_version_are_read_by_their_names_now(old: str) -> None:
+    *groups, last = old.split(".")
+    written: dict[str, Any] = {last: "its value", "other": 1}
+    for group in reversed(groups):
+        written = {group: written}
+    before = copy.deepcopy(written)
+    found: Any = under_current_names(written)
+    assert written == before
+    for name in RENAMED[old].split("."):
+        found = found[name]
+    assert found == "its value"
+    assert under_current_names({groups[0]: "no group"}) == {groups[0]: "no group"}
 
 
 @pytest.mark.parametrize(

@@ -411,6 +411,12 @@ def test_a_run_folder_of_another_version_is_refused_by_its_settings(tmp_path: Pa
         read_run_config(tmp_path)
 
 
+def test_a_run_folder_of_an_earlier_version_is_read_by_the_names_of_then(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("checkpoint: {keep_last_step: false, interval: 7}\nseed: 3")
+    config = read_run_config(tmp_path)
+    assert (config.checkpoint.in_memory, config.checkpoint.interval, config.seed) == (False, 7, 3)
+
+
 def test_every_setting_has_help_and_shows_up_in_it() -> None:
     for schema in SCHEMAS.values():
         for path, _, info in settings(schema):

@@ -16,7 +16,7 @@ from asyncrl.launch.help import experiment_help
 from asyncrl.observe.display import make_display
 from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.trials.claim import TrialError
-from asyncrl.runtime.trials.resume import check_finished, continuation
+from asyncrl.runtime.trials.resume import changed_settings, check_finished, continuation
 from asyncrl.weights.manifest import Manifest, file_entry, verify, write_manifest
 
 Make = Callable[..., ExperimentConfig]
@@ -279,6 +279,14 @@ def test_a_setting_that_the_earlier_launch_did_not_know_is_not_compared(make: Ma
     lines = (run_dir / CONFIG_FILE).read_text().splitlines()
     (run_dir / CONFIG_FILE).write_text("\n".join(["forgotten: 1", *(line for line in lines if "seed" not in line)]))
     assert len(continuation(run_dir, make("seed=7"))) == 1
+
+
+def test_a_setting_of_the_earlier_launch_is_compared_by_its_name_now(make: Make) -> None:
+    config = make()
+    file = earlier_launch(config, version=4) / CONFIG_FILE
+    file.write_text(file.read_text().replace("in_memory: true", "keep_last_step: false"))
+    (change,) = changed_settings(run_dir_of(config), config)
+    assert (change.setting, change.before, change.now) == ("checkpoint.in_memory", False, True)
 
 
 def test_a_finished_trial_is_known_and_other_settings_end_in_an_error_that_names_them(make: Make) -> None:

@@ -170,6 +170,11 @@ def test_settings_are_found_by_their_names(run: Path) -> None:
     assert history.setting("rollout.nothing", 7) == 7
 
 
+def test_settings_of_an_earlier_version_are_found_by_their_names_now(run: Path) -> None:
+    (run / "config.yaml").write_text("checkpoint: {keep_last_step: false}")
+    assert History(run).setting("checkpoint.in_memory") is False
+
+
 def test_an_emptied_config_has_no_settings(run: Path) -> None:
     (run / "config.yaml").write_text("")
     assert History(run).setting("rollout.max_concurrent") is None
