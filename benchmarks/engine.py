@@ -152,7 +152,7 @@ def plain(loads: Sequence[str], hiddens: Sequence[int], rounds: int) -> None:
 
 AGENTS, AT_A_TIME, TURNS, TOOL_STEPS = 32, 16, 8, 4
 SYSTEM, QUESTION, ANSWER, OBSERVATION = 200, 20, 24, 40
-ROOM, CONTEXT, VOCABULARY = 65536, 1024, 512
+CAPACITY, CONTEXT, VOCABULARY = 65536, 1024, 512
 
 
 @dataclass
@@ -206,7 +206,7 @@ class Played:
 
 def play(model: PreTrainedModel, keeps: bool) -> Played:
     """Have all agents play."""
-    engine = GenerationEngine(model, max_running_requests=AT_A_TIME, max_model_len=CONTEXT, max_total_tokens=ROOM)
+    engine = GenerationEngine(model, max_running_requests=AT_A_TIME, max_model_len=CONTEXT, max_total_tokens=CAPACITY)
     if not keeps:
         engine._batch.prefills.kept = None
     everyone = agents()

@@ -78,11 +78,11 @@ Term = tuple[str, str]
 class Target:
     """What a number is to be: at least or at most `value`.
 
-    `ways`: ways to get there by name; the numbers of each are added up, and the best way counts.
+    `variants`: ways to get there by name; the numbers of each are added up, and the best way counts.
     """
 
     name: str
-    ways: Mapping[str, tuple[Term, ...]]
+    variants: Mapping[str, tuple[Term, ...]]
     value: float
     at_least: bool = False
     over: Term | None = None
@@ -91,11 +91,11 @@ class Target:
     def found(self, figures: dict[str, dict[str, float | str]]) -> tuple[float, str] | None:
         """The best way's number and name; None if no way was measured to its end."""
         sums: list[tuple[float, str]] = []
-        for way, terms in self.ways.items():
+        for variant, terms in self.variants.items():
             values = [figures.get(row, {}).get(name) for row, name in (*terms, *([self.over] if self.over else ()))]
             numbers = [value for value in values if isinstance(value, float)]
             if len(numbers) == len(values):
-                sums.append((sum(numbers[:-1]) / numbers[-1] if self.over else sum(numbers), way))
+                sums.append((sum(numbers[:-1]) / numbers[-1] if self.over else sum(numbers), variant))
         return (max(sums) if self.at_least else min(sums)) if sums else None
 
 
@@ -188,8 +188,8 @@ def summary(figures: dict[str, dict[str, float | str]]) -> Iterator[str]:
         if best is None:
             yield f"  {target.name:<48} {'not measured':>12}  {wanted}"
             continue
-        value, way = best
-        met, by = verdict(value, target.value, at_least=target.at_least), f"  ({way})" if way else ""
+        value, variant = best
+        met, by = verdict(value, target.value, at_least=target.at_least), f"  ({variant})" if variant else ""
         yield f"  {target.name:<48} {value:>12.4g}  {wanted}  {met}{by}"
 
 

@@ -415,14 +415,14 @@ def table(rows: Sequence[Row]) -> list[str]:
     tried = sum(each.trained != "not tried" for each in rows)
     counts = f"{len(rows)} entries: {tried} made and tried, {right[0]} trained right, {right[1]} served right."
     lines = sorted(alike.items(), key=lambda line: (-len(line[1]), line))
-    return [counts, "", *HEADER, *(f"| {' | '.join(said)} | {', '.join(names)} |" for said, names in lines)]
+    return [counts, "", *HEADER, *(f"| {' | '.join(values)} | {', '.join(names)} |" for values, names in lines)]
 
 
 def rows_of(page: str) -> list[Row]:
     """Return the rows that `table` wrote on the page, by model type."""
     lines = page.partition(BEGIN)[2].partition(END)[0].strip().splitlines()[4:]
     cells = [[each.strip() for each in line[1:-1].split("|")] for line in lines]
-    return sorted(Row(name.strip(" `"), *said) for *said, names in cells for name in names.split(","))
+    return sorted(Row(name.strip(" `"), *values) for *values, names in cells for name in names.split(","))
 
 
 def write_page(rows: Iterable[Found]) -> None:

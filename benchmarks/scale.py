@@ -242,7 +242,7 @@ def planned_by_the_master() -> float:
     cuts, placed = dealt()
     began = time.process_time()
     for number, request in enumerate(plan_step(cuts, placed, version=1, min_version=0, minibatches=1)):
-        pack(number, request.verb, request)
+        pack(number, request.method, request)
     return 1e3 * (time.process_time() - began)
 
 

@@ -173,8 +173,8 @@ def _arguments(parser: argparse.ArgumentParser) -> Iterator[str]:
         if action.choices:
             notes.append(f"one of {', '.join(map(str, action.choices))}")
         default = action.default
-        told = not isinstance(default, int | float | str) or default in (False, "") or str(default) in notes[0]
-        if action.option_strings and not told:
+        shown = not isinstance(default, int | float | str) or default in (False, "") or str(default) in notes[0]
+        if action.option_strings and not shown:
             notes.append(f"default {cell(str(default))}")
         yield f"| `{name}` | {'; '.join(filter(None, notes))} |\n"
 

@@ -102,9 +102,9 @@ class WordProblems(ComputedRows):
             1: (f"{name} has {has} {thing} and finds {gets} more", f"Then {she.lower()} loses {gives} of them"),
             2: (f"{name} has {has} boxes of {gets} {thing} each", f"{she} sells {gives} {thing}"),
         }[form]
-        told = f"{begun} {change}." if form == 0 else f"{begun}. {change}."
+        story = f"{begun} {change}." if form == 0 else f"{begun}. {change}."
         return {
-            "prompt": f"{told} How many {thing} does {name} have now?",
+            "prompt": f"{story} How many {thing} does {name} have now?",
             "answer": str(first - gives),
             "steps": [[has, "*" if form == 2 else "+", gets], [first, "-", gives]],
         }

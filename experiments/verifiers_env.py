@@ -9,18 +9,18 @@ import verifiers as vf
 from datasets import Dataset
 
 
-def said(completion: Any) -> str:
+def text_of(completion: Any) -> str:
     return "".join(str(message["content"] or "") for message in completion)
 
 
 def right(completion: Any, answer: str, **kwargs: Any) -> float:
     """1 for the sum, else a little for even digits."""
-    text = said(completion)
+    text = text_of(completion)
     return 1.0 if answer in text else sum(char in "02468" for char in text) / (4 * max(len(text), 1))
 
 
 def length(completion: Any, **kwargs: Any) -> float:
-    return float(len(said(completion)))
+    return float(len(text_of(completion)))
 
 
 def sums(rows: int, seed: int) -> Dataset:

@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from asyncrl.algorithms.registry import KLPlace, ValueNormalisation
+from asyncrl.algorithms.registry import KLIn, ValueNormalisation
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ChoiceConfig, Dtype
@@ -175,7 +175,7 @@ TRAIN_CASES: dict[str, TrainCase] = {
     "averaged reference, two passes": TrainCase(
         {
             "algorithm__kl_coef": 0.1,
-            "algorithm__kl_in": KLPlace.reward,
+            "algorithm__kl_in": KLIn.reward,
             "algorithm__reference__mode": ReferenceMode.ema,
             "trainer__ppo_epochs": 2,
         }
@@ -245,8 +245,8 @@ def step(
         batch.ahead = {key: torch.from_numpy(own).to(device) for key, own in ahead.items()}
         for call in graph.order():
             if call.policy == part.policy:
-                told = calls.run(RunCall.of(call), batch)
-                stats |= {f"{part.policy}/{name}" if part.policy else name: figure for name, figure in told.items()}
+                reported = calls.run(RunCall.of(call), batch)
+                stats |= {f"{part.policy}/{name}" if part.policy else name: figure for name, figure in reported.items()}
     return stats
 
 

@@ -145,7 +145,7 @@ class EtcdCluster:
         self._ask("AuthStub", "UserChangePassword", "AuthUserChangePasswordRequest", token=root, **change)
 
     def _ask(
-        self, stub: str, verb: str, request: str, *, member: int | None = None, token: str = "", **fields: Any
+        self, stub: str, operation: str, request: str, *, member: int | None = None, token: str = "", **fields: Any
     ) -> Any:
         """etcd's answer to an administrator, from `member` or the first that runs."""
         import grpc  # type: ignore[import-untyped]
@@ -159,7 +159,7 @@ class EtcdCluster:
         else:
             channel = grpc.insecure_channel(address)
         with channel:
-            call = getattr(getattr(protocol, stub)(channel), verb)
+            call = getattr(getattr(protocol, stub)(channel), operation)
             login = (("token", token),) if token else ()
             asked = getattr(protocol, request)(**fields)
             return call(asked, timeout=_CALL_LIMIT_S, wait_for_ready=True, metadata=login)

@@ -91,7 +91,7 @@ FURTHER_CASES: dict[str, tuple[str, ...]] = {
         "tests/e2e/test_oracle.py::test_losses_are_those_of_the_reference_loop[d1-1-5]",
         "tests/e2e/test_several_policies.py::test_both_policies_take_the_steps_of_the_reference_loop_over_deaths_of_their_processes[on the same ranks]",
         "tests/e2e/test_whole_system.py::test_a_mixture_of_experts_is_served_as_it_is_trained[flat-d1-False]",
-        "tests/e2e/test_own_backend.py::test_a_run_trains_on_a_server_that_knows_only_the_documented_verbs[in_place]",
+        "tests/e2e/test_own_backend.py::test_a_run_trains_on_a_server_that_knows_only_the_documented_endpoints[in_place]",
         "tests/e2e/test_tools.py::test_the_examples_call_their_tool_and_train[tool_function]",
     ),
     "updates of a real server from memory stay in the GPU benchmark's row, and one run with them": (

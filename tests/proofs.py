@@ -72,13 +72,13 @@ def _digest(owner: Any, model: Any, given: object) -> str:
     ]
     functions = sorted((name, id(function)) for name, function in ALL_ATTENTION_FUNCTIONS.items())
     code = type(owner).__qualname__, _settings(owner), id(type(owner).__dict__.get("together"))
-    told = hashlib.sha256(repr((code, given, modules, functions, str(model.dtype))).encode())
-    told.update(model.config.to_json_string(use_diff=False).encode())
+    reported = hashlib.sha256(repr((code, given, modules, functions, str(model.dtype))).encode())
+    reported.update(model.config.to_json_string(use_diff=False).encode())
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
-        told.update(repr((name, tensor.dtype, tensor.shape)).encode())
+        reported.update(repr((name, tensor.dtype, tensor.shape)).encode())
         if owner.pictures is not None and tensor.numel():
-            told.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return told.hexdigest()
+            reported.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return reported.hexdigest()
 
 
 @contextlib.contextmanager

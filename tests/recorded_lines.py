@@ -21,8 +21,8 @@ class RecordedLines(list[RolloutLine]):
         self.lines += 1
         self.append(line)
 
-    def step(self, step: int, rollouts: Sequence[TrainedRollout], books: RolloutCounts) -> None:
+    def step(self, step: int, rollouts: Sequence[TrainedRollout], counts: RolloutCounts) -> None:
         self.steps.append((step, [each.rollout_id for each in rollouts]))
 
-    def end(self, version: int, books: RolloutCounts) -> None:
-        self.ends.append((version, books))
+    def end(self, version: int, counts: RolloutCounts) -> None:
+        self.ends.append((version, counts))

@@ -267,7 +267,7 @@ def main(number: int, modules: Sequence[str]) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is pytest's to handle
     controls = [_greeted(listener)]
-    told: dict[int, socket.socket] = {}
+    reported: dict[int, socket.socket] = {}
     tests: dict[int, str] = {}
     while controls:
         readable, _, _ = select.select([listener, woken, *controls], [], [])
@@ -275,13 +275,13 @@ def main(number: int, modules: Sequence[str]) -> None:
             controls.append(_greeted(listener))
         if woken in readable:
             os.read(woken, 4096)
-            for pid in list(told):
+            for pid in list(reported):
                 ended, status, used = os.wait4(pid, os.WNOHANG)
                 if ended:
                     _note_seconds(used.ru_utime + used.ru_stime, tests.pop(pid))
                     with contextlib.suppress(BrokenPipeError):  # its pytest has ended
-                        told[pid].sendall(b"%d\n" % status)
-                    told.pop(pid).close()
+                        reported[pid].sendall(b"%d\n" % status)
+                    reported.pop(pid).close()
         for control in [each for each in controls if each in readable]:
             request, descriptors = _receive(control)
             if not request:
@@ -301,8 +301,8 @@ def main(number: int, modules: Sequence[str]) -> None:
                 os.waitpid(pid, 0)
                 continue
             tests[pid] = request["environment"].get("PYTEST_CURRENT_TEST", "")
-            told[pid] = socket.socket(fileno=teller)
-            told[pid].sendall(b"%d\n" % pid)
+            reported[pid] = socket.socket(fileno=teller)
+            reported[pid].sendall(b"%d\n" % pid)
     for keep in _keep_proofs:
         shutil.rmtree(keep.args[1], ignore_errors=True)  # a process that is ending may write yet
     os._exit(0)
@@ -418,12 +418,12 @@ def forked(template: Template | None, python: str, modules: Sequence[str], folde
 
 def _stand_in(control: socket.socket, arguments: Sequence[str], *, tests: bool = False) -> NoReturn:
     """Have the template fork `python *arguments`, which `tests`, and be signalled and end in its stead."""
-    told, theirs = socket.socketpair()
+    reported, theirs = socket.socketpair()
     command, environment = [sys.executable, *arguments], dict(os.environ)
     request = {"arguments": command, "environment": environment, "folder": os.getcwd(), "stands_in": True}
     _send(control, request | {"tests": tests}, [0, 1, 2, theirs.fileno()])
     theirs.close()
-    pid = int(_line(told))
+    pid = int(_line(reported))
 
     def pass_on(number: int, _: object) -> None:
         with contextlib.suppress(ProcessLookupError):  # it has just ended
@@ -431,7 +431,7 @@ def _stand_in(control: socket.socket, arguments: Sequence[str], *, tests: bool =
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, pass_on)
-    code = os.waitstatus_to_exitcode(int(_line(told)))
+    code = os.waitstatus_to_exitcode(int(_line(reported)))
     if code < 0:
         with contextlib.suppress(OSError):  # SIGKILL has no handler
             signal.signal(-code, signal.SIG_DFL)
@@ -463,7 +463,7 @@ def _spawn(requests: socket.socket) -> NoReturn:
         request, descriptors = _receive(requests)
         if not request:
             os._exit(0)
-        told, tells = os.pipe()
+        reported, tells = os.pipe()
         middle = os.fork()
         if not middle:
             pid = os.fork()
@@ -476,8 +476,8 @@ def _spawn(requests: socket.socket) -> NoReturn:
                 os.setsid()
             _become(request)
         os.waitpid(middle, 0)  # the process is the child of the one that asked by now
-        requests.sendall(os.read(told, 64))
-        for descriptor in (told, tells, *descriptors):
+        requests.sendall(os.read(reported, 64))
+        for descriptor in (reported, tells, *descriptors):
             os.close(descriptor)
 
 
@@ -631,9 +631,9 @@ def _show_environment() -> None:
     It tells what stands where the environment of the template stood, which nothing points to any more.
     """
     begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
-    told = b"".join(b"%b=%b\0" % entry for entry in os.environb.items())
-    assert len(told) <= end - begin, f"{len(told)} bytes of environment, {end - begin} were made room for"
-    ctypes.memmove(begin, told.ljust(end - begin, b"\0"), end - begin)
+    reported = b"".join(b"%b=%b\0" % entry for entry in os.environb.items())
+    assert len(reported) <= end - begin, f"{len(reported)} bytes of environment, {end - begin} were made room for"
+    ctypes.memmove(begin, reported.ljust(end - begin, b"\0"), end - begin)
 
 
 def _send(connection: socket.socket, request: Mapping[str, Any], descriptors: Sequence[int]) -> None:

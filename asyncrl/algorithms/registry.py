@@ -94,7 +94,7 @@ class ProximalMode(StrEnum):
     """The behaviour policy replaces the proximal one, so every correction's weight is 1."""
 
 
-class KLPlace(StrEnum):
+class KLIn(StrEnum):
     """Place at which the KL term to the reference enters."""
 
     loss = auto()

@@ -396,8 +396,8 @@ def evenly(frames: Sequence[Picture], count: int) -> list[Picture]:
 
     A `count` of 1 chooses the last frame.
     """
-    places = np.linspace(len(frames) - 1, 0, count).round().astype(int)[::-1]
-    return [frames[place] for place in places]
+    indices = np.linspace(len(frames) - 1, 0, count).round().astype(int)[::-1]
+    return [frames[index] for index in indices]
 
 
 def picture_from(value: Any) -> Picture:

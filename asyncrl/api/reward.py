@@ -167,10 +167,10 @@ def run_in(where: RunIn | str) -> Callable[[_T], _T]:
     Raises:
         ValueError: `where` is not a member of `RunIn`.
     """
-    place = RunIn(where)
+    chosen = RunIn(where)
 
     def mark(function: _T) -> _T:
-        setattr(function, _MARK, place)
+        setattr(function, _MARK, chosen)
         return function
 
     return mark
@@ -178,8 +178,8 @@ def run_in(where: RunIn | str) -> Callable[[_T], _T]:
 
 def marked_run_in(function: object) -> RunIn:
     """Return the mark of `function`; `auto` if it has none."""
-    place = getattr(function, _MARK, RunIn.auto)
-    return RunIn(place)
+    chosen = getattr(function, _MARK, RunIn.auto)
+    return RunIn(chosen)
 
 
 def verdict(reward: _T) -> _T:

@@ -64,7 +64,7 @@ class Curriculum(Protocol):
         """
         ...
 
-    def rests(self, row: int, epoch: int) -> bool:
+    def skips(self, row: int, epoch: int) -> bool:
         """True if `row` is left out of `epoch`; called when the row would be played."""
         ...
 

@@ -26,8 +26,8 @@ GREEDY_REWARD = "agent/greedy_reward"
 """Reward of a greedy answer to a trajectory's prompt, which is ReMax's baseline."""
 FINISHED_AT = "rollout/finished_at"
 """Metric of a trajectory in transit: time at which its rollout finished, in seconds since 1970."""
-OPPONENTS = "opponent/"
-"""Prefix of a trajectory's metrics of other policies in its episodes: `opponent/<name>/oldest_version`,
+POLICY_SERVERS = "policy_server/"
+"""Prefix of a trajectory's metrics of other policies in its episodes: `policy_server/<name>/oldest_version`,
 `newest_version` and `version`, the mean over their tokens."""
 WON = "won/"
 """Prefix of a sample's metric for `pick: prioritised`: the result against an opponent, 0 to 1, as `won/<name>`."""

@@ -74,7 +74,7 @@ class ChatRequest:
         return ChatRequest(self.limits, self.turns, tool_s=self.tool_s)
 
     @property
-    def room(self) -> int | None:
+    def tokens_left(self) -> int | None:
         """Tokens that the running answer may take; None: no limit."""
         return self.limits.max_context - self.tokens if self.limits.max_context else None
 
@@ -84,7 +84,7 @@ class ChatRequest:
 
     def answered(self, finish: ChatFinish, tokens: int) -> ChatRequest:
         """Record that the policy's answer of `tokens` tokens ended with `finish`."""
-        full = finish is ChatFinish.length and self.room is not None and tokens >= self.room
+        full = finish is ChatFinish.length and self.tokens_left is not None and tokens >= self.tokens_left
         over, calls = self._context_message() if full else "", finish is ChatFinish.tool_calls
         return replace(self, turns=self.turns + 1, tokens=self.tokens + tokens, calls_tools=calls, over=over)
 

@@ -463,20 +463,20 @@ class EpisodeClient:
 
 def _reasoned(turn: Turn) -> list[int]:
     """Return the positions of the answers in `turn`'s conversation whose reasoning is part of its ids."""
-    positions, said = [], 0
+    positions, number = [], 0
     for each in turn.path:
-        said += len(each.messages)
+        number += len(each.messages)
         if each.reply is not None and each.reply.reasoning:
-            positions.append(said)
-        said += 1
+            positions.append(number)
+        number += 1
     return positions
 
 
 def with_reasoning(turn: Turn | None, messages: Sequence[Message]) -> list[Message]:
     """Return `messages`, with recorded reasoning added to answers that the agent passes without it."""
     whole = list(messages)
-    for position, said in enumerate(turn.conversation if turn else ()):
-        reasoning = said.get("reasoning_content")
+    for position, message in enumerate(turn.conversation if turn else ()):
+        reasoning = message.get("reasoning_content")
         if reasoning and not whole[position].get("reasoning_content"):
             whole[position] = {**whole[position], "reasoning_content": reasoning}
     return whole
@@ -499,5 +499,5 @@ def _read(message: Message) -> Message:
 
 def _within(sampling: SamplingParams, state: ChatRequest) -> SamplingParams:
     """Return `sampling` with the number of new tokens limited to the room in the context."""
-    room = state.room
-    return sampling if room is None else replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
+    left = state.tokens_left
+    return sampling if left is None else replace(sampling, max_new_tokens=min(sampling.max_new_tokens, left))

@@ -12,7 +12,7 @@ assistant's last message differently from one in the history (Qwen3).
 
 This works for some templates only. So it is tested at the start for each kind of continuation, on another conversation
 than the one that gave the bridge: the whole rendering must end with the bridge, as text and as ids. If a kind fails,
-its conversations are never extended: each call renders them again, as a new branch, and a remark at the start gives the
+its conversations are never extended: each call renders them again, as a new branch, and a notice at the start gives the
 reason.
 """
 
@@ -88,7 +88,7 @@ class Findings:
     rewrites: bool
 
     def lines(self) -> list[str]:
-        """Return remarks about the template for the user, before the run."""
+        """Return notices about the template for the user, before the run."""
         found = [
             f"after {kind} messages each call is rendered from scratch, as a separate sample: {why}"
             for kind, why in self.refused.items()
@@ -195,12 +195,12 @@ class ChatFormat:
         if kind is None or kind in self.findings.refused or wrong_turns(new) is not None:
             return None
         plain = without_pictures(new)
-        places = StandIns(self.tokenizer, reply, plain, tools)
-        text = self._bridge_text(places.put(reply), places.put(plain), places.put(tools))
+        stand_ins = StandIns(self.tokenizer, reply, plain, tools)
+        text = self._bridge_text(stand_ins.put(reply), stand_ins.put(plain), stand_ins.put(tools))
         if text is None:
             return None
         try:
-            return places.encoded(text, [*pictures_of(new)], self._prompts.pictures)
+            return stand_ins.encoded(text, [*pictures_of(new)], self._prompts.pictures)
         except ValueError as error:
             raise ChatError(str(error)) from None
 
@@ -216,9 +216,9 @@ class ChatFormat:
             for number, message in enumerate(messages)
         ]
         plain = without_pictures(turns)
-        places = StandIns(self.tokenizer, plain, tools)
+        stand_ins = StandIns(self.tokenizer, plain, tools)
         try:
-            text = self._template.render_turns(self._template.messages(places.put(plain)), places.put(tools))
+            text = self._template.render_turns(self._template.messages(stand_ins.put(plain)), stand_ins.put(tools))
         except ChatError:
             return False
         return any(sentinel not in text for sentinel in sentinels.values())

@@ -1,5 +1,5 @@
 """The GserverManager's part: it follows the announced turns, and reports to the MasterWorker when all colocated servers
-rest.
+sleep.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ColocatedServers:
     def _seen(self, value: str | None) -> None:
         self._last = value
         if value is not None:
-            self._decisions.guests.begin(names.TrainerTurn.decode(value))
+            self._decisions.colocated.begin(names.TrainerTurn.decode(value))
             self._runner.changed.notify()
 
     async def wait_asleep(self, request: m.WaitAsleepRequest) -> m.WaitAsleepReply:
@@ -66,7 +66,7 @@ class ColocatedServers:
 
     async def _blockers(self, number: int) -> list[str]:
         """Return the obstacles to the start of turn `number`, as text for display."""
-        turn = self._decisions.guests.turn
+        turn = self._decisions.colocated.turn
         if turn.number < number or not turn.training:
             return ["the GserverManager, which has not seen the turn yet"]
         if waits_for := self._waits_for():
@@ -82,22 +82,26 @@ class ColocatedServers:
         return [f"generation server {index} (new)" for index in unknown] or self._waits_for()
 
     def _waits_for(self) -> list[str]:
-        return [f"generation server {life.index} ({life.state})" for life in awake(self._decisions)]
+        return [f"generation server {record.index} ({record.state})" for record in awake(self._decisions)]
 
 
 def awake(fleet: FleetDecisions) -> list[FleetServer]:
-    """Return the guests that have not released their memory."""
-    return [life for life in fleet.servers if life.index in fleet.guests and life.state is not m.ServerState.ASLEEP]
+    """Return the colocated servers that have not released their memory."""
+    return [
+        record
+        for record in fleet.servers
+        if record.index in fleet.colocated and record.state is not m.ServerState.ASLEEP
+    ]
 
 
 def others_in_service(fleet: FleetDecisions) -> int:
-    """Return the number of servers that are not guests and serve, or will once they are updated."""
+    """Return the number of servers that are not colocated and serve, or will once they are updated."""
     updating, serving = m.ServerState.UPDATING, m.ServerState.SERVING
-    others = (life for life in fleet.servers if life.index not in fleet.guests)
-    return sum(life.state is serving or (life.state is updating and not life.failures) for life in others)
+    others = (record for record in fleet.servers if record.index not in fleet.colocated)
+    return sum(record.state is serving or (record.state is updating and not record.failures) for record in others)
 
 
 def not_known_asleep(fleet: FleetDecisions, registered: Mapping[int, str]) -> list[int]:
-    """Return the guests among the servers `registered` (URL by index) that are not known to rest at that URL."""
-    resting = {life.index: life.url for life in fleet.servers if life.state is m.ServerState.ASLEEP}
-    return [index for index, url in registered.items() if index in fleet.guests and resting.get(index) != url]
+    """Return the colocated ones of the servers `registered` (URL by index) that are not known to sleep there."""
+    asleep = {record.index: record.url for record in fleet.servers if record.state is m.ServerState.ASLEEP}
+    return [index for index, url in registered.items() if index in fleet.colocated and asleep.get(index) != url]

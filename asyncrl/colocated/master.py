@@ -30,7 +30,7 @@ WEIGHT = 0.5
 
 
 @dataclass(slots=True)
-class Lending:
+class WakeRule:
     """The rule by which colocated servers generate while the trainer waits, beside others. Pure; times in seconds.
 
     Derivation. The batch lacks M rollouts. S servers elsewhere make r rollouts a second each, so with them alone the
@@ -38,12 +38,12 @@ class Lending:
 
         r S t + r G (t - wake) = M      so      t = (M / r + G wake) / (S + G)
 
-    and then the colocated ones take `release` to leave the devices before the step can begin. The gain of lending is
+    and then the colocated ones take `release` to leave the devices before the step can begin. Their gain is
 
         w - t - release = G (w - wake) / (S + G) - release
 
-    The devices are lent if the gain is above 0. If no other server serves, they always are: w is infinite. A value that
-    is not measured yet counts as 0, so the devices are lent in the first wait, which measures it.
+    They wake if the gain is above 0. If no other server serves, they always do: w is infinite. A value that is not
+    measured yet counts as 0, so they wake in the first wait, which measures it.
 
     Attributes:
         others: S, servers elsewhere that serve, as last reported.
@@ -78,7 +78,7 @@ class Lending:
         waits = missing / (self.rate * self.others)
         return colocated * (waits - self.wake_s) / (self.others + colocated) - self.release_s
 
-    def lends(self, missing: int, colocated: int) -> bool:
+    def should_wake(self, missing: int, colocated: int) -> bool:
         """Return True if `colocated` servers are to generate while the batch lacks `missing` rollouts."""
         return self.gain(missing, colocated) > 0.0
 
@@ -87,7 +87,7 @@ class SharedDevices(DeviceTurns):
     """Takes the devices for steps and gives them back.
 
     Args:
-        manager: knows when all colocated servers rest.
+        manager: knows when all colocated servers sleep.
         announcer: knows which version colocated servers have to serve, and whether a version is evaluated.
         colocated: number of servers on the trainer's devices.
         others: number of servers elsewhere.
@@ -105,7 +105,7 @@ class SharedDevices(DeviceTurns):
     ) -> None:
         self._board, self._manager, self._stall = board, manager, stall
         self._announcer, self._stop = announcer, stop
-        self._colocated, self._others, self._lending = colocated, others, Lending(others)
+        self._colocated, self._others, self._wake_rule = colocated, others, WakeRule(others)
         self._began = 0.0
         self._turn = TrainerTurn(0, training=True, version=0)  # while the ranks load their models
 
@@ -120,7 +120,7 @@ class SharedDevices(DeviceTurns):
         self._turn = TrainerTurn(0 if before is None else before.number, training=True, version=0)
         self.give()
 
-    async def lend(self, missing: int) -> bool:
+    async def wake(self, missing: int) -> bool:
         """See `DeviceTurns`.
 
         Raises:
@@ -128,15 +128,15 @@ class SharedDevices(DeviceTurns):
         """
         if self.training and self._others:
             reply = await or_stop(self._manager.call(WaitAsleepRequest(self._turn.number)), self._stop, math.inf)
-            self._lending.others, self._lending.wake_s = reply.others, reply.wake_s
-            if not self._lending.lends(missing, self._colocated):
+            self._wake_rule.others, self._wake_rule.wake_s = reply.others, reply.wake_s
+            if not self._wake_rule.should_wake(missing, self._colocated):
                 return False
         self.give()
         return True
 
     def waited(self, rollouts: int, seconds: float) -> None:
         """See `DeviceTurns`."""
-        self._lending.made(rollouts, seconds, 0 if self.training else self._colocated)
+        self._wake_rule.made(rollouts, seconds, 0 if self.training else self._colocated)
 
     def give(self) -> None:
         """See `DeviceTurns`."""
@@ -154,21 +154,21 @@ class SharedDevices(DeviceTurns):
         """
         now = asyncio.get_running_loop().time
         began = now()
-        self._lending.wait_ended()
+        self._wake_rule.wait_ended()
         if not self._others and self._announcer.evaluating:
             self.give()
             await or_stop(self._announcer.evaluation_ended(), self._stop, math.inf)
         if self.training:
             return {"time/switch_s": 0.0}
         self._announce(training=True)
-        with observer.doing("waits for guests to leave the devices", "switch", Activity.blocked, step=version + 1):
-            hold_s, what = min(HOLD_S, self._stall.limit_s / 2), "guests to give their memory back"
+        with observer.doing("waits for servers to leave the devices", "switch", Activity.blocked, step=version + 1):
+            hold_s, what = min(HOLD_S, self._stall.limit_s / 2), "servers to give their memory back"
             asked = partial(self._manager.call, WaitAsleepRequest(self._turn.number, hold_s))
             while waits_for := (await self._stall.wait(asked(), version, what)).waits_for:
                 _log.info("step %d waits for %s", version + 1, ", ".join(waits_for))
         self._began = time.time()
-        self._lending.release_s = now() - began
-        return {"time/switch_s": self._lending.release_s}
+        self._wake_rule.release_s = now() - began
+        return {"time/switch_s": self._wake_rule.release_s}
 
     async def take_to_end(self, limit_s: float) -> None:
         """See `DeviceTurns`."""
@@ -179,7 +179,7 @@ class SharedDevices(DeviceTurns):
             async with asyncio.timeout(limit_s):
                 stayed = (await self._manager.call(WaitAsleepRequest(self._turn.number, limit_s))).waits_for
         except TimeoutError:
-            stayed = ["guests"]
+            stayed = ["colocated servers"]
         if stayed:
             _log.warning("saving beside %s, which did not leave the devices within %g s", ", ".join(stayed), limit_s)
 

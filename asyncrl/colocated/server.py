@@ -1,4 +1,4 @@
-"""The part of a server on the trainer's devices: it loads its model in its turn, and shows whether it rests."""
+"""The part of a server on the trainer's devices: it loads its model in its turn, and shows whether it sleeps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncrl.observe.observer import Activity
 
 
 class ColocatedServer:
-    """The turns of a guest on a device that the trainer uses too.
+    """The turns of a colocated server on a device that the trainer uses too.
 
     They follow entries that the trainer and the GserverManager publish.
 
@@ -31,7 +31,9 @@ class ColocatedServer:
         self._loading, self._memory = f"{names.LOADING_COLOCATED}/{index}", names.server_memory_key(index)
 
     async def await_turn(self, waiting: Callable[[], None]) -> None:
-        """Wait until the guest may take its device, and record that it does; call `waiting` from time to time."""
+        """Wait until the colocated server may take its device, and record that it does; call `waiting` from time to
+        time.
+        """
         last = None
         while True:
             self._resolver.add(self._loading, self._name, lease_s=self._lease_s, replace=True)
@@ -54,8 +56,8 @@ class ColocatedServer:
         self._resolver.delete(self._loading, own=True)
 
     async def follow_sleep(self, url: str) -> Never:
-        """Set this process's stage until cancelled: the guest at `url` rests while its memory is released, and
-        otherwise serves. The GserverManager records both (`names.ServerMemory`).
+        """Set this process's stage until cancelled: the colocated server at `url` sleeps while its memory is released,
+        and otherwise serves. The GserverManager records both (`names.ServerMemory`).
         """
         released, last = names.ServerMemory(url, released=True).encode(), None
         while True:

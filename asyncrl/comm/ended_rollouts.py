@@ -212,9 +212,9 @@ class Trained(_Line, frozen=True, tag="trained", omit_defaults=True):
     """The step that produced version `step` trained the rollout.
 
     `versions` counts the generated tokens by the policy version that produced them. `reward` is the mean over its
-    `episodes`, which gave `samples` samples. `opponents` has the oldest and newest version of each of `policies` that
-    answered in the rollout; 0 for a model that does not change. `policies` has the share of each trained policy, if
-    there are several; `actor` is the run's own.
+    `episodes`, which gave `samples` samples. `policy_servers` has the oldest and newest version of each of `policies`
+    that answered in the rollout; 0 for a model that does not change. `policies` has the share of each trained policy,
+    if there are several; `actor` is the run's own.
     """
 
     rollout: str
@@ -226,7 +226,7 @@ class Trained(_Line, frozen=True, tag="trained", omit_defaults=True):
     episodes: int
     samples: int
     reward: float
-    opponents: dict[str, tuple[int, int]] = {}
+    policy_servers: dict[str, tuple[int, int]] = msgspec.field(name="opponents", default_factory=dict)
     policies: dict[str, PolicyTokens] = {}
 
 
@@ -288,7 +288,7 @@ class Step(_Sealed, frozen=True, tag="step", kw_only=True):
 
     lineage: int
     step: int
-    books: RolloutCounts
+    counts: RolloutCounts = msgspec.field(name="books")
     seal: str
 
 
@@ -297,7 +297,7 @@ class End(_Sealed, frozen=True, tag="end", kw_only=True):
 
     lineage: int
     version: int
-    books: RolloutCounts
+    counts: RolloutCounts = msgspec.field(name="books")
     seal: str
 
 
@@ -310,7 +310,7 @@ Line: TypeAlias = RolloutLine | SealedLine
 V = TypeVar("V", bound=object)
 AT_LEAST = 65_536
 """Least number of ids: half a minute at 2,000 rollouts per second, about 10 MB. No client repeats a call for longer."""
-LIVES = 4
+LIVE_MULTIPLE = 4
 GENERATIONS = 8
 """Number of generations: at most one part in `GENERATIONS` is remembered longer than necessary; more generations make a
 lookup slower.
@@ -327,7 +327,7 @@ def ids_remembered(batch_size: int, max_staleness: int) -> int:
     late. If its id was forgotten, the gate admits it as a new one. The counters still balance, and no prompt is trained
     twice. The audit then reports that the rollout was admitted before.
     """
-    return max(AT_LEAST, LIVES * (max_staleness + 1) * batch_size)
+    return max(AT_LEAST, LIVE_MULTIPLE * (max_staleness + 1) * batch_size)
 
 
 class RecentIds(Generic[V]):

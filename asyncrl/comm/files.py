@@ -247,7 +247,7 @@ class _Patience:
 
     def __init__(self, what: str, log: logging.Logger) -> None:
         self._what, self._log = what, log
-        self._since = self._said_at = 0.0
+        self._since = self._logged_at = 0.0
         self._failures = 0
 
     def delay_s(self, error: OSError) -> float:
@@ -260,8 +260,8 @@ class _Patience:
         self._since = self._since or now
         if not _patient.get() or error.errno not in PASSING or now - self._since > PATIENCE_S:
             raise error
-        if now - self._said_at > REPEAT_S:
-            self._said_at = now
+        if now - self._logged_at > REPEAT_S:
+            self._logged_at = now
             self._log.warning("waiting to write %s: %s", self._what, error)
         self._failures += 1
         return _BACKOFF.delay(self._failures)
@@ -333,14 +333,14 @@ class AppendedFile:
         self._put(data, self.size)
         self.size += len(data)
 
-    def sync(self, data: bytes, place: int) -> None:
-        """Return once `data`, which was written at `place`, is on the disk."""
+    def sync(self, data: bytes, offset: int) -> None:
+        """Return once `data`, which was written at `offset`, is on the disk."""
         failed = False
 
         def sync() -> None:
             nonlocal failed
             if failed:  # the kernel may have dropped the data
-                self._put(data, place)
+                self._put(data, offset)
             failed = True
             os.fdatasync(self._descriptor)
 
@@ -350,13 +350,13 @@ class AppendedFile:
         """Close the file."""
         os.close(self._descriptor)
 
-    def _put(self, data: bytes, place: int) -> None:
+    def _put(self, data: bytes, offset: int) -> None:
         left = memoryview(data)
 
         def write() -> None:
             nonlocal left
             while left:
-                left = left[os.pwrite(self._descriptor, left, place + len(data) - len(left)) :]
+                left = left[os.pwrite(self._descriptor, left, offset + len(data) - len(left)) :]
 
         retry_write_blocking(write, f"{self._path}", _log)
 

@@ -1,7 +1,7 @@
 """Name resolution: a small shared dictionary in which the processes of a run find each other. The interface; the back
 ends are `NAME_BACKENDS`.
 
-Names are paths (`workers/model_worker/0`) relative to the resolver's root. Four verbs: `add`, `get` (`get_subtree`;
+Names are paths (`workers/model_worker/0`) relative to the resolver's root. Four methods: `add`, `get` (`get_subtree`;
 `watch` and `wait` repeat it until the value changes), `follow`, `delete`. Any thread may call them, and a call takes
 micro- to milliseconds but in an outage; in an event loop, use `asyncio.to_thread`. A resolver does not survive `fork`.
 

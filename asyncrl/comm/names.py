@@ -18,16 +18,16 @@ All keys are relative to the resolver's root, which contains experiment and tria
     staged/<folder>/<host>          where the initial model, or what RolloutWorkers read, is on the host of that address
     gserver_manager                 URL of the GserverManager
     model_version/<role>            newest published policy version of a role: `PublishedVersion`
-    trainer_turn                    owner of the devices that trainer and guests share, at first the trainer:
+    trainer_turn                    owner of the devices that trainer and colocated servers share, at first the trainer:
                                     `TrainerTurn`
-    loading_guests/<index>          a guest that loads its model, or is about to
-    guest_memory/<index>            a guest whose memory is released, or may be: `ServerMemory`
+    loading_servers/<index>         a colocated server that loads its model, or is about to
+    server_memory/<index>           a colocated server whose memory is released, or may be: `ServerMemory`
     training_world                  the file in which the training ranks meet
 
 If a type is named, the value is its fields as a JSON object, made with `encode` and read with `decode`.
 
 What has no lease outlives a killed launcher: `launch`, `incarnations`, `killed`, `model_version`, `trainer_turn`,
-`guest_memory` and the last status of a process that had ended; the next launch removes what it does not continue.
+`server_memory` and the last status of a process that had ended; the next launch removes what it does not continue.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ GENERATION_SERVERS = "generation_servers"
 POLICY_SERVERS = "policy_servers"
 ENCODER_SERVERS = "encoder_servers"
 STAGING_SERVERS = "staging_servers"
-LOADING_COLOCATED = "loading_guests"
-SERVER_MEMORY = "guest_memory"
+LOADING_COLOCATED = "loading_servers"
+SERVER_MEMORY = "server_memory"
 JOINED = "joined"
 
 
@@ -163,8 +163,8 @@ class PublishedVersion(_Entry, frozen=True):
 
 
 class TrainerTurn(_Entry, frozen=True):
-    """The `number`-th turn on the devices that trainer and guests share: the trainer's if `training`, else the
-    guests', which must have `version` or a newer one.
+    """The `number`-th turn on the devices that trainer and colocated servers share: the trainer's if `training`, else
+    the colocated servers', which must have `version` or a newer one.
     """
 
     number: int
@@ -173,7 +173,9 @@ class TrainerTurn(_Entry, frozen=True):
 
 
 class ServerMemory(_Entry, frozen=True):
-    """State of the memory of the guest at `url`: `released`, or else unknown, since it is being released or resumed."""
+    """State of the memory of the colocated server at `url`: `released`, or else unknown, since it is being released or
+    resumed.
+    """
 
     url: str
     released: bool
@@ -210,7 +212,7 @@ def gen_server_key(index: int) -> str:
 
 
 def server_memory_key(index: int) -> str:
-    """`ServerMemory` of guest `index`; absent while it has its memory for certain."""
+    """`ServerMemory` of colocated server `index`; absent while it has its memory for certain."""
     return f"{SERVER_MEMORY}/{index}"
 
 

@@ -110,11 +110,11 @@ class PushTimeout(Exception):
 class Push:
     """A pushed trajectory, and the call of `push` that waits for `accepted`.
 
-    The call first waits for a place in the outbox, unless there is one, and then, held there, for its acknowledgement.
+    The call first waits for a slot in the outbox, unless there is one, and then, held there, for its acknowledgement.
     It ends at its time limit, but a held trajectory stays in the outbox and is delivered later.
 
     Attributes:
-        seq: its number in the outbox; -1 before it has a place there.
+        seq: its number in the outbox; -1 before it has a slot there.
         peer: the peer that it was sent to or must go to; None: any.
     """
 
@@ -294,7 +294,7 @@ class TrajectoryPusher:
         self._security = security
         self._links: dict[str, PeerLink] = {}  # by address
         self._log = SourceLog("reply")
-        self._queued: deque[Push] = deque()  # calls that wait for a place in the outbox
+        self._queued: deque[Push] = deque()  # calls that wait for a slot in the outbox
         self._resending: asyncio.TimerHandle | None = None
         self._drained = asyncio.Event()
         self._drained.set()
@@ -342,7 +342,7 @@ class TrajectoryPusher:
         Raises:
             CodecError: it cannot be encoded; nothing was sent.
             TrajectoryRejected: the puller refused it, for the reason in the message; it is no longer held.
-            PushTimeout: no acknowledgement, or no place, within `timeout_s` seconds.
+            PushTimeout: no acknowledgement, or no slot, within `timeout_s` seconds.
         """
         prepared = prepare(trajectory)
         if prepared.nbytes > MAX_BYTES:
@@ -357,7 +357,7 @@ class TrajectoryPusher:
         try:
             await push.accepted
         except TimeoutError as error:
-            awaited = "a place among those held" if push.seq < 0 else "an acknowledgement"
+            awaited = "a slot among those held" if push.seq < 0 else "an acknowledgement"
             with contextlib.suppress(ValueError):
                 self._queued.remove(push)
             raise PushTimeout(

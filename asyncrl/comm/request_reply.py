@@ -17,12 +17,12 @@ A package defines the types of the calls that it serves, and its callers use the
     class Publish(Request[PublishedWeights], frozen=True):
         version: int
 
-The name on the wire, the verb, is the class's in snake case (`publish`). A body is msgpack and must be of its type
+The name on the wire, the method, is the class's in snake case (`publish`). A body is msgpack and must be of its type
 exactly: a missing, unknown or wrong field is refused with its path where it arrives. No arrays and no pickle; free-form
 parts are annotated `dict[str, Any]`.
 
-    client ─▶ server    [ id + verb, request ]                          id: the call's number, uint64, little-endian
-    server ─▶ client    [ id + verb, reply ]  or  [ id, failure ]       `Failure`
+    client ─▶ server    [ id + method, request ]                        id: the call's number, uint64, little-endian
+    server ─▶ client    [ id + method, reply ]  or  [ id, failure ]     `Failure`
 """
 
 from __future__ import annotations
@@ -94,17 +94,17 @@ class Request(msgspec.Struct, Generic[R], frozen=True, forbid_unknown_fields=Tru
     """Base of the requests' types; subclass `Request[<type of the reply>]`.
 
     Attributes:
-        verb: the call's name on the wire and in errors, from the class's name.
+        method: the call's name on the wire and in errors, from the class's name.
         reply_type: the type of the server's answer.
     """
 
-    verb: ClassVar[str]
+    method: ClassVar[str]
     reply_type: ClassVar[type[Reply]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         (cls.reply_type,) = get_args(cls.__dict__["__orig_bases__"][0])
-        cls.verb = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+        cls.method = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
 
 def encode(body: msgspec.Struct) -> bytes:
@@ -137,17 +137,17 @@ def decode(encoded: memoryview, body_type: type[_B]) -> _B:
     return body
 
 
-def pack(call: int, verb: str, body: msgspec.Struct) -> list[bytes]:
-    """Return the frames of call number `call`, or of its answer; a failure's verb is empty.
+def pack(call: int, method: str, body: msgspec.Struct) -> list[bytes]:
+    """Return the frames of call number `call`, or of its answer; a failure's method is empty.
 
     Raises:
         MessageError: see `encode`.
     """
-    return [_ID.pack(call) + verb.encode(), encode(body)]
+    return [_ID.pack(call) + method.encode(), encode(body)]
 
 
 def unpack(frames: Sequence[memoryview]) -> tuple[int, str, memoryview]:
-    """Return the call's number, its verb and the body, still encoded.
+    """Return the call's number, its method and the body, still encoded.
 
     Raises:
         MessageError: this is not a message of request-reply.
@@ -173,10 +173,10 @@ def _as_builtin(value: Any) -> Any:
 class RemoteError(Exception):
     """The handler raised. `kind` is the exception's type name, `remote_traceback` the server's traceback as text."""
 
-    def __init__(self, peer: str, verb: str, failure: Failure) -> None:
+    def __init__(self, peer: str, method: str, failure: Failure) -> None:
         self.kind, self.message, self.remote_traceback = failure.kind, failure.message, failure.traceback
         super().__init__(
-            f"{verb} at {peer} raised {self.kind}: {self.message}\n"
+            f"{method} at {peer} raised {self.kind}: {self.message}\n"
             f"--- remote traceback\n{self.remote_traceback.rstrip()}"
         )
 
@@ -256,8 +256,8 @@ class RequestClient:
             MessageError: the request cannot be encoded, or the reply is not of its type.
         """
         if self._closed:
-            raise PeerGone(f"call of {request.verb} at {self._peer}: the client is closed")
-        frames = pack(self._next_call, request.verb, request)
+            raise PeerGone(f"call of {request.method} at {self._peer}: the client is closed")
+        frames = pack(self._next_call, request.method, request)
         call = _Outstanding(self._next_call, request, frames, asyncio.get_running_loop().create_future())
         self._unsent.append(call)
         self._next_call += 1
@@ -267,7 +267,7 @@ class RequestClient:
             async with RunningTimeout(timeout_s):
                 return cast(R, await call.answer)
         except TimeoutError as error:
-            what = f"call of {request.verb} at {self._peer}"
+            what = f"call of {request.method} at {self._peer}"
             if call.frames is not None:
                 raise PeerGone(f"{what}: no connection within {timeout_s:g} s") from error
             raise RequestTimeout(f"{what}: no answer within {timeout_s:g} s") from error
@@ -291,7 +291,7 @@ class RequestClient:
 
     def _on_message(self, frames: list[memoryview]) -> None:
         try:
-            number, verb, body = unpack(frames)
+            number, method, body = unpack(frames)
         except MessageError as error:
             self._log.note(self._peer, str(error))
             return
@@ -300,12 +300,12 @@ class RequestClient:
             return  # the call has timed out or was cancelled
         request = call.request
         try:
-            reply = decode(body, request.reply_type if verb else Failure)
+            reply = decode(body, request.reply_type if method else Failure)
         except MessageError as error:
-            call.fail(MessageError(f"reply to {request.verb} from {self._peer}: {error}"))
+            call.fail(MessageError(f"reply to {request.method} from {self._peer}: {error}"))
             return
         if isinstance(reply, Failure):
-            call.fail(RemoteError(self._peer, request.verb, reply))
+            call.fail(RemoteError(self._peer, request.method, reply))
         else:
             call.answer.set_result(reply)
 
@@ -313,7 +313,7 @@ class RequestClient:
         """Raise PeerGone from the calls that were sent; from all calls once the client is closed."""
         for call in self._calls.values():
             if call.frames is None or self._closed:
-                call.fail(PeerGone(f"call of {call.request.verb} at {self._peer}: {reason}"))
+                call.fail(PeerGone(f"call of {call.request.method} at {self._peer}: {reason}"))
 
 
 # The answering end: I/O in a separate thread, queued handlers in the thread of `serve_one`.
@@ -352,7 +352,7 @@ class RequestServer:
             `call_soon_threadsafe`.
 
     Raises:
-        ValueError: two requests have the same verb.
+        ValueError: two requests have the same method.
     """
 
     def __init__(
@@ -367,9 +367,9 @@ class RequestServer:
         self._queued = dict(queued or {})
         self._types: dict[str, type[Request[Any]]] = {}
         for request_type in (*self._immediate, *self._queued):
-            if request_type.verb in self._types:
-                raise ValueError(f"{request_type.verb!r} is served twice: choose one handler")
-            self._types[request_type.verb] = request_type
+            if request_type.method in self._types:
+                raise ValueError(f"{request_type.method!r} is served twice: choose one handler")
+            self._types[request_type.method] = request_type
         self._inbox: queue.Queue[_Received] = queue.Queue(MOST_QUEUED)
         self._log = SourceLog("request")
         self.malformed = 0
@@ -403,7 +403,7 @@ class RequestServer:
         try:
             reply = self._queued[type(call.request)](call.request)
         except Exception as error:
-            _log.exception("%s failed", call.request.verb)
+            _log.exception("%s failed", call.request.method)
             reply = Failure.of(error)
         except BaseException as error:
             self._answer_from_thread(call, Failure.of(error))
@@ -418,12 +418,12 @@ class RequestServer:
     def _on_request(self, frames: list[zmq.Frame]) -> None:
         client = frames[0].bytes
         try:
-            number, verb, body = unpack([frame.buffer for frame in frames[1:]])
+            number, method, body = unpack([frame.buffer for frame in frames[1:]])
         except MessageError as error:
             self._count_malformed(frames, error)
             return
-        if (request_type := self._types.get(verb)) is None:
-            unknown = UnknownCall(f"there is no call {verb!r:.80}; the calls are: {', '.join(sorted(self._types))}")
+        if (request_type := self._types.get(method)) is None:
+            unknown = UnknownCall(f"there is no call {method!r:.80}; the calls are: {', '.join(sorted(self._types))}")
             self._count_malformed(frames, unknown)
             self._fail(client, number, unknown)
             return
@@ -453,7 +453,7 @@ class RequestServer:
         try:
             reply = await self._immediate[type(call.request)](call.request)
         except Exception as error:
-            _log.exception("%s failed", call.request.verb)
+            _log.exception("%s failed", call.request.method)
             reply = Failure.of(error)
         self._io.send(self._pack(call, reply))
 
@@ -463,18 +463,18 @@ class RequestServer:
         try:
             self._io.loop.call_soon_threadsafe(self._io.send, frames)
         except RuntimeError:
-            _log.warning("the server was closed while %s ran: its answer is lost", call.request.verb)
+            _log.warning("the server was closed while %s ran: its answer is lost", call.request.method)
 
     def _fail(self, client: bytes, number: int, error: Exception) -> None:
         self._io.send([client, *pack(number, "", Failure.of(error))])
 
     def _pack(self, call: _Received, reply: Reply) -> list[bytes]:
         """Return the frames of the message that answers `call`."""
-        verb = call.request.verb
+        method = call.request.method
         try:
-            frames = pack(call.number, "" if isinstance(reply, Failure) else verb, reply)
+            frames = pack(call.number, "" if isinstance(reply, Failure) else method, reply)
         except MessageError as error:
-            _log.error("the reply to %s cannot be encoded: %s", verb, error)
+            _log.error("the reply to %s cannot be encoded: %s", method, error)
             frames = pack(call.number, "", Failure.of(error))
         return [call.client, *frames]
 

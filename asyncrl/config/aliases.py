@@ -92,8 +92,8 @@ def unknown_setting(name: str, known: Mapping[str, Any], where: str, value: Any)
             fit(setting, read_typed(text, known[setting]), known[setting], wrong)
             return not wrong
 
-        told = "; or ".join(answer(alias, text_of(value), fits) for alias in aliases)
-        return f"unknown setting {name!r}{where}; {told} (docs/coming_from.md)"
+        hints = "; or ".join(answer(alias, text_of(value), fits) for alias in aliases)
+        return f"unknown setting {name!r}{where}; {hints} (docs/coming_from.md)"
     nearest = nearest_setting(name, known)
     hint = f"did you mean {nearest!r}? " if nearest else ""
     return f"unknown setting {name!r}{where}; {hint}--help lists all of them"

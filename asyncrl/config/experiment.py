@@ -186,5 +186,5 @@ class ExperimentConfig:
 
         total = max(1, planned(self.total_train_steps))
         done = planned(version)
-        place = (done + share * (planned(version + 1) - done)) / total
-        return optimizer.rate(place, total * self.trainer.ppo_minibatches * self.trainer.ppo_epochs)
+        progress = (done + share * (planned(version + 1) - done)) / total
+        return optimizer.rate(progress, total * self.trainer.ppo_minibatches * self.trainer.ppo_epochs)

@@ -14,7 +14,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code import catalog
 from asyncrl.config.setting import Dtype
 from asyncrl.config.variants import codes_of_sets, longest_answer
-from asyncrl.inference.settings import guests_of
+from asyncrl.inference.settings import colocated_servers
 from asyncrl.trainer.settings import KeptOn
 
 
@@ -114,8 +114,8 @@ def trainer_settings(
         bound = generation.cache_tokens if engine.fixed_cache else engine.memory_share
         default = f"{engine.label}'s default"
         yield f"{engine.memory_setting} below {bound or default}"
-        if not guests_of(generation):
-            yield "generation.guests=all (the trainer and its servers use the GPU in turns)"
+        if not colocated_servers(generation):
+            yield "generation.colocated=all (the trainer and its servers use the GPU in turns)"
     if on_gpu:
         sharded = " and trainer.engine=sharded" if trainer.engine == "flat" else ""
         yield f"trainer.parallel over more GPUs (now {trainer.parallel}){sharded}"

@@ -34,7 +34,7 @@ CHECKS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "asyncrl.chat.checks": ("rollout.chat",),
         _TOOLS: ("mcp", "tools"),
         POLICY_CHECKS: ("policies",),
-        "asyncrl.colocated.checks": ("generation.guests",),
+        "asyncrl.colocated.checks": ("generation.colocated",),
     },
     "code_problems": {_TOOLS: ("mcp", "tools")},
     "other_tokenizers": {_TRAINER: ("algorithm",)},

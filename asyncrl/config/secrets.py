@@ -110,11 +110,11 @@ def hide(text: str) -> str:
     text = _BEARER.sub(rf"\1 {HIDDEN}", text)
     text = _BASIC.sub(lambda found: f"{found[1]} {HIDDEN}" if _is_login(found[2]) else found[0], text)
     for pattern in (_ASSIGNED, _FLAG):
-        place = 0
-        while (found := pattern.search(text, place)) is not None:
-            place = found.end("sign")  # within a value there may be another: url=https://host?token=...
+        begin = 0
+        while (found := pattern.search(text, begin)) is not None:
+            begin = found.end("sign")  # within a value there may be another: url=https://host?token=...
             if _is_assigned(found):
-                text = f"{text[:place]}{HIDDEN}{text[found.end() :]}"
+                text = f"{text[:begin]}{HIDDEN}{text[found.end() :]}"
     return text
 
 

@@ -147,13 +147,13 @@ class ChatTemplate:
                 pictures.
         """
         plain = without_pictures(turns)
-        places = StandIns(tokenizer, plain, tools)
-        text = self.render_turns(places.put(plain), places.put(tools), to_answer=to_answer)
+        stand_ins = StandIns(tokenizer, plain, tools)
+        text = self.render_turns(stand_ins.put(plain), stand_ins.put(tools), to_answer=to_answer)
         if until:
             text, found, _ = text.rpartition(until)
             if not found:
                 raise ChatError("the chat template leaves out the message that is to be continued")
-        return places.encoded(text, [*pictures_of(turns)], pictures)
+        return stand_ins.encoded(text, [*pictures_of(turns)], pictures)
 
     def _filled(self, name: str, source: str, variables: Mapping[str, Any] | None) -> str:
         try:
@@ -212,11 +212,11 @@ class StandIns:
         """Return `value` (text, lists and mappings) with stand-ins for the names of control tokens."""
         if not self._meant:
             return value
-        place_of = {name: place for place, name in self._meant.items()}
+        number_of = {name: number for number, name in self._meant.items()}
 
         def replaced(part: Any) -> Any:
             if isinstance(part, str):
-                return self._name.sub(lambda match: place_of[match[0]], part)
+                return self._name.sub(lambda match: number_of[match[0]], part)
             if isinstance(part, Mapping):
                 return {key: replaced(item) for key, item in part.items()}
             if isinstance(part, Sequence) and not isinstance(part, bytes):

@@ -1,19 +1,19 @@
 """Curriculum by measured success: prompts that are too easy or too hard now are left out of some epochs.
 
 Each rollout measures the success of its prompt: the share of right answers in the group. If a row's newest measurement,
-in epoch m, is outside `low` to `high`, the row rests in epochs m + 1 to m + `rest`: at its turn its prompt is dropped
-for good as `curriculum`, without a rollout. In epoch m + rest + 1 it is used and measured again. So a row that stays
-outside is used once in `rest` + 1 epochs.
+in epoch m, is outside `low` to `high`, the row is skipped in epochs m + 1 to m + `skip_epochs`: at its turn its prompt
+is dropped for good as `curriculum`, without a rollout. In epoch m + skip_epochs + 1 it is used and measured again. So a
+row that stays outside is used once in `skip_epochs` + 1 epochs.
 
 With `least_weight` w0 below 1, prompts are weighted by difficulty besides: a row of success s is used in a share of
 1 - (1 - w0) (2 s - 1)^2 of the later epochs, drawn for each row and epoch by a hash. So no choice needs to be kept.
 
-Only the measurements decide which prompts rest, so a run that resumes with those of its checkpoint makes the same
-decisions. If a dataset has fewer rows than running rollouts, a measurement may arrive after the row's turn in a later
-epoch. It counts from the epoch after that.
+Only the measurements decide which prompts are skipped, so a run that resumes with those of its checkpoint makes the
+same decisions. If a dataset has fewer rows than running rollouts, a measurement may arrive after the row's turn in a
+later epoch. It counts from the epoch after that.
 
-Example, low 0.1, high 0.9, rest 2: a row with success 1.0 in epoch 0 rests in 1 and 2; measured 0.5 in epoch 3, it is
-drawn in epoch 4.
+Example, low 0.1, high 0.9, skip_epochs 2: a row with success 1.0 in epoch 0 is skipped in 1 and 2; measured 0.5 in
+epoch 3, it is drawn in epoch 4.
 """
 
 from __future__ import annotations
@@ -47,15 +47,20 @@ class Curriculum:
 
     Args:
         low, high: range of success, both ends included, that keeps a row in every epoch.
-        rest: number of epochs in which a row outside is left out.
+        skip_epochs: number of epochs in which a row outside is left out.
         least_weight: share of the epochs in which a row of success 0 or 1 is used.
         state: result of an earlier curriculum's `state`.
     """
 
     def __init__(
-        self, low: float, high: float, rest: int, state: Iterable[Sequence[float]] = (), least_weight: float = 1.0
+        self,
+        low: float,
+        high: float,
+        skip_epochs: int,
+        state: Iterable[Sequence[float]] = (),
+        least_weight: float = 1.0,
     ) -> None:
-        self._low, self._high, self._rest, self._least = low, high, rest, least_weight
+        self._low, self._high, self._skip_epochs, self._least = low, high, skip_epochs, least_weight
         self._newest: dict[int, tuple[int, float]] = {
             int(row): (int(epoch), float(success)) for row, epoch, success in state
         }
@@ -72,7 +77,7 @@ class Curriculum:
         if row not in self._newest or self._newest[row][0] <= epoch:
             self._newest[row] = (epoch, success)
 
-    def rests(self, prompt_id: str) -> bool:
+    def skips(self, prompt_id: str) -> bool:
         """True if `prompt_id` is left out of its epoch."""
         parsed = parse_prompt_id(prompt_id)
         if parsed is None or (newest := self._newest.get(parsed[1])) is None:
@@ -80,7 +85,7 @@ class Curriculum:
         epoch, success = newest
         if parsed[0] <= epoch:
             return False
-        outside = not self._low <= success <= self._high and parsed[0] <= epoch + self._rest
+        outside = not self._low <= success <= self._high and parsed[0] <= epoch + self._skip_epochs
         return outside or _draw(*parsed) >= 1 - (1 - self._least) * (2 * success - 1) ** 2
 
     def state(self) -> Any:
@@ -122,9 +127,9 @@ class OwnCurriculum(Curriculum):
         if (parsed := parse_prompt_id(prompt_id)) is not None:
             self._call("measured", parsed[1], parsed[0], success)
 
-    def rests(self, prompt_id: str) -> bool:
+    def skips(self, prompt_id: str) -> bool:
         parsed = parse_prompt_id(prompt_id)
-        return parsed is not None and bool(self._call("rests", parsed[1], parsed[0]))
+        return parsed is not None and bool(self._call("skips", parsed[1], parsed[0]))
 
     def state(self) -> Any:
         return {"path": self._path, "state": plain_state(self._call("state"))}
@@ -142,15 +147,15 @@ class OwnCurriculum(Curriculum):
         call = "measured(0, 0, 0.5)"
         try:
             self._call("measured", 0, 0, 0.5)
-            call = "rests(0, 1)"
-            rests = self._call("rests", 0, 1)
-            if not isinstance(rests, bool):
-                raise TypeError(f"it returned {rests!r}, which is no bool")
+            call = "skips(0, 1)"
+            skips = self._call("skips", 0, 1)
+            if not isinstance(skips, bool):
+                raise TypeError(f"it returned {skips!r}, which is no bool")
             call = "state()"
             state = plain_state(self._call("state"))
             call = "restore(state)"
             self._call("restore", state)
-            if plain_state(self._call("state")) != state or self._call("rests", 0, 1) is not rests:
+            if plain_state(self._call("state")) != state or self._call("skips", 0, 1) is not skips:
                 raise ValueError("it is another one afterwards")
         except Exception as error:  # a user's methods may raise anything
             raise ConfigError(f"dataset.curriculum.path={self._path!r}: {call} failed: {error!r}") from error
@@ -180,7 +185,7 @@ def make_curriculum(settings: CurriculumConfig, state: Any = ()) -> Curriculum:
         _log.warning("dataset.curriculum.path=%r begins anew: what was kept is of %r", settings.path, before)
         state = ()
     if not settings.path:
-        return Curriculum(settings.low, settings.high, settings.rest, state, settings.least_weight)
+        return Curriculum(settings.low, settings.high, settings.skip_epochs, state, settings.least_weight)
     own = OwnCurriculum(settings.path, settings.args)
     if state:
         own.restore(state["state"])

@@ -53,12 +53,12 @@ class DemonstrationDataset(Dataset, Protocol):
 
 
 @runtime_checkable
-class Placed(Protocol):
+class Located(Protocol):
     """A dataset whose rows are in files, so that a changed row can be located."""
 
     def __len__(self) -> int: ...
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         """Return file and line of row `index`."""
         ...
 
@@ -146,7 +146,7 @@ class DataRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @classmethod
     def of(cls, dataset: Dataset) -> DataRecord:
         """Return the record of `dataset`."""
-        if not isinstance(dataset, Placed):
+        if not isinstance(dataset, Located):
             return cls(len(dataset))
         return cls(len(dataset), base64.b64encode(dataset.sums().astype("<u4").tobytes()).decode())
 
@@ -169,7 +169,7 @@ class DataRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def difference(self, dataset: Dataset, path: str) -> str | None:
         """Describe how `dataset`, from the setting `dataset.path`, differs from the record; None if it does not."""
         now = len(dataset)
-        if self.line_sums is None or not isinstance(dataset, Placed):
+        if self.line_sums is None or not isinstance(dataset, Located):
             return None if now == self.rows else f"{path!r} has {now} rows; this trial began with {self.rows}"
         before = np.frombuffer(base64.b64decode(self.line_sums), "<u4")
         common = min(now, self.rows)
@@ -177,12 +177,12 @@ class DataRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if len(differing):
             row = int(differing[0])
             return (
-                f"{dataset.place(row)} is not what it was when this trial began (row {row}; {now} rows "
+                f"{dataset.location(row)} is not what it was when this trial began (row {row}; {now} rows "
                 f"now, {self.rows} then)"
             )
         if now < self.rows:
-            last = dataset.place(now - 1)
+            last = dataset.location(now - 1)
             return f"{last} is the last line with a row of training; this trial began with {self.rows - now} more"
         if now > self.rows:
-            return f"{dataset.place(common)} is new; this trial began with the {self.rows} rows before it"
+            return f"{dataset.location(common)} is new; this trial began with the {self.rows} rows before it"
         return None

@@ -43,7 +43,7 @@ from asyncrl.api.chat import Message
 from asyncrl.api.picture import Picture, PictureError, PlacedPicture
 from asyncrl.config.plugin_code.import_paths import PluginError
 from asyncrl.data.chat_template import ChatError, StandIns
-from asyncrl.data.datasets import DemonstrationDataset, Placed, load_dataset
+from asyncrl.data.datasets import DemonstrationDataset, Located, load_dataset
 from asyncrl.data.files import CHOSEN, COMPLETION_FIELDS, REJECTED, without_none
 from asyncrl.data.picture_parts import (
     PictureRules,
@@ -134,8 +134,8 @@ class DemonstrationFormat:
         assert self.prompts.chat is not None
         shown = self._with_pictures(messages)
         pictures, whole = [*pictures_of(shown)], self.prompts.chat.messages(without_pictures(shown))
-        places = StandIns(self.prompts.tokenizer, whole, tools)
-        turns, offered = places.put(whole), places.put(tools)
+        stand_ins = StandIns(self.prompts.tokenizer, whole, tools)
+        turns, offered = stand_ins.put(whole), stand_ins.put(tools)
         first += len(turns) - len(messages)  # a system message may have been added at the front
         answers = [number for number, turn in enumerate(turns) if turn["role"] == "assistant" and number >= first]
         found: list[_Sequence] = []
@@ -144,7 +144,7 @@ class DemonstrationFormat:
                 before, after = self._around(turns[: number + 1], offered)
                 if not found or not before.startswith(found[-1].text):
                     control = tuple(self.prompts.tokenizer.control_tokens)
-                    found.append(_Sequence(places, control, self.prompts.pictures, pictures))
+                    found.append(_Sequence(stand_ins, control, self.prompts.pictures, pictures))
                 found[-1].add(before, after)
             return [each.demonstration() for each in found]
         except ValueError as error:  # a ChatError, an unknown character, or a picture
@@ -191,12 +191,12 @@ class _Sequence:
 
     def __init__(
         self,
-        places: StandIns,
+        stand_ins: StandIns,
         control: tuple[str, ...],
         rules: PictureRules | None,
         pictures: Sequence[Picture],
     ) -> None:
-        self._places, self._control = places, tuple(filter(None, control))
+        self._stand_ins, self._control = stand_ins, tuple(filter(None, control))
         self._rules, self._pictures = rules, pictures
         self._shown = 0
         self.text = ""
@@ -213,7 +213,7 @@ class _Sequence:
         turn = after[len(before) :]
         end = max((turn.rfind(name) + len(name) for name in self._control if name in turn), default=len(turn))
         for part, learnt in ((before[len(self.text) :], False), (turn[:end], True), (turn[end:], False)):
-            ids = self._places.encode(self._expanded(part))
+            ids = self._stand_ins.encode(self._expanded(part))
             self.token_ids += ids
             self.loss_mask += [learnt] * len(ids)
         self.text = after
@@ -327,8 +327,8 @@ class EncodedRows:
             try:
                 encoded = form.encode(dataset, dataset.row(number))
             except BadDemonstration as error:
-                place = dataset.place(number) if isinstance(dataset, Placed) else f"row {number}"
-                raise BadDemonstration(f"{place}: {error}") from None
+                location = dataset.location(number) if isinstance(dataset, Located) else f"row {number}"
+                raise BadDemonstration(f"{location}: {error}") from None
             length = max(len(each.token_ids) for each in encoded)
             longest = max(longest, length)
             several += len(encoded) > form.sequences

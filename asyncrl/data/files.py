@@ -93,7 +93,7 @@ class FileDataset:
             kept = [index for index in kept if _is_held_out(rows[index]["prompt"], held_out_share) == held_out]
         kept = kept[:limit] if limit else kept
         self._rows = [rows[index] for index in kept]
-        self._places = [records[index].place for index in kept]
+        self._locations = [records[index].location for index in kept]
         self._sums = np.array([records[index].sum for index in kept], np.uint32)
         if not self._rows:
             share = f" in split {split!r} with held_out_share={held_out_share}" if held_out_share else ""
@@ -106,9 +106,9 @@ class FileDataset:
         """`prompt` (text, templated, or messages) and the row's own fields."""
         return self._rows[index]
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         """Return the place of row `index`: file and line, or the number of the row in the file, from 1."""
-        return self._places[index]
+        return self._locations[index]
 
     def sums(self) -> NDArray[np.uint32]:
         """`[N]`: CRC-32 of each row's content."""
@@ -132,13 +132,14 @@ class FileDataset:
         raise ValueError(f"the row with prompt {row['prompt'][:60]!r} has none of the fields {names}")
 
     def _row(self, record: Record, template: str) -> dict[str, Any]:
-        fields, place = dict(record.fields), record.place
+        fields, location = dict(record.fields), record.location
         for name, column in self._fields.items():
             try:
                 fields[name] = _column(record.fields, column)
             except LookupError:
                 raise ValueError(
-                    f"{place} has no {column!r}, which dataset.fields.{name} names; it has: {', '.join(record.fields)}"
+                    f"{location} has no {column!r}, which dataset.fields.{name} names; "
+                    f"it has: {', '.join(record.fields)}"
                 ) from None
         found = next((name for name in PROMPT_FIELDS if fields.get(name) not in (None, "", [])), "")
         if self._pairs and not found:
@@ -146,10 +147,10 @@ class FileDataset:
         prompt = fields.get(found)
         if not prompt or not isinstance(prompt, str | list):
             raise ValueError(
-                f"{place} has no text in any of the fields {', '.join(PROMPT_FIELDS)}: add one of them, or name its "
+                f"{location} has no text in any of the fields {', '.join(PROMPT_FIELDS)}: add one of them, or name its "
                 "column in dataset.fields.prompt"
             )
-        shown = self._with_pictures(fields, prompt, template, place)
+        shown = self._with_pictures(fields, prompt, template, location)
         if shown is not None:
             prompt, template = shown, _UNCHANGED
             fields = {name: value for name, value in fields.items() if name not in IMAGE_FIELDS}
@@ -157,36 +158,38 @@ class FileDataset:
             prompt = [without_none(turn) for turn in prompt]
             asked = prompt[:-1] if self._demonstrations and _is_answer(prompt[-1]) else prompt
             if (wrong := wrong_messages(asked)) is not None:
-                raise ValueError(f"{place} has no messages under {found!r}: {wrong}")
+                raise ValueError(f"{location} has no messages under {found!r}: {wrong}")
             if template != _UNCHANGED:
-                raise ValueError(f"{place} has messages, where prompt_template={template!r} wants text: leave it out")
+                raise ValueError(
+                    f"{location} has messages, where prompt_template={template!r} wants text: leave it out"
+                )
         if not isinstance(prompt, str):
             return {**fields, "prompt": prompt}
-        return {**fields, "prompt": self._templated(fields, prompt, template, place)}
+        return {**fields, "prompt": self._templated(fields, prompt, template, location)}
 
     def _with_pictures(
-        self, fields: Mapping[str, Any], prompt: str | list[Any], template: str, place: str
+        self, fields: Mapping[str, Any], prompt: str | list[Any], template: str, location: str
     ) -> list[dict[str, Any]] | None:
         """Return the row's messages with its pictures; None if it has none."""
         if isinstance(prompt, str) and not any(name in fields for name in IMAGE_FIELDS):
             return None
         if isinstance(prompt, str):
-            prompt = self._templated(fields, prompt, template, place)
+            prompt = self._templated(fields, prompt, template, location)
         folder = self.path if self.path.is_dir() else self.path.parent
         try:
             made = prompt_with_pictures({**fields, "prompt": prompt}, folder)
         except PictureError as error:
-            raise ValueError(f"{place}: {error}") from None
+            raise ValueError(f"{location}: {error}") from None
         if isinstance(made, str) or not any(isinstance(turn, Mapping) and _has_pictures(turn) for turn in made):
             return None
         return made
 
-    def _templated(self, fields: Mapping[str, Any], prompt: str, template: str, place: str) -> str:
+    def _templated(self, fields: Mapping[str, Any], prompt: str, template: str, location: str) -> str:
         try:
             return prompt if template == _UNCHANGED else _PLAIN_FIELDS.format(template, **{**fields, "prompt": prompt})
         except (LookupError, ValueError) as error:
             raise ValueError(
-                f"{place} does not fit prompt_template={template!r} ({type(error).__name__}: {error}): "
+                f"{location} does not fit prompt_template={template!r} ({type(error).__name__}: {error}): "
                 "name fields that every line has, and write {{ and }} for braces"
             ) from None
 
@@ -262,7 +265,7 @@ class Record:
     """A row of a file: its content, its place (file and number, from 1), and a checksum of its content."""
 
     fields: dict[str, Any]
-    place: str
+    location: str
     sum: int
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.data.datasets import Dataset, Placed
+from asyncrl.data.datasets import Dataset, Located
 
 MAX_ROWS = 1 << 27
 """Most rows of a mixture: the data order holds a permutation of them, 1 GB for this number."""
@@ -60,16 +60,16 @@ class Mixture:
         source, row = self._at(index)
         return {**self._sources[source].row(row), "source": self._names[source]}
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         """Return the place of row `index` in its source."""
         source, row = self._at(index)
         of = self._sources[source]
-        return of.place(row) if isinstance(of, Placed) else f"{self._names[source]}: row {row}"
+        return of.location(row) if isinstance(of, Located) else f"{self._names[source]}: row {row}"
 
     def sums(self) -> NDArray[np.uint32]:
         """`[N]`: CRC-32 of each row's content; of a source that is a class, its number of rows."""
         columns = [
-            of.sums() if isinstance(of, Placed) else np.full(len(of), len(of), np.uint32) for of in self._sources
+            of.sums() if isinstance(of, Located) else np.full(len(of), len(of), np.uint32) for of in self._sources
         ]
         found = np.empty(len(self), np.uint32)
         for number, column in enumerate(columns):

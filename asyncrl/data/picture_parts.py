@@ -29,7 +29,7 @@ from asyncrl.data.settings import IMAGE_FIELDS
 
 Content = str | list[dict[str, Any]]
 
-PLACE = "<image>"
+PLACEHOLDER = "<image>"
 """Stands for a picture in the text of a row that has such a column."""
 PICTURE_TYPES = ("image", "image_url", "input_image")
 _VALUES = ("image", "image_url", "source", "url", "path", "data", "base64", "bytes")
@@ -273,16 +273,16 @@ def placed(ids: Sequence[int], pictures: Sequence[Picture], rules: PictureRules 
     """
     if rules is None or not pictures:
         return ()
-    places = [position for position, token in enumerate(ids) if token == rules.token_id]
+    offsets = [position for position, token in enumerate(ids) if token == rules.token_id]
     counts = [rules.rows(picture) for picture in pictures]
-    if len(places) != sum(counts):
+    if len(offsets) != sum(counts):
         raise PictureError(
-            f"the tokenizer makes {len(places)} placeholders (id {rules.token_id}) of {len(pictures)} pictures, which "
+            f"the tokenizer makes {len(offsets)} placeholders (id {rules.token_id}) of {len(pictures)} pictures, which "
             f"have {sum(counts)} rows: this tokenizer is not the model's"
         )
     found = []
     for picture, count in zip(pictures, counts, strict=True):
-        own, places = places[:count], places[count:]
+        own, offsets = offsets[:count], offsets[count:]
         found.append(PlacedPicture(own[0], own[-1] - own[0] + 1, picture))
     return tuple(found)
 
@@ -323,7 +323,7 @@ def prompt_with_pictures(row: Mapping[str, Any], folder: Path | None = None) -> 
     left = [_source(picture, folder) for picture in pictures]
     made = [_placed_in(turn, left, folder, marked=bool(pictures)) for turn in messages]
     if left and len(left) < len(pictures):
-        raise PictureError(f"there are {len(pictures)} pictures and {len(pictures) - len(left)} places for them")
+        raise PictureError(f"there are {len(pictures)} pictures and {len(pictures) - len(left)} placeholders for them")
     if left:
         first = next((n for n, turn in enumerate(made) if isinstance(turn, Mapping) and turn.get("role") == "user"), 0)
         parts = [{"type": "image", "image": picture} for picture in left]
@@ -363,7 +363,7 @@ def _placed_in(turn: Any, left: list[PictureSource], folder: Path | None, *, mar
     """Return a message with its places filled by pictures taken from `left`."""
     content = turn.get("content") if isinstance(turn, Mapping) else None
     if isinstance(content, str):
-        if not marked or PLACE not in content:
+        if not marked or PLACEHOLDER not in content:
             return turn
         content = [{"type": "text", "text": content}]
     if not isinstance(content, list):
@@ -374,7 +374,7 @@ def _placed_in(turn: Any, left: list[PictureSource], folder: Path | None, *, mar
             value = _value(part)
             parts.append({"type": "image", "image": _next(left) if value is None else _source(value, folder)})
         elif isinstance(part, Mapping) and isinstance(text := part.get("text"), str):
-            pieces = text.split(PLACE) if marked else [text]
+            pieces = text.split(PLACEHOLDER) if marked else [text]
             for number, piece in enumerate(pieces):
                 if number:
                     parts.append({"type": "image", "image": _next(left)})
@@ -389,5 +389,5 @@ def _placed_in(turn: Any, left: list[PictureSource], folder: Path | None, *, mar
 
 def _next(left: list[PictureSource]) -> PictureSource:
     if not left:
-        raise PictureError("there are more places for pictures than pictures")
+        raise PictureError("there are more placeholders for pictures than pictures")
     return left.pop(0)

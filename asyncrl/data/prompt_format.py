@@ -256,7 +256,7 @@ def _last_text(prompt: str | Sequence[Message]) -> tuple[str, Callable[[str], st
     number = users[-1] if users else len(prompt) - 1
     before, turn, after = prompt[:number], prompt[number], prompt[number + 1 :]
     if isinstance(parts := turn.get("content"), list):
-        last = max((place for place, part in enumerate(parts) if part["type"] == "text"), default=None)
+        last = max((index for index, part in enumerate(parts) if part["type"] == "text"), default=None)
         if last is None:
             return "", lambda text: list(prompt)
         head, tail = parts[:last], parts[last + 1 :]

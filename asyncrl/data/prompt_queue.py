@@ -9,13 +9,13 @@ Example, 3 rows, epochs (2 0 1) and (0 1 2): e0-2, e0-0, e0-1, e1-0, e1-1, ... (
 A prompt is *used* once it was trained or dropped for good, and *live* while a rollout of it runs or waits to be
 trained, one at most. When its rollout leaves and it is not used, it waits again.
 
-The prompt with the lowest place comes next. A first attempt has the place of its order in the data. A later attempt,
-with other random numbers, has its place at the end of its epoch or of a later one: under the same weights it would only
-fail again. So the place follows from order and attempt alone. The time at which rollouts end does not change a place,
-so it does not change a batch. Places need not be stored to hand out the same prompts again.
+The prompt with the lowest position comes next. A first attempt has the position of its order in the data. A later
+attempt, with other random numbers, has its position at the end of its epoch or of a later one: under the same weights
+it would only fail again. So the position follows from order and attempt alone. The time at which rollouts end does not
+change a position, so it does not change a batch. Positions need not be stored to hand out the same prompts again.
 
-    place(order, attempt) = (order, 1)                                     attempt 0
-                            ((order // rows + attempt) * rows, 0)          later attempts
+    position(order, attempt) = (order, 1)                                  attempt 0
+                               ((order // rows + attempt) * rows, 0)       later attempts
 
 Below a cursor every prompt is used, live, or *back* (waiting for another attempt). So only the used prompts above the
 cursor must be stored.
@@ -272,9 +272,9 @@ class PromptQueue:
         passed_over, ended = [], self._cursor >= self._end
         try:
             while self._heap and (ended or self._heap[0][0] < (self._cursor, 1)):
-                place, order = self._heap[0]
+                position, order = self._heap[0]
                 turn = self.waiting(order)
-                if turn is not None and self._place(turn.order, turn.attempt) == place:
+                if turn is not None and self._position(turn.order, turn.attempt) == position:
                     if may(order):
                         return turn
                     passed_over.append(heapq.heappop(self._heap))
@@ -318,7 +318,7 @@ class PromptQueue:
         """True if the prompt was trained or dropped for good."""
         return order in self._used or (order < self._cursor and order not in self.live and order not in self.back)
 
-    def _place(self, order: int, attempt: int) -> tuple[int, int]:
+    def _position(self, order: int, attempt: int) -> tuple[int, int]:
         return ((order // self.rows + attempt) * self.rows, 0) if attempt else (order, 1)
 
     def _advance(self) -> None:
@@ -331,4 +331,4 @@ class PromptQueue:
         if turn.order >= self._cursor and not turn.attempt and not turn.failures:
             return  # the cursor will reach it
         self.back[turn.order] = turn.attempt, turn.failures
-        heapq.heappush(self._heap, (self._place(turn.order, turn.attempt), turn.order))
+        heapq.heappush(self._heap, (self._position(turn.order, turn.attempt), turn.order))

@@ -63,22 +63,23 @@ class CurriculumConfig:
 
     path: str = setting(
         "",
-        "import path of your class that decides in place of low, high and rest (asyncrl.api.Curriculum); empty: none",
+        "import path of your class that decides in place of low, high and skip_epochs (asyncrl.api.Curriculum); "
+        "empty: none",
     )
     args: dict[str, Any] = setting(help="keyword arguments of its constructor", factory=dict)
     low: float = setting(
         0.0,
-        "least share of right answers with which a prompt is used in every epoch; with less it rests",
+        "least share of right answers with which a prompt is used in every epoch; with less it is skipped",
         minimum=0.0,
         maximum=1.0,
     )
     high: float = setting(
         1.0,
-        "largest share of right answers with which a prompt is used in every epoch; with more it rests",
+        "largest share of right answers with which a prompt is used in every epoch; with more it is skipped",
         minimum=0.0,
         maximum=1.0,
     )
-    rest: int = setting(
+    skip_epochs: int = setting(
         2,
         "epochs in which a prompt outside low to high is left out; then it is used and measured again",
         unit="epochs",

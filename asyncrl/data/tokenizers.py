@@ -165,7 +165,7 @@ class CharTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """The `Tokenizer` verbs over a `transformers` tokenizer: nothing added on encode, specials left out on decode.
+    """The `Tokenizer` methods over a `transformers` tokenizer: nothing added on encode, specials left out on decode.
 
     Raises:
         ValueError: the tokenizer has no end-of-sequence token.
@@ -210,7 +210,7 @@ class HuggingFaceTokenizer:
 
 
 class FastTokenizer:
-    """The `Tokenizer` verbs over the `tokenizers` library and a folder's `tokenizer.json`: no transformers, no torch.
+    """The `Tokenizer` methods over the `tokenizers` library and a folder's `tokenizer.json`: no transformers, no torch.
 
     Raises:
         ValueError: the tokenizer does not know its own end-of-sequence token.

@@ -14,8 +14,8 @@ if nothing listens at its address any more, if it says so, or with this program,
 input of their supervisors.
 
 Replaced processes. A host that was cut off may still run a process that the launcher has replaced: until the silence is
-over, or longer if everything there was stopped. So before a process is started, earlier ones of the same place are
-killed. They are found by their environment (`PLACE_VARIABLE`). A start that arrives after a later one is refused.
+over, or longer if everything there was stopped. So before a process is started, earlier ones of the same slot are
+killed. They are found by their environment (`SLOT_VARIABLE`). A start that arrives after a later one is refused.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ from asyncrl.runtime.supervisor import (
     with_variable,
 )
 
-PLACE_VARIABLE = "ASYNCRL_PLACE"
-"""Environment variable of a process on another host: a number that grows from start to start, a space, and the place:
+SLOT_VARIABLE = "ASYNCRL_SLOT"
+"""Environment variable of a process on another host: a number that grows from start to start, a space, and the slot:
 the name of the process and the folder of its run."""
 _CHUNK = 1 << 16
 
@@ -106,8 +106,8 @@ class Agent:
             read: returns the order as it is now; another one ends this agent.
         """
         http = JsonHttp(HttpSecurity(self._order.token, Path(), self._order.certificate))
-        talks = (self._talk(http, 0.0, read), self._talk(http, HOLD_S, read), self._await_silence())
-        tasks = [asyncio.create_task(talk) for talk in talks]
+        exchanges = (self._exchange(http, 0.0, read), self._exchange(http, HOLD_S, read), self._await_silence())
+        tasks = [asyncio.create_task(exchange) for exchange in exchanges]
         for task in tasks:
             task.add_done_callback(lambda done: None if done.cancelled() else self.end(done.result()))
         why = await self._over
@@ -133,7 +133,7 @@ class Agent:
         await self._link.silent(PAUSE_S, PAUSE_S)
         return f"the launcher was silent for {PAUSE_S:g} s"
 
-    async def _talk(self, http: JsonHttp, wait_s: float, read: Callable[[], Order | None] | None) -> str:
+    async def _exchange(self, http: JsonHttp, wait_s: float, read: Callable[[], Order | None] | None) -> str:
         """Ask what to do, or with `wait_s=0` tell what happens, again and again. Return why the launcher is gone."""
         order, last_printed = self._order, ""
         while read is None or read() == order:
@@ -176,8 +176,8 @@ class Agent:
 
         try:
             environment = _environment(start)
-            mark = environment.get(PLACE_VARIABLE, "")
-            await asyncio.to_thread(_take_place, mark, start, tell)
+            mark = environment.get(SLOT_VARIABLE, "")
+            await asyncio.to_thread(_take_slot, mark, start, tell)
             printed, output = os.pipe()
             try:
                 process = await asyncio.create_subprocess_exec(
@@ -199,7 +199,7 @@ class Agent:
         obeying = asyncio.create_task(self._obey(process, self._commands[start.process]))
         code = await process.wait()
         if code == -signal.SIGKILL and mark:  # a killed supervisor leaves orphans, which could print for ever
-            await asyncio.to_thread(end_marked, mark, PLACE_VARIABLE)
+            await asyncio.to_thread(end_marked, mark, SLOT_VARIABLE)
         await printing
         obeying.cancel()
         del self._commands[start.process]
@@ -212,7 +212,7 @@ class Agent:
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), file)
         while piece := await reader.read(_CHUNK):
             self._link.send(Output(process, piece))
-            await self._link.room()
+            await self._link.wait_for_space()
 
     async def _obey(self, process: asyncio.subprocess.Process, commands: asyncio.Queue[Stop | Kill]) -> None:
         while True:
@@ -249,21 +249,21 @@ def _environment(start: Start) -> dict[str, str]:
     return environment
 
 
-def _take_place(mark: str, start: Start, tell: Callable[[str], None]) -> None:
-    """Kill the processes on this host that were started earlier in the place that `mark` names, and write the files."""
-    number, _, place = mark.partition(" ")
+def _take_slot(mark: str, start: Start, tell: Callable[[str], None]) -> None:
+    """Kill the processes on this host that were started earlier in the slot that `mark` names, and write the files."""
+    number, _, slot = mark.partition(" ")
 
     def earlier() -> list[Identity]:
-        found = [(process, *value.partition(" ")) for process, value in with_variable(PLACE_VARIABLE)]
-        there = {process: int(its) for process, its, _, theirs in found if theirs == place}
+        found = [(process, *value.partition(" ")) for process, value in with_variable(SLOT_VARIABLE)]
+        there = {process: int(its) for process, its, _, theirs in found if theirs == slot}
         if any(its > int(number) for its in there.values()):
-            raise Refused(f"a later process has its place by now: {place}")
+            raise Refused(f"a later process has its slot by now: {slot}")
         return list(there)
 
     def killing(process: Identity) -> None:
         tell(f"pid {process.pid} was given up, and still ran: killed")
 
-    if place and (left := end_all(earlier, killing)[1]):
+    if slot and (left := end_all(earlier, killing)[1]):
         raise Refused(f"an earlier one is still there {GONE_LIMIT_S:g} s after SIGKILL: {[p.pid for p in left]}")
     if start.files:  # last: a start that comes late writes no files either
         put_files(start.folder, start.files)

@@ -13,7 +13,7 @@ processes count as dead (`EXIT_LOST`), with the reason in their logs, and the ne
 agent. What carried it may have ended alone: `ssh` exits with 255 if its own connection is cut. An agent that is
 heard again within `BACK_S` goes on then.
 The lost agent is told to end if it dials again; otherwise it ends its processes after `PAUSE_S`. Until then they are
-kept apart from their successors by their place (`asyncrl.hosts.agent`) and by their incarnation
+kept apart from their successors by their slot (`asyncrl.hosts.agent`) and by their incarnation
 (`asyncrl.runtime.process.worker`).
 """
 
@@ -43,7 +43,7 @@ from asyncrl.comm.waits import CALL_S
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import CONFIG_FILE, LOGS_DIR, SECRET_FILE, read_run_config, read_settings
 from asyncrl.config.values import to_yaml
-from asyncrl.hosts.agent import PLACE_VARIABLE
+from asyncrl.hosts.agent import SLOT_VARIABLE
 from asyncrl.hosts.link import (
     BACK_S,
     GONE_S,
@@ -172,7 +172,7 @@ class AgentBackend(LauncherBackend):
 
     def order_of(self, plan: WorkerPlan, number: int) -> Start:
         """Return the message that starts the process."""
-        environment = carried_environment(plan) | self.mark | {PLACE_VARIABLE: f"{number} {plan.name} {self.run_dir}"}
+        environment = carried_environment(plan) | self.mark | {SLOT_VARIABLE: f"{number} {plan.name} {self.run_dir}"}
         gpus = None
         if self.deals_gpus and plan.resources.gpus:
             gpus = [plan.host.gpus.index(gpu) for gpu in plan.resources.gpus]

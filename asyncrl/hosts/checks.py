@@ -17,7 +17,7 @@ from asyncrl.runtime.settings import LOCAL, PLACEABLE, PLACED, HostConfig
 _GPU = re.compile(r"\d+|(GPU|MIG)-[0-9a-fA-F/-]+")
 """A GPU by number or by its UUID, as CUDA_VISIBLE_DEVICES takes them."""
 _NEEDS_FOLDER = {
-    MASTER_WORKER: "keeps checkpoints' states, books, ledger and metrics",
+    MASTER_WORKER: "keeps checkpoints' states, rollout counts, ledger and metrics",
     MODEL_WORKER: "writes checkpoints and weights",
     GSERVER_MANAGER: "keeps its log, and reads what is published,",
     ENCODER_SERVER: "reads its encoder, and the settings",

@@ -97,7 +97,7 @@ class Backend(AgentBackend):
         return True
 
     @staticmethod
-    def check_place() -> None:
+    def check_host() -> None:
         """See the base class."""
         if HOST_VARIABLE not in os.environ:
             raise ConfigError(
@@ -121,7 +121,7 @@ def manifests(config: ExperimentConfig, plans: Sequence[WorkerPlan], command: Se
     """
     name, settings = run_name(config), config.system.kubernetes
     metadata = {"name": name, "namespace": settings.namespace, "labels": _labels(config)}
-    named = {f"ASYNCRL_ARGUMENT_{place}": text for place, text in enumerate(command)}
+    named = {f"ASYNCRL_ARGUMENT_{index}": text for index, text in enumerate(command)}
     secret = {variable: text for variable, text in named.items() if hide(text) != text}
     # Kubernetes puts a variable's value in place of $(NAME), and $ in place of $$.
     given = [f"$({variable})" if variable in secret else text.replace("$", "$$") for variable, text in named.items()]

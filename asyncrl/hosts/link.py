@@ -176,7 +176,7 @@ class Link:
         self._bytes += _size(message)
         self._more.set()
 
-    async def room(self) -> None:
+    async def wait_for_space(self) -> None:
         """Wait while the other end has not confirmed too much of what was sent."""
         while self._bytes > self._most_bytes:
             self._confirmed.clear()

@@ -52,10 +52,11 @@ class Backend:
         name: value of `generation.backend`.
         program: its part of the settings if it is a program of its own; None: torch in the GenerationServer's process.
         label: name in messages.
-        host: import path of a function (worker, *, scratch, guest) that returns the `EngineHost` of a GenerationServer
-            that starts its engine; `program_host.ChildHost` is all of it for a program but its command.
+        host: import path of a function (worker, *, scratch, colocated) that returns the `EngineHost` of a
+            GenerationServer that starts its engine; `program_host.ChildHost` is all of it for a program but its
+            command.
         checks: function `check(config)` of the settings that concern this engine alone; empty if there is none.
-        slow_on_gpus: remark for a run that has its servers on GPUs; empty: none.
+        slow_on_gpus: notice for a run that has its servers on GPUs; empty: none.
         server_check: import path of a function (url, config, security) that checks a server before it gets requests;
             empty: the engine itself refuses what it cannot do.
         package: the Python package that the interpreter of `program` has to have; `asyncrl install` has scripts of this

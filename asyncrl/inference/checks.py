@@ -12,7 +12,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.memory import context_length, needed_context, single_answer
 from asyncrl.config.setting import Device
 from asyncrl.inference.backend import ProgramConfig
-from asyncrl.inference.settings import BACKENDS, GenerationConfig, guests_of
+from asyncrl.inference.settings import BACKENDS, GenerationConfig, colocated_servers
 from asyncrl.models.model_config import read_model_config
 from asyncrl.runtime.plan import WorkerPlan, plan_if_valid
 from asyncrl.runtime.process.hardware import LOOPBACK, count_gpus
@@ -51,8 +51,8 @@ def check(config: ExperimentConfig) -> Iterator[str]:
 
 def warnings(config: ExperimentConfig) -> Iterator[str]:
     """Yield a warning for each valid setting with a surprising effect."""
-    if (remark := config.generation.engine.slow_on_gpus) and has_servers_on_gpus(config):
-        yield f"generation.backend={str(config.generation.backend)!r}: {remark}"
+    if (notice := config.generation.engine.slow_on_gpus) and has_servers_on_gpus(config):
+        yield f"generation.backend={str(config.generation.backend)!r}: {notice}"
 
 
 def has_servers_on_gpus(config: ExperimentConfig) -> bool:
@@ -122,8 +122,8 @@ def gpu_problems(config: ExperimentConfig) -> Iterator[str]:
         )
     if engine.fixed_cache or engine.memory_share is not None:
         return
-    guests = guests_of(generation)  # they share with training ranks, but with no other server
-    stay = [plan for plan in plans if plan.kind != GENERATION_SERVER or plan.index not in guests]
+    colocated = colocated_servers(generation)  # they share with training ranks, but with no other server
+    stay = [plan for plan in plans if plan.kind != GENERATION_SERVER or plan.index not in colocated]
     if shared := first_shared_gpu(servers) or first_shared_gpu(stay):
         gpu, (server, other) = shared
         arguments, _, flag = engine.memory_setting.rpartition(".")

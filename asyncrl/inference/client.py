@@ -344,8 +344,8 @@ class GenerationServerClient:
         """Allocate released memory of these kinds again. SGLang does not survive a kind that is not released."""
         await self._memory("resume", tags, timeout_s)
 
-    async def _memory(self, verb: str, tags: Sequence[MemoryTag], timeout_s: float) -> None:
-        url = f"{self.url}/{verb}_memory_occupation"
+    async def _memory(self, action: str, tags: Sequence[MemoryTag], timeout_s: float) -> None:
+        url = f"{self.url}/{action}_memory_occupation"
         await self._http.call("POST", url, MemoryRequest([*tags]), timeout_s=timeout_s)
 
     async def update_weights(

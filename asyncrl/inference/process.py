@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Final, Never, Protocol
 from asyncrl.comm import names
 from asyncrl.comm.http_client import HttpError
 from asyncrl.inference.client import GenerationServerClient, connect
-from asyncrl.inference.settings import guests_of
+from asyncrl.inference.settings import colocated_servers
 from asyncrl.observe import observer
 from asyncrl.observe.observer import EVERY_S, Activity
 from asyncrl.runtime.plan import COLOCATED_SERVER, MODEL
@@ -96,8 +96,8 @@ class GenerationServer(AsyncWorker):
         self._figures: dict[str, float] = {}
         observer.gauges(lambda: self._figures)
         if self._is_colocated:
-            guest = pkgutil.resolve_name(COLOCATED_SERVER)
-            self._sharing = guest(self.resolver, self.index, self.name, self.config.system.lease_s)
+            colocated = pkgutil.resolve_name(COLOCATED_SERVER)
+            self._sharing = colocated(self.resolver, self.index, self.name, self.config.system.lease_s)
         try:
             if not self.config.system.shared_filesystem:
                 staged = names.staged_key(MODEL, self.config.system.host)
@@ -145,7 +145,7 @@ class GenerationServer(AsyncWorker):
     @property
     def _is_colocated(self) -> bool:
         """True if the trainer needs the device from time to time."""
-        return self.index in guests_of(self.config.generation)
+        return self.index in colocated_servers(self.config.generation)
 
     async def _serve(self, host: EngineHost, served: ServedEngine) -> str:
         """Observe the engine until it is gone; return the reason."""
@@ -200,7 +200,7 @@ class GenerationServer(AsyncWorker):
             return self._adopted(urls[self.index], Path(str(self.config.model.path)))
         with lasting_imports():
             make: Callable[..., EngineHost] = pkgutil.resolve_name(generation.engine.host)
-        return make(self, scratch=f"{self._scratch}{self.index}", guest=self._sharing is not None)
+        return make(self, scratch=f"{self._scratch}{self.index}", colocated=self._sharing is not None)
 
     def _adopted(self, url: str, model_dir: Path | None) -> EngineHost:
         adopted: Callable[..., EngineHost] = pkgutil.resolve_name(ADOPTED_HOST)

@@ -320,7 +320,7 @@ class ChildHost(ABC):
         device: device on which the server computes.
         security: the token that the server asks for, and TLS; None if the run has no secret.
         log: file that receives the server's output.
-        guest: it gives its memory back while the trainer needs the device.
+        colocated: it gives its memory back while the trainer needs the device.
 
     Attributes:
         label: name in messages.
@@ -339,9 +339,9 @@ class ChildHost(ABC):
         device: Device,
         security: HttpSecurity | None,
         log: logging.Logger,
-        guest: bool = False,
+        colocated: bool = False,
     ) -> None:
-        self.guest = guest
+        self.colocated = colocated
         self.shortage: tuple[str, str] | None = None
         self.config, self.device, self.security, self._log = config, device, security, log
         self._preferred_scratch = run_dir / "tmp" / scratch
@@ -350,7 +350,7 @@ class ChildHost(ABC):
         self._tree: ProcessTree | None = None
 
     @classmethod
-    def of_worker(cls, worker: AsyncWorker, *, scratch: str, guest: bool) -> Self:
+    def of_worker(cls, worker: AsyncWorker, *, scratch: str, colocated: bool) -> Self:
         """Return the host of the server of `worker`."""
         generation, device = worker.config.generation, worker.config.generation.device
         if device == Device.auto:
@@ -364,7 +364,7 @@ class ChildHost(ABC):
             device=device,
             security=worker.http_security,
             log=worker.log,
-            guest=guest,
+            colocated=colocated,
         )
 
     @abstractmethod

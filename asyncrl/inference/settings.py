@@ -10,7 +10,7 @@ from asyncrl.config.setting import Device, Dtype, setting
 from asyncrl.inference.backend import Backend, Embedded
 from asyncrl.inference.sglang.backend import SGLang, SGLangConfig
 
-NO_GUESTS, ALL_GUESTS = "none", "all"
+COLOCATE_NONE, COLOCATE_ALL = "none", "all"
 BACKENDS: Final[dict[str, type[Backend]]] = {"embedded": Embedded, "sglang": SGLang}
 """By the value of `generation.backend`."""
 
@@ -25,8 +25,8 @@ class GenerationConfig:
         choices=tuple(BACKENDS),
     )
     servers: int = setting(1, "number of GenerationServers, each with a copy of the model", minimum=1)
-    guests: str = setting(
-        NO_GUESTS,
+    colocated: str = setting(
+        COLOCATE_NONE,
         "servers on the trainer's own devices, which give their memory back while a step is trained: none, all, or the "
         "number of the last ones",
     )
@@ -100,19 +100,19 @@ class GenerationConfig:
         return self.cache_tokens if self.engine.fixed_cache or self.max_total_tokens else None
 
 
-def guests_of(generation: GenerationConfig) -> range:
+def colocated_servers(generation: GenerationConfig) -> range:
     """Return the indices of the servers that take turns with the trainer on its devices: the last ones.
 
     Raises:
-        ValueError: `generation.guests` is neither none, all nor a number of servers; the message says so.
+        ValueError: `generation.colocated` is neither none, all nor a number of servers; the message says so.
     """
-    wanted, servers = generation.guests, len(generation.engine.urls) or generation.servers
-    if wanted in (NO_GUESTS, ALL_GUESTS):
-        count = servers if wanted == ALL_GUESTS else 0
+    wanted, servers = generation.colocated, len(generation.engine.urls) or generation.servers
+    if wanted in (COLOCATE_NONE, COLOCATE_ALL):
+        count = servers if wanted == COLOCATE_ALL else 0
     elif not wanted.isdecimal() or not 1 <= int(wanted) <= servers:
         raise ValueError(
-            f"generation.guests={wanted!r}: none, all, or a number of the {servers} servers (generation.servers); use "
-            f"{ALL_GUESTS} or 1 to {servers}"
+            f"generation.colocated={wanted!r}: none, all, or a number of the {servers} servers (generation.servers); "
+            f"use {COLOCATE_ALL} or 1 to {servers}"
         )
     else:
         count = int(wanted)

@@ -152,7 +152,7 @@ class _Route:
 def to_svg(graph: Graph) -> str:
     """Return the graph as a self-contained SVG document."""
     columns, routes = _layout(graph)
-    width, height = _place(columns)
+    width, height = _lay_out(columns)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
         f'width="{width:.0f}" height="{height:.0f}" font-size="12" '
@@ -219,7 +219,7 @@ def _order_rows(columns: list[list[_Node]], routes: list[_Route]) -> None:
             node.row = index - (len(column) - 1) / 2
 
 
-def _place(columns: list[list[_Node]]) -> tuple[float, float]:
+def _lay_out(columns: list[list[_Node]]) -> tuple[float, float]:
     """Set every node's coordinates (left edge, vertical centre); return the drawing's size."""
     heights = [sum(node.height for node in column) + _ROW_GAP * (len(column) - 1) for column in columns]
     tallest = max(heights)
@@ -256,8 +256,8 @@ def _arrivals(routes: list[_Route]) -> list[float]:
     for target in {id(route.path[-1]): route.path[-1] for route in routes}.values():
         arriving = [index for index, route in enumerate(routes) if route.path[-1] is target]
         arriving.sort(key=lambda index: routes[index].path[-2].y)
-        for place, index in enumerate(arriving, start=1):
-            heights[index] = target.y + target.height * (place / (len(arriving) + 1) - 0.5)
+        for number, index in enumerate(arriving, start=1):
+            heights[index] = target.y + target.height * (number / (len(arriving) + 1) - 0.5)
     return heights
 
 

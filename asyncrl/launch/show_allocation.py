@@ -3,7 +3,7 @@
 Devices that training ranks and generation servers use in turns need the larger of both counts, not the sum:
 
     while a step is trained    what the ranks need at their peak
-    while guests generate      what the servers need, beside what the ranks keep: nothing if roles are off-loaded, else
+    while servers generate     what the servers need, beside what the ranks keep: nothing if roles are off-loaded, else
                                weights, gradients and moments
 
 The libraries of both processes (CUDA contexts and fragmentation) take memory all the time.
@@ -30,7 +30,7 @@ from asyncrl.config.memory import context_length
 from asyncrl.config.run_dir import read_run_config
 from asyncrl.config.setting import Dtype
 from asyncrl.config.variants import config_of_policy, policy_and_role
-from asyncrl.inference.settings import guests_of
+from asyncrl.inference.settings import colocated_servers
 from asyncrl.launch.before_start.models import base_model_config
 from asyncrl.master.graph import Graph, load_graph
 from asyncrl.models.model_config import ModelFacts, read_model_config
@@ -89,10 +89,10 @@ def show_allocation(config: Config, folder: Path | None) -> int:
     return EXIT_CONFIG if missing else EXIT_OK
 
 
-def guests_without_room(config: ExperimentConfig) -> list[str]:
-    """Return an error message for each GPU of this host whose guests and ranks do not fit on it in turns."""
+def colocation_errors(config: ExperimentConfig) -> list[str]:
+    """Return an error message for each GPU of this host whose colocated servers and ranks do not fit on it in turns."""
     whole = {name: gpu.memory for name, gpu in gpu_details().items() if gpu.memory is not None}
-    if not whole or not guests_of(config.generation):
+    if not whole or not colocated_servers(config.generation):
         return []
     graph = load_graph(config)
     rows = allocation(config, graph, placement(config, graph), None)
@@ -126,11 +126,11 @@ def allocation(config: ExperimentConfig, graph: Graph, placed: Placement, folder
             need(
                 models[role],
                 placed.grids[role].layout,
-                place,
+                position,
                 _workload(config, role),
                 trained=policy_and_role(config, role)[1] in ("actor", "critic"),
             )
-            for role, place in shards.items()
+            for role, position in shards.items()
         ]
         gpu = plan.resources.gpus[0] if plan.resources.gpus else None
         rows.append(
@@ -138,7 +138,7 @@ def allocation(config: ExperimentConfig, graph: Graph, placed: Placement, folder
                 plan.index,
                 plan.host.name or plan.host.address or config.system.host,
                 gpu,
-                tuple(f"{role}@{place}" for role, place in shards.items()),
+                tuple(f"{role}@{position}" for role, position in shards.items()),
                 total(needs, offload=config.trainer.offload),
             )
         )
@@ -227,12 +227,12 @@ def server_line(config: ExperimentConfig, graph: Graph, folder: Path | None) -> 
 def beside_servers(config: ExperimentConfig, gpu_bytes: Mapping[str, int]) -> dict[str, int]:
     """Return the memory of this host's GPUs that servers leave which take a share of the free memory.
 
-    Guests leave all of it while a step is trained.
+    Colocated servers leave all of it while a step is trained.
     """
     share = config.generation.engine.memory_share or 0.0
-    left, guests = dict(gpu_bytes), guests_of(config.generation)
+    left, colocated = dict(gpu_bytes), colocated_servers(config.generation)
     for plan in plan_workers(config):
-        if plan.kind == GENERATION_SERVER and plan.index not in guests and not plan.host.name:
+        if plan.kind == GENERATION_SERVER and plan.index not in colocated and not plan.host.name:
             left |= {gpu: round(left[gpu] * (1 - share)) for gpu in plan.resources.gpus if gpu in left}
     return left
 
@@ -240,8 +240,8 @@ def beside_servers(config: ExperimentConfig, gpu_bytes: Mapping[str, int]) -> di
 def in_turns(
     config: ExperimentConfig, graph: Graph, rows: Sequence[RankRow], folder: Path | None
 ) -> list[SharedDevice]:
-    """Return the GPUs of this host that training ranks and their guests use in turns."""
-    if not guests_of(config.generation):
+    """Return the GPUs of this host that training ranks and their colocated servers use in turns."""
+    if not colocated_servers(config.generation):
         return []
     model = count(_described(config, model_of(config, graph, "actor"), folder))
     here = [(row.gpu, row.need) for row in rows if row.host == config.system.host]
@@ -250,11 +250,11 @@ def in_turns(
 
 @dataclass(frozen=True, slots=True)
 class SharedDevice:
-    """A GPU of this host with a training rank and its guests, in bytes.
+    """A GPU of this host with a training rank and its colocated servers, in bytes.
 
     Attributes:
-        training: the ranks' peak; `kept`: what they keep while guests generate.
-        serving: what the guests need.
+        training: the ranks' peak; `kept`: what they keep while colocated servers generate.
+        serving: what the colocated servers need.
         libraries: of all processes there.
     """
 
@@ -267,7 +267,7 @@ class SharedDevice:
     def __str__(self) -> str:
         training, serving = self.training + self.libraries, self.kept + self.serving + self.libraries
         return (
-            f"GPU {self.gpu}, in turns with guests: {training / GIB:.1f} GiB while a step is trained, "
+            f"GPU {self.gpu}, in turns with colocated servers: {training / GIB:.1f} GiB while a step is trained, "
             f"{serving / GIB:.1f} while they generate, {self.libraries / GIB:.1f} of each for libraries; the peak is "
             f"{self.peak / GIB:.1f}"
         )
@@ -283,11 +283,11 @@ class SharedDevice:
         if lacks <= 0:
             return ""
         parts = f"{self.serving / GIB:.1f} for servers, {self.kept / GIB:.1f} that training keeps"
-        what, advice = f"while guests generate ({parts})", "trainer.offload=true, fewer generation.max_total_tokens"
+        what, advice = f"while servers generate ({parts})", "trainer.offload=true, fewer generation.max_total_tokens"
         if self.training >= self.kept + self.serving:
             what, advice = "while a step is trained", "gradient checkpointing, fewer trainer.tokens_per_micro_batch"
         return (
-            f"generation.guests: GPU {self.gpu} needs {self.peak / GIB:.1f} GiB {what}, with "
+            f"generation.colocated: GPU {self.gpu} needs {self.peak / GIB:.1f} GiB {what}, with "
             f"{self.libraries / GIB:.1f} for libraries, and has {there / GIB:.1f}: {lacks / GIB:.1f} GiB are missing; "
             f"use {advice}, or a smaller model"
         )
@@ -296,15 +296,15 @@ class SharedDevice:
 def shared_devices(
     config: ExperimentConfig, model: SizedModel, ranks: Sequence[tuple[str | None, MemoryNeed]], libraries: int
 ) -> list[SharedDevice]:
-    """Return the GPUs of this host that ranks and guests share.
+    """Return the GPUs of this host that ranks and colocated servers share.
 
     Args:
         model: the actor's.
         ranks: the GPU of each training rank, and what it needs.
         libraries: bytes of the libraries of one process.
     """
-    guests = guests_of(config.generation)
-    plans = [plan for plan in plan_workers(config) if plan.kind == GENERATION_SERVER and plan.index in guests]
+    colocated = colocated_servers(config.generation)
+    plans = [plan for plan in plan_workers(config) if plan.kind == GENERATION_SERVER and plan.index in colocated]
     found = []
     for gpu in dict.fromkeys(gpu for gpu, _ in ranks if gpu is not None):
         here = [need for at, need in ranks if at == gpu]
@@ -382,16 +382,16 @@ def warnings(rows: Sequence[RankRow], host_bytes: int, gpu_bytes: Mapping[str, i
 def _too_much(who: str, where: str, needed: int, checkpointed: int, fixed: int, there: int) -> list[str]:
     if needed + fixed <= there:
         return []
-    room, plain, best = (f"{size / GIB:.1f} GiB" for size in (there, needed + fixed, checkpointed + fixed))
+    limit, plain, best = (f"{size / GIB:.1f} GiB" for size in (there, needed + fixed, checkpointed + fixed))
     beside = f"({fixed / GIB:.1f} of them for libraries)"
     lower = "or lower trainer.tokens_per_micro_batch"
     if checkpointed + fixed <= there:
         return [
-            f"{who} will need {plain} {beside}, and {where} {room}; it fits with gradient checkpointing ({best}), "
+            f"{who} will need {plain} {beside}, and {where} {limit}; it fits with gradient checkpointing ({best}), "
             f"{lower}"
         ]
     return [
-        f"{who} will need {best} {beside} even with gradient checkpointing, and {where} {room}; shard over more ranks "
+        f"{who} will need {best} {beside} even with gradient checkpointing, and {where} {limit}; shard over more ranks "
         f"(d), cut into more slices or stages (t, p), {lower}"
     ]
 
@@ -429,4 +429,4 @@ def _stacked(table: Table) -> str:
 
 
 if __name__ == "__main__":
-    print("\n".join(guests_without_room(read_run_config(Path(sys.argv[1])))))
+    print("\n".join(colocation_errors(read_run_config(Path(sys.argv[1])))))

@@ -72,7 +72,7 @@ def train(config: Config, folder: Path | None, *, again: Sequence[str] | None = 
                 check_models(config)
             console.print(f"model: {ensure_base_model(config)}")
             return EXIT_OK
-        backend_class(config.system.launcher).check_place()
+        backend_class(config.system.launcher).check_host()
         if config.model.path is None and existing_base_model(base_model_config(config, folder)) is None:
             with rehearsed(config) as rehearsal_notes:
                 rehearsal_notes()  # the code alone, as making the model takes a while
@@ -185,7 +185,7 @@ def _progress_lines(run_dir: Path) -> list[str]:
         lines.append("the run ended before it could write a summary")
         known = read_document(run_dir / COUNTS_FILE, {"books": dict, "step": int})
         lines += (
-            ["books      nothing was submitted"]
+            ["rollouts   nothing was submitted"]
             if known is None
             else _counts_lines(known["books"], f", as of step {known['step']}")
         )
@@ -224,7 +224,7 @@ def _counts_lines(totals: dict[str, Any], when: str = "") -> list[str]:
     under_way = totals["running"] + totals["finished_untrained"]
     total = totals["trained"] + sum(totals["dropped"].values()) + totals["abandoned"] + under_way
     line = (
-        f"books      submitted {totals['submitted']} {'=' if totals['submitted'] == total else '≠'} "
+        f"rollouts   submitted {totals['submitted']} {'=' if totals['submitted'] == total else '≠'} "
         f"trained {totals['trained']} + dropped {sum(totals['dropped'].values())} {f'({dropped}) ' if dropped else ''}"
         f"+ abandoned {totals['abandoned']}"
     )

@@ -165,7 +165,7 @@ class GrantedRollout(Message, frozen=True):
         failures: number of tries of the prompt that raised.
         route: server of its first request, placed under the rollout's id. None if no server takes requests now, or if
             admissions choose no server.
-        rests: the curriculum leaves the prompt out: the worker drops the rollout at once.
+        skips: the curriculum leaves the prompt out: the worker drops the rollout at once.
     """
 
     rollout_id: str
@@ -176,7 +176,7 @@ class GrantedRollout(Message, frozen=True):
     failures: Count
     version: int
     route: Route | None = None
-    rests: bool = False
+    skips: bool = False
 
 
 class FinishRequest(WorkerRequest[Done], frozen=True):
@@ -289,7 +289,7 @@ class WaitAsleepReply(Message, frozen=True):
 
     Attributes:
         others: servers elsewhere that serve, or will once they are updated.
-        wake_s: time from its turn until it served that the last woken guest took.
+        wake_s: time from its turn until it served that the last woken colocated server took.
     """
 
     waits_for: list[str]
@@ -298,9 +298,9 @@ class WaitAsleepReply(Message, frozen=True):
 
 
 class WaitAsleepRequest(Request[WaitAsleepReply], frozen=True):
-    """Wait until no guest has memory on the trainer's devices, in the trainer's turn of this number."""
+    """Wait until no colocated server has memory on the trainer's devices, in the trainer's turn of this number."""
 
-    path = "/wait_resting"
+    path = "/wait_asleep"
 
     turn: Count
     timeout_s: Seconds = 0.0
@@ -353,7 +353,7 @@ class TrainedRollout(Message, frozen=True):
     episodes: Count
     samples: Count
     reward: float
-    opponents: dict[str, tuple[int, int]] = {}
+    policy_servers: dict[str, tuple[int, int]] = {}
     policies: dict[str, PolicyTokens] = {}
 
 
@@ -464,7 +464,7 @@ class ServerState(StrEnum):
     UPDATING = "updating"
     QUARANTINED = "quarantined"
     RELEASING = "releasing"
-    ASLEEP = "resting"
+    ASLEEP = "asleep"
 
 
 class ServerStatus(Message, frozen=True):

@@ -119,7 +119,7 @@ class GserverManager(AsyncWorker):
         registry = manager_registry(self._service, own.decisions, self._fleets.logprob_check)
         methods = self._service.methods() | {StatusRequest.path: (StatusRequest, self._answer_status)}
         colocated = None
-        if own.decisions.guests:
+        if own.decisions.colocated:
             make = pkgutil.resolve_name(COLOCATED_SERVERS)
             colocated = make(self.resolver, own.decisions, own, self._clock)
             methods[WaitAsleepRequest.path] = (WaitAsleepRequest, colocated.wait_asleep)
@@ -157,7 +157,7 @@ class GserverManager(AsyncWorker):
     def _figures(self) -> dict[str, float]:
         """Return figures for `observed/`; another thread calls it."""
         service, gate = self._service, self._service.gate
-        counts, lives = gate.counts(), list(self._fleets.own.decisions.servers)
+        counts, records = gate.counts(), list(self._fleets.own.decisions.servers)
         return {
             "rollouts_running": counts.running,
             "finished_untrained": counts.finished_untrained,
@@ -169,7 +169,7 @@ class GserverManager(AsyncWorker):
             "served_version": gate.version,
             "trained_version": gate.trained_version,
             "workers": len(service.workers.alive),
-            **{f"servers_{state.value}": sum(life.state is state for life in lives) for state in ServerState},
+            **{f"servers_{state.value}": sum(record.state is state for record in records) for state in ServerState},
         }
 
     def status(self) -> StatusReply:
@@ -222,8 +222,9 @@ class GserverManager(AsyncWorker):
             await self._fleets.published(target, win_rates)
             if self.config.samples.replay:  # no server says that it serves the version
                 self._service.routes_changed(target.version)
-        guests = self._fleets.own.decisions.guests  # that wake need not wait for this version, even if it was refused
-        guests.announced = max(guests.announced, target.version)
+        # Colocated servers that wake need not wait for this version, even if it was refused.
+        colocated = self._fleets.own.decisions.colocated
+        colocated.announced = max(colocated.announced, target.version)
         self._fleets.own.changed.notify()
 
     async def _watch_registrations(self) -> None:
@@ -347,7 +348,7 @@ class _ManagerCollector(Collector):
     def _rows(self) -> Iterator[tuple[type[Counter | Gauge], str, str, str, Values]]:
         """Yield kind, name, documentation and label of each metric (no label: one value), with its values."""
         service, counts, servers = self._service, self._service.gate.counts(), self._service.router.servers
-        states = Tally(life.state for life in self._decisions.servers)
+        states = Tally(record.state for record in self._decisions.servers)
         yield Counter, "rollouts_submitted", "Rollouts admitted.", "", counts.submitted
         yield Counter, "rollouts_trained", "Rollouts the optimizer consumed.", "", counts.trained
         yield Counter, "rollouts_dropped", "Rollouts dropped, by reason.", "reason", counts.dropped

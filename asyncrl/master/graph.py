@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from asyncrl.algorithms.registry import KLPlace, ProximalMode
+from asyncrl.algorithms.registry import KLIn, ProximalMode
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.catalog import MODEL_FUNCTION, known
 from asyncrl.config.plugin_code.import_paths import PluginError, definition, load_plugin
@@ -313,7 +313,7 @@ def kl_in_reward(config: ExperimentConfig) -> tuple[str, ...]:
     term is part of the reward or the advantage.
     """
     algorithm = config.algorithm
-    anchor = ("ref_logprobs",) if algorithm.kl_coef and algorithm.kl_in != KLPlace.loss else ()
+    anchor = ("ref_logprobs",) if algorithm.kl_coef and algorithm.kl_in != KLIn.loss else ()
     teacher_logprobs = [key for teacher in algorithm.teachers for key in (teacher.logprobs, *_source(teacher))]
     return (*anchor, *dict.fromkeys(teacher_logprobs))
 

@@ -170,8 +170,8 @@ async def while_ranks_work(
     """
 
     async def watch() -> NoReturn:
-        standstill = await _standstill(workers, limit_s)
-        raise Stalled(f"{what()} waits: {standstill}; its log, and py-spy dump, show where it is")
+        stall = await _stall(workers, limit_s)
+        raise Stalled(f"{what()} waits: {stall}; its log, and py-spy dump, show where it is")
 
     return await _unless(watch(), working)
 
@@ -233,7 +233,7 @@ class Pulses:
         return ", ".join(f"model_worker/{rank}" for rank in sorted(silent))
 
 
-async def _standstill(workers: Sequence[RequestClient], limit_s: float) -> str:
+async def _stall(workers: Sequence[RequestClient], limit_s: float) -> str:
     """Wait until a rank is silent, or no rank makes progress; return a description."""
     ask_s = min(ASK_S, limit_s / 4)
     idle_s = busy_s = 0.0
@@ -293,4 +293,4 @@ class RankClients:
 
     async def _answers(self, calls: Sequence[tuple[RequestClient, Request[R]]]) -> list[R]:
         answers = asyncio.gather(*(worker.call(request, timeout_s=math.inf) for worker, request in calls))
-        return await while_ranks_work(answers, self._workers, self._limit_s, lambda: calls[0][1].verb)
+        return await while_ranks_work(answers, self._workers, self._limit_s, lambda: calls[0][1].method)

@@ -1,5 +1,5 @@
 """The run's state at one policy version, its checkpoints (of each step in memory, and of some on disk), and the files
-that a run leaves besides the metrics: books and summary.
+that a run leaves besides the metrics: rollout counts and summary.
 
 The state has all that the brain knows. What a run continues with, and who else has it:
 
@@ -360,17 +360,17 @@ def files_of(shares: Sequence[WrittenShare]) -> dict[str, FileEntry]:
     return {name: entry for share in shares for name, entry in share.files.items()}
 
 
-def write_counts(run_dir: Path, step: int, books: RolloutCounts) -> None:
-    """Write the books as of `step`, for an end at which the manager does not answer."""
-    _write_json(run_dir / COUNTS_FILE, {"step": step, "books": msgspec.to_builtins(books)})
+def write_counts(run_dir: Path, step: int, counts: RolloutCounts) -> None:
+    """Write the rollout counts as of `step`, for an end at which the manager does not answer."""
+    _write_json(run_dir / COUNTS_FILE, {"step": step, "books": msgspec.to_builtins(counts)})
 
 
-def write_summary(run_dir: Path, steps: int, total_steps: int, books: RolloutCounts, metrics_log: MetricsLog) -> None:
-    """Write `summary.json` at the end of the run: steps, books, evaluations, and paths of the run's files."""
+def write_summary(run_dir: Path, steps: int, total_steps: int, counts: RolloutCounts, metrics_log: MetricsLog) -> None:
+    """Write `summary.json` at the end of the run: steps, rollout counts, evaluations, and paths of the run's files."""
     summary = {
         "steps": steps,
         "total_steps": total_steps,
-        "books": msgspec.to_builtins(books),
+        "books": msgspec.to_builtins(counts),
         "eval": metrics_log.evaluations.newest(),
         "evaluations": metrics_log.evaluations.ended,
         "evaluations_failed": metrics_log.evaluations.failed,

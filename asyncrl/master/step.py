@@ -113,7 +113,7 @@ def plan_step(
     grids, (received, *_) = placement.distinct, cuts
     copies = {grid: grid.data_heads for grid in grids}  # each look at it would make it anew
     sources = [copies[grids[0]][entry.src] for entry in received]
-    heads = [[places[entry.dst] for entry in cut] for places, cut in zip(copies.values(), cuts, strict=True)]
+    heads = [[workers[entry.dst] for entry in cut] for workers, cut in zip(copies.values(), cuts, strict=True)]
     leaving = _by_worker(sources)
     shares = {
         (grid, worker): GridShare(

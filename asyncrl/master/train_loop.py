@@ -34,7 +34,7 @@ from asyncrl.comm.waits import HOLD_S, LOOK_S, RunningClock
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import CHECKPOINTS_DIR, DATA_RECORD_FILE
 from asyncrl.data.datasets import DataRecord
-from asyncrl.inference.settings import guests_of
+from asyncrl.inference.settings import colocated_servers
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import CloseGate, WaitExpiringRequest
 from asyncrl.master.data.sample_buffer import Collector, Reports, SampleBuffer, TrainBatch, check_counts
@@ -122,7 +122,7 @@ class TrainLoop:
             limit_s, clock, stop, self.announcer, board, manager, buffer, self.collector, ahead, run_dir
         )
         self.turns = DeviceTurns()
-        if colocated := guests_of(config.generation):
+        if colocated := colocated_servers(config.generation):
             shared = pkgutil.resolve_name(SHARED_DEVICES)
             self.turns = shared(board, manager, self.stall, self.announcer, stop, len(colocated), colocated.start)
         own_order = config.buffer.order
@@ -150,8 +150,8 @@ class TrainLoop:
         observer.gauges(lambda: {"training": float(self._model_in_step)})
 
     async def run(self) -> None:
-        """Train up to `total_train_steps`, or until asked to stop; then checkpoint, check the books and write the
-        summary.
+        """Train up to `total_train_steps`, or until asked to stop; then checkpoint, check the rollout counts and write
+        the summary.
 
         Raises:
             Stalled: no sign of life for `system.stall_timeout_s`.
@@ -288,10 +288,10 @@ class TrainLoop:
                 await self._refreshed(version)
             if not (missing := self.buffer.missing):
                 return
-            lent = await self.turns.lend(missing)
+            woken = await self.turns.wake(missing)
             if await self.scorer.piece(version):
                 continue
-            more, what = self._more(missing, lent=lent), "trajectories from the RolloutWorkers"
+            more, what = self._more(missing, woken=woken), "trajectories from the RolloutWorkers"
             try:
                 await self.stall.wait(more, version, what, rollouts=True)
             except PromptsUsedUp:
@@ -300,17 +300,19 @@ class TrainLoop:
                     raise
                 used_up_at = self.buffer.received
 
-    async def _more(self, missing: int, *, lent: bool) -> None:
-        """Wait until rollouts arrive. While the devices are not lent, ask again and again whether they are to be."""
+    async def _more(self, missing: int, *, woken: bool) -> None:
+        """Wait until rollouts arrive. While the colocated servers sleep, ask again and again whether they are to
+        wake.
+        """
         arriving = asyncio.ensure_future(self.collector.changed(missing))
         try:
             while True:
                 began, before = time.monotonic(), self.buffer.received
-                await asyncio.wait({arriving}, timeout=None if lent else LOOK_S)
+                await asyncio.wait({arriving}, timeout=None if woken else LOOK_S)
                 self.turns.waited(self.buffer.received - before, time.monotonic() - began)
                 if arriving.done():
                     return arriving.result()
-                lent = await self.turns.lend(missing)
+                woken = await self.turns.wake(missing)
         finally:
             await cancel(arriving)
 
@@ -400,7 +402,7 @@ class TrainLoop:
             await self.checkpoints.begin()  # 7
 
     def _record(self, batch: TrainBatch, measured: Row) -> None:
-        """Write the step's row of metrics, and the books."""
+        """Write the step's row of metrics, and the rollout counts."""
         state, reports = self.run_state, self.reports
         self.metrics_log.step(state.version, batch, measured | self.checkpoints.figures(), reports, perf_counter())
         write_counts(self.run_dir, state.version, reports.counts)
@@ -425,10 +427,10 @@ class TrainLoop:
             self.announcer.evaluate_if_due()
 
     async def finish(self) -> None:
-        """Publish, save, check the books and write the summary, after the last step or a stop request."""
+        """Publish, save, check the rollout counts and write the summary, after the last step or a stop request."""
         state = self.run_state
         if state.complete:
-            with suppress(StopRequested):  # all steps are trained: the end is the same, and the books close the gate
+            with suppress(StopRequested):  # all steps are trained: the end is the same, and the counts close the gate
                 await or_stop(self.peers.manager.call(CloseGate()), self.stop, self.config.system.stall_timeout_s)
         else:
             await self.announcer.close()

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from asyncrl.api.trajectory import OPPONENTS, WON
+from asyncrl.api.trajectory import POLICY_SERVERS, WON
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.settings import VersionPoolConfig
 from asyncrl.trainer.messages import RolloutRecord
@@ -43,7 +43,7 @@ class WinRates:
         for record in records:
             for name, games in self._games.items():
                 won = record.metrics.get(f"agent/{WON}{name}")
-                met = {record.metrics.get(f"{OPPONENTS}{name}/{which}_version") for which in ("oldest", "newest")}
+                met = {record.metrics.get(f"{POLICY_SERVERS}{name}/{which}_version") for which in ("oldest", "newest")}
                 if won is not None and len(met) == 1 and (member := met.pop()) is not None:
                     total, count = games.get(int(member), (0.0, 0))
                     games[int(member)] = (total + min(1.0, max(0.0, won)), count + 1)

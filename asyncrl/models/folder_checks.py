@@ -136,7 +136,7 @@ def read_header(file: Path) -> dict[str, Any]:
     try:
         wanted = 8 + length + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
     except (KeyError, IndexError, TypeError):
-        raise ValueError(f"{file.name} has a header without the tensors' places") from None
+        raise ValueError(f"{file.name} has a header without the tensors' offsets") from None
     if size < wanted:
         raise ValueError(f"{file.name} was cut off: it has {size} bytes of {wanted}")
     return tensors

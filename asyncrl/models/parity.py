@@ -124,8 +124,8 @@ def probe_sequences(vocabulary: int, context: int | None = None) -> list[list[in
     half = vocabulary // 2
     lengths = LENGTHS if context is None else [min(length, context) for length in LENGTHS]
     return [
-        [draw.randrange(half, vocabulary) if place % 2 else draw.randrange(max(half, 1)) for _ in range(length)]
-        for place, length in enumerate(lengths)
+        [draw.randrange(half, vocabulary) if index % 2 else draw.randrange(max(half, 1)) for _ in range(length)]
+        for index, length in enumerate(lengths)
     ]
 
 

@@ -300,11 +300,11 @@ def _processor_class(kind: str, folder: Path) -> Any:
     from transformers.models.auto import processing_auto
 
     name = vars(processing_auto)["PROCESSOR_MAPPING_NAMES"].get(kind)
-    place = vars(importlib.import_module("transformers"))["_class_to_module"].get(name)
-    if name is None or place is None:
+    module_name = vars(importlib.import_module("transformers"))["_class_to_module"].get(name)
+    if name is None or module_name is None:
         raise PictureModelError(f"transformers has no processor for {kind!r} in {folder}")
     try:
-        module = _imported(f"transformers.{place}")  # past the stand-in that wants torchvision, for videos
+        module = _imported(f"transformers.{module_name}")  # past the stand-in that wants torchvision, for videos
     except ImportError as error:
         raise PictureModelError(
             f"pictures of {kind!r} are not supported: transformers' {name} is made of {error.name}, which asyncrl does "

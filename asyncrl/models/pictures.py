@@ -169,20 +169,22 @@ class Pictures:
                 device to learn which pictures there are.
             keep: see `VisionTower.rows`.
         """
-        places_N = np.flatnonzero(ids >= self.ids.first)
-        if not len(places_N):
+        indices_N = np.flatnonzero(ids >= self.ids.first)
+        if not len(indices_N):
             yield
             return
-        ids_N = ids.reshape(-1)[places_N]
+        ids_N = ids.reshape(-1)[indices_N]
         pictures = self._of(ids_N)
         firsts_P, counts_P = (np.array([getattr(seen, name) for seen in pictures]) for name in ("first", "rows"))
         starts_P = counts_P.cumsum() - counts_P
         owner_N = np.searchsorted(firsts_P, ids_N, side="right") - 1
-        there = upload({"places": places_N, "rows": starts_P[owner_N] + ids_N - firsts_P[owner_N]}, self._model.device)
+        there = upload(
+            {"indices": indices_N, "rows": starts_P[owner_N] + ids_N - firsts_P[owner_N]}, self._model.device
+        )
         rows = self.tower.rows(pictures, keep=keep)
         deep = tuple(torch.cat(layer) for layer in zip(*(each.deep for each in rows), strict=True))
         joined = Rows(torch.cat([each.embeds for each in rows]), deep)
-        self._held = _Held(ids.shape, there["places"], there["rows"], joined)
+        self._held = _Held(ids.shape, there["indices"], there["rows"], joined)
         try:
             yield
         finally:
@@ -212,7 +214,7 @@ class Pictures:
             self._is_row = is_row = ids >= self.ids.first
             embedded: Tensor = plain(ids.masked_fill(is_row, 0))
             rows_NH = held.rows.embeds[held.rows_N].to(embedded.dtype)
-            return embedded.flatten(0, -2).index_copy(0, held.places_N, rows_NH).view_as(embedded)
+            return embedded.flatten(0, -2).index_copy(0, held.indices_N, rows_NH).view_as(embedded)
 
         def before_layers(module: nn.Module, args: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
             held = self._held
@@ -267,9 +269,9 @@ class Pictures:
             depths_BU: place of each token in its sequence, of which a row may have several.
         """
         is_row_BU = ids_BU >= self.ids.first
-        goes_on_BU = torch.zeros_like(is_row_BU)
-        goes_on_BU[:, 1:] = is_row_BU[:, :-1] & (depths_BU[:, 1:] == depths_BU[:, :-1] + 1)
-        return torch.where(is_row_BU, (is_row_BU & ~goes_on_BU).cumsum(1), -1)
+        continues_BU = torch.zeros_like(is_row_BU)
+        continues_BU[:, 1:] = is_row_BU[:, :-1] & (depths_BU[:, 1:] == depths_BU[:, :-1] + 1)
+        return torch.where(is_row_BU, (is_row_BU & ~continues_BU).cumsum(1), -1)
 
     def end_outside(self, ids: Sequence[int], end: int) -> int:
         """Return the first place from `end` on at which `ids` may be cut without cutting a picture."""
@@ -340,19 +342,20 @@ class ShownTokens:
     types_T: Tensor | None
     held: Sequence[SeenPicture]
 
-    def positions(self, sources: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the positions of the tokens `sources` [rows, width], whose places are `places`: `places` itself, or
+    def positions(self, sources: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the positions of the tokens `sources` [rows, width], whose places are `indices`: `indices` itself, or
         three positions of each token, [3, rows, width].
         """
-        return places if self.positions_3T is None else np.ascontiguousarray(self.positions_3T[:, sources])
+        return indices if self.positions_3T is None else np.ascontiguousarray(self.positions_3T[:, sources])
 
 
 class _Held(NamedTuple):
-    """The rows of pictures in the next input: of its N places `places_N` (in the flattened ids, of shape `shape`), each
-    gets the row `rows_N` of `rows`."""
+    """The rows of pictures in the next input: of its N places `indices_N` (in the flattened ids, of shape `shape`),
+    each gets the row `rows_N` of `rows`.
+    """
 
     shape: tuple[int, ...]
-    places_N: Tensor
+    indices_N: Tensor
     rows_N: Tensor
     rows: Rows
 
@@ -426,13 +429,13 @@ class PictureIds:
         shown, pictures = list(ids), []
         for number, each in enumerate(placed):
             seen = self.seen(each.picture)
-            places = [at for at in range(each.position, each.end) if ids[at] == self.token_id]
-            if len(places) != seen.rows:
+            indices = [at for at in range(each.position, each.end) if ids[at] == self.token_id]
+            if len(indices) != seen.rows:
                 raise ValueError(
                     f"picture {number} of {each.picture.size} pixels has {seen.rows} rows, and its span from "
-                    f"{each.position} to {each.end} has {len(places)} placeholders ({self.token_id}); render it anew"
+                    f"{each.position} to {each.end} has {len(indices)} placeholders ({self.token_id}); render it anew"
                 )
-            for row, at in enumerate(places):
+            for row, at in enumerate(indices):
                 shown[at] = seen.first + row
             pictures.append(seen)
         return shown, pictures
@@ -582,8 +585,8 @@ class RopePositions:
             types[0, at : at + each.rows] = IMAGE_TYPE
         ids = torch.where(types == IMAGE_TYPE, self._token_id, 0)
         grids = torch.cat([each.inputs["image_grid_thw"] for _, each in within])
-        places, deltas = self._index(ids, mm_token_type_ids=types, image_grid_thw=grids)
-        found = places[:, 0].numpy().astype(np.int64), int(deltas)
+        indices, deltas = self._index(ids, mm_token_type_ids=types, image_grid_thw=grids)
+        found = indices[:, 0].numpy().astype(np.int64), int(deltas)
         with self._lock:
             self._known[key] = found
             while len(self._known) > _CACHE:

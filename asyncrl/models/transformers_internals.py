@@ -296,9 +296,9 @@ def trial_load(
     def load(tensors: Mapping[str, Any], valued: Iterable[str]) -> tuple[PreTrainedModel, Any]:
         with torch.device("meta"):
             model = kind.from_config(deepcopy(config), dtype=dtype)
-        places = {"": "meta", **dict.fromkeys(valued, "cpu")}
+        device_map = {"": "meta", **dict.fromkeys(valued, "cpu")}
         conversions: Any = get_model_conversion_mapping(model)
-        plan = LoadStateDictConfig(device_map=places, weight_mapping=conversions)
+        plan = LoadStateDictConfig(device_map=device_map, weight_mapping=conversions)
         return model, model._load_pretrained_model(model, dict(tensors), None, plan)[0]
 
     model, found = load(stored, ())

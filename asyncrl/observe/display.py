@@ -44,7 +44,7 @@ class Display(Protocol):
     """Progress display that the launcher updates."""
 
     def note(self, text: str) -> None:
-        """Show a remark."""
+        """Show a notice."""
 
     def row(self, row: Row) -> None:
         """Show a row of metrics."""
@@ -125,7 +125,7 @@ def generated_per_s(recent: Collection[Row]) -> float:
 
 
 class _Failures:
-    """Remarks on failures and on steps without a learning signal, over the rows of this launch."""
+    """Notices on failures and on steps without a learning signal, over the rows of this launch."""
 
     def __init__(self) -> None:
         self._flat = FlatSteps()
@@ -133,7 +133,7 @@ class _Failures:
         self.episodes: Counter[str] = Counter()
 
     def take(self, row: Row) -> list[str]:
-        """Return the remarks on `row`."""
+        """Return the notices on `row`."""
         notices = []
         for name, figures in evaluations(row).items():
             evaluation = f"the evaluation of version {row['step']:.0f} on {name}"
@@ -172,7 +172,7 @@ class PlainDisplay:
         self._line_at, self._outlook = time.monotonic(), ""
 
     def note(self, text: str) -> None:
-        """Print the remark."""
+        """Print the notice."""
         self._console.print(text, markup=False, soft_wrap=True)
 
     def row(self, row: Row) -> None:
@@ -309,8 +309,8 @@ class LiveDisplay:
     """One panel, redrawn in place.
 
     A thread redraws the panel, so that its clock keeps running. Each frame begins by moving the cursor up by the height
-    of the previous frame. A remark printed in between would leave lines of the old panel if the height changed. So one
-    lock covers a whole frame, a remark, and a change of the content. rich's own thread has no lock around printing.
+    of the previous frame. A notice printed in between would leave lines of the old panel if the height changed. So one
+    lock covers a whole frame, a notice, and a change of the content. rich's own thread has no lock around printing.
     """
 
     def __init__(self, console: Console, title: str, total_steps: int, eta: int, doctor: str = "") -> None:
@@ -325,8 +325,8 @@ class LiveDisplay:
         self._redrawing.start()
 
     def note(self, text: str) -> None:
-        """Print the remark above the panel."""
-        # A group, because options of `print` would also apply to the panel that is redrawn below the remark, and
+        """Print the notice above the panel."""
+        # A group, because options of `print` would also apply to the panel that is redrawn below the notice, and
         # because `print` joins several texts into one without options.
         notice = Text(wrapped(text, self._live.console), no_wrap=True, overflow="ignore")
         with self._lock:
@@ -336,7 +336,7 @@ class LiveDisplay:
         """Update the figures with a step's row."""
         with self._lock:
             notices = self._failures.take(row)
-            self._panel.add(row)  # first, because each remark redraws the panel
+            self._panel.add(row)  # first, because each notice redraws the panel
             for notice in notices:
                 self.note(notice)
 

@@ -158,7 +158,7 @@ class History:
 
     @property
     def notices(self) -> list[str]:
-        """Remarks of the newest launch's processes for the terminal."""
+        """Notices of the newest launch's processes for the terminal."""
         return [str(line.get("remark", "")) for line in self._lines(NOTICES_FILE)]
 
     @property
@@ -253,7 +253,7 @@ class StepOf:
     waited_s: float = 0.0
     admitted: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
-    books: RolloutCounts | None = None
+    counts: RolloutCounts | None = None
 
 
 class LedgerHistory:
@@ -360,7 +360,7 @@ class LedgerHistory:
 
     def _take_step(self, line: Step) -> None:
         step, self._since_step = self._since_step, StepOf(0.0)
-        step.at, step.books = line.at, line.books
+        step.at, step.counts = line.at, line.counts
         trained_since, self._trained_since = self._trained_since, []
         times: list[tuple[float, float]] = []
         for trained in trained_since:

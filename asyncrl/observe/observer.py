@@ -36,8 +36,8 @@ START = "start"
 `pid`."""
 SERVES = "serves"
 """Stage of a server that takes requests."""
-SLEEPS = "rests while the trainer uses the device"
-"""Stage of a guest (`generation.guests`) whose memory is released."""
+SLEEPS = "sleeps while the trainer uses the device"
+"""Stage of a colocated server (`generation.colocated`) whose memory is released."""
 _REASON_CHARACTERS = 4000
 _log = logging.getLogger(__name__)
 Gauges = Callable[[], Mapping[str, float]]

@@ -26,7 +26,7 @@ OLDER = ".1"
 
 FEWEST_STEPS = 3
 """Steps of a run from which on the doctor says what sets its pace."""
-STANDS_STILL = "The run stands still"
+STALLED = "The run is stalled"
 SILENT_S = 10.0
 """After which a line of a process says nothing about the present any more: a living one writes every two seconds."""
 LONG_S = 60.0
@@ -171,9 +171,9 @@ class Launch:
         master = processes.get("master_worker/0", Process("master_worker/0"))
         trained = [span for span in master.spans if span["span"] == "train"]
         newest = int(trained[-1]["step"]) if trained else 0
-        told = int(self.manager.get("trained_version", newest))
+        reported = int(self.manager.get("trained_version", newest))
         # The manager is told of a step a moment after its span is written. Further back is a run that has gone back.
-        self.step = told if told < newest - 1 else max(told, newest)
+        self.step = reported if reported < newest - 1 else max(reported, newest)
         ends = [span["end"] for span in trained if span["end"] >= self.began_at and span["step"] <= self.step]
         self.step_ends: list[float] = ends[-PACE_STEPS:]
 
@@ -208,13 +208,13 @@ def status_lines(launch: Launch) -> list[StatusLine]:
     stands still.
     """
     if launch.step_ends:
-        return [StatusLine(f"{STANDS_STILL}: {' '.join(found)}")] if (found := standstill(launch)) else []
+        return [StatusLine(f"{STALLED}: {' '.join(found)}")] if (found := stall(launch)) else []
     doing = launch.doing()
     more = StatusLine(f"and {len(doing) - MOST_LINES + 1} other processes")
     return doing if len(doing) <= MOST_LINES else [*doing[: MOST_LINES - 1], more]
 
 
-def standstill(launch: Launch) -> tuple[str, str] | None:
+def stall(launch: Launch) -> tuple[str, str] | None:
     """Return what is known of a launch that makes no more steps, and where to look; None if it makes some, or its step
     is only long: answers end, or ranks compute.
     """

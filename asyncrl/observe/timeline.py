@@ -3,8 +3,8 @@ servers. The command `trace` writes it, and the dashboard shows it.
 
 Processes write the begin and end of phases, ranks' calls, weight updates, evaluations and checkpoints to `observed/`.
 If a step's lines are gone from there, its phases are inferred: their seconds are in `metrics.jsonl`, their order is
-that of `asyncrl.master.train_loop`, and the last one ends with the step. A rollout's place is inferred too: each
-rollout takes the lowest free place of its RolloutWorker, which gives the exact number of places.
+that of `asyncrl.master.train_loop`, and the last one ends with the step. A rollout's slot is inferred too: each
+rollout takes the lowest free slot of its RolloutWorker, which gives the exact number of slots.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def _reported(history: History, begin: float, end: float) -> Iterator[Span]:
 
 
 def _end_of(rollout: Rollout, trains: Mapping[Any, Span], end: float) -> float:
-    """Return the time at which `rollout` left its place; `end` if it has not.
+    """Return the time at which `rollout` left its slot; `end` if it has not.
 
     The GserverManager is notified of a finished rollout after the trainer has it, sometimes after its training began.
     """

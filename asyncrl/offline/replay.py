@@ -61,15 +61,15 @@ class KeptRollouts:
         self._rollouts, self._next = _in_order(folder), 0
         self._read: dict[int, Trajectory] = {}
 
-    def take(self, place: int) -> Trajectory:
-        """Return the rollout at `place`, with the versions that it has in the step of the replay."""
-        if place < self._next and place not in self._read:  # it was taken before
+    def take(self, index: int) -> Trajectory:
+        """Return the rollout at `index`, with the versions that it has in the step of the replay."""
+        if index < self._next and index not in self._read:  # it was taken before
             self._rollouts, self._next, self._read = _in_order(self._folder), 0, {}
-        while self._next <= place:
+        while self._next <= index:
             step, trajectory = next(self._rollouts)
             self._read[self._next] = as_of(trajectory, step, self._next // self._batch_size)
             self._next += 1
-        return self._read.pop(place)
+        return self._read.pop(index)
 
 
 class ReplayLoop:

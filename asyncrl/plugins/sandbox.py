@@ -132,7 +132,7 @@ class Sandbox:
     def __init__(self, limits: Limits | None = None, parallel: int = 0, packages: Sequence[str] = ()) -> None:
         limits = limits or Limits()
         self.limits = replace(limits, wall_s=max(limits.wall_s, _TRIAL_S))
-        self._places = threading.BoundedSemaphore(parallel or usable_cores())
+        self._slots = threading.BoundedSemaphore(parallel or usable_cores())
         self._python = os.path.realpath(sys.executable)
         library = Path(os.__file__).resolve().parent
         self._installed_in = sorted({_folder_of(package) for package in packages})
@@ -179,7 +179,7 @@ class Sandbox:
                 "RLIMIT_SIGPENDING": 256,
             },
         }
-        with self._places, lent_user() as user, _specification(spec | {"uid": user.uid}) as fd:
+        with self._slots, lent_user() as user, _specification(spec | {"uid": user.uid}) as fd:
             isolated = ["--net", "--pid", "--mount", "--ipc", "--uts", "--fork", "--kill-child"]
             isolated += ["--user", "--map-root-user"] if user.uid is None else []
             inside = [self._python, "-I", "-S", str(Path(__file__).with_name("sandbox_inside.py")), str(fd)]

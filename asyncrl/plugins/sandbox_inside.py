@@ -70,14 +70,14 @@ def _build(spec: dict[str, object]) -> None:
     readable = spec["readable"]
     assert isinstance(readable, dict)
     sources = {
-        place: os.open(path, os.O_PATH) for path, place in readable.items()
+        target: os.open(path, os.O_PATH) for path, target in readable.items()
     }  # content below _ROOT will be hidden
     _mount("tmpfs", _ROOT, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
     for path in ("/bin", "/lib", "/lib64", "/sbin"):
         if os.path.islink(path):
             os.symlink(os.readlink(path), _ROOT + path)
-    for place, source in sources.items():
-        _show(f"/proc/self/fd/{source}", _ROOT + place, folder=True)
+    for target, source in sources.items():
+        _show(f"/proc/self/fd/{source}", _ROOT + target, folder=True)
     os.mkdir(f"{_ROOT}/dev")
     for name in ("null", "zero", "urandom", "random"):
         _show(f"/dev/{name}", f"{_ROOT}/dev/{name}", folder=False)

@@ -35,9 +35,9 @@ _FROM_SERVERS = "server"
 def warnings(config: ExperimentConfig) -> Iterator[str]:
     """Yield a message for each valid setting with a surprising effect: `setting=value: effect`."""
     data = config.dataset
-    trained = {_place(path) for path in ([source.path for source in data.sources] or [data.path])}
+    trained = {_resolved(path) for path in ([source.path for source in data.sources] or [data.path])}
     for each in evaluation_sets(config):
-        same = each.path is not None and is_data_path(each.path) and _place(each.path) in trained
+        same = each.path is not None and is_data_path(each.path) and _resolved(each.path) in trained
         if each.interval and same and not each.args.get("held_out_share") and not each.args.get("files"):
             yield (
                 f"{each.group}.path={each.path!r}: it is the training file; what {each.name!r} measures is how well "
@@ -45,7 +45,7 @@ def warnings(config: ExperimentConfig) -> Iterator[str]:
             )
 
 
-def _place(path: str) -> Path:
+def _resolved(path: str) -> Path:
     return Path(path).expanduser().resolve()
 
 

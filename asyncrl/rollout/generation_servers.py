@@ -5,7 +5,7 @@ not change for half of the time limit, or the server has none, the call's reques
 what it has generated. One that is silent in the other half too has failed. The manager reports servers that
 left service; calls to them end at once.
 
-A call that is aborted loses its place in the server's batch to those that wait there. So while the server computes it
+A call that is aborted loses its slot in the server's batch to those that wait there. So while the server computes it
 is left alone: of more requests than fit, none would be complete before nearly all are.
 """
 
@@ -330,7 +330,7 @@ def prefix_request(items: Sequence[GenerateItem], rid: str) -> GenerateItem | No
     prefixes = [list(item.input_ids) for item in items]
     first, last = min(prefixes), max(prefixes)  # in lexicographic order: all share what these two share
     pairs = enumerate(zip(first, last, strict=False))
-    shared = next((place for place, (one, other) in pairs if one != other), min(len(first), len(last)))
+    shared = next((index for index, (one, other) in pairs if one != other), min(len(first), len(last)))
     if (len(items) - 1) * shared < FORK_SAVES:
         return None
     return GenerateItem(rid, first[:shared], max_new_tokens=1)

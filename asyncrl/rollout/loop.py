@@ -71,7 +71,7 @@ class RolloutSlots:
         self._gate, self._number, self._free = gate, number, number
         self._ids: list[str] = []
         """Ids for rollouts that are requested and not granted yet; a repeated request has the same."""
-        self._room = asyncio.Event()
+        self._slot_free = asyncio.Event()
 
     @property
     def running(self) -> int:
@@ -80,7 +80,7 @@ class RolloutSlots:
 
     def figures(self) -> dict[str, float]:
         """Figures for `observed/`: running rollouts of this worker, and their limit."""
-        return {"rollouts": self.running, "places": self._number}
+        return {"rollouts": self.running, "slots": self._number}
 
     async def granted(self) -> list[GrantedRollout]:
         """Wait for a free slot, and request a prompt for each free slot. The rollouts that are returned take theirs.
@@ -88,8 +88,8 @@ class RolloutSlots:
         The list may be empty; call it again then.
         """
         if self._free == 0:
-            self._room.clear()
-            await self._room.wait()
+            self._slot_free.clear()
+            await self._slot_free.wait()
             await asyncio.sleep(BURST_S)
         most = min(self._free, MAX_ASKED)
         self._ids += [uuid.uuid4().hex for _ in range(most - len(self._ids))]
@@ -102,7 +102,7 @@ class RolloutSlots:
     def free(self) -> None:
         """Give back the slot of a rollout that ended."""
         self._free += 1
-        self._room.set()
+        self._slot_free.set()
 
 
 class RolloutLoop:
@@ -146,7 +146,7 @@ class RolloutLoop:
         policy = RolloutPolicy(self._client, granted.rollout_id, granted.route, answers)
         code: str | None = None
         try:
-            if granted.rests:
+            if granted.skips:
                 outcome = FinishedRollout(granted.rollout_id, accepted=False, reason=DropReason.curriculum)
             else:
                 prompt = self._components.prompts.train(

@@ -29,14 +29,14 @@ class PolicyAnswers:
     """Records the answers of one rollout.
 
     Args:
-        trained: names of the policies that are trained beside the run's own; all others are opponents.
+        trained: names of the policies that are trained beside the run's own; all others are policy servers.
     """
 
     def __init__(self, trained: Collection[str]) -> None:
         self._trained = trained
         self._keys: dict[str, list[_Keys]] = {"": [], **{name: [] for name in trained}}
         self._met: dict[str, Counter[int]] = {}
-        """Tokens of the opponents' answers, by policy and version."""
+        """Tokens of the policy servers' answers, by policy and version."""
 
     def add(self, policy: str, completions: Iterable[Completion]) -> None:
         """Record answers of `policy`; an empty name means the run's own."""
@@ -48,15 +48,15 @@ class PolicyAnswers:
 
     def metrics(self) -> dict[str, float]:
         """Return the number of tokens that each trained policy generated, if there are several, and the versions of the
-        opponents: the oldest, the newest and the mean by tokens.
+        policy servers: the oldest, the newest and the mean by tokens.
         """
         found: dict[str, float] = {}
         for policy, versions in self._met.items():
             if tokens := versions.total():
                 mean = sum(version * count for version, count in versions.items()) / tokens
-                found[f"opponent/{policy}/version"] = mean
-                found[f"opponent/{policy}/oldest_version"] = float(min(versions))
-                found[f"opponent/{policy}/newest_version"] = float(max(versions))
+                found[f"policy_server/{policy}/version"] = mean
+                found[f"policy_server/{policy}/oldest_version"] = float(min(versions))
+                found[f"policy_server/{policy}/newest_version"] = float(max(versions))
         if self._trained:
             found |= {f"{GENERATED}{name or ACTOR}": float(sum(map(len, keys))) for name, keys in self._keys.items()}
         return found
@@ -100,9 +100,9 @@ def _beyond(given: _Keys, known: _Keys) -> int:
     """Return how many of `given` are not among `known`, each of which counts once."""
     keys, wanted = np.unique(given, return_counts=True)
     of_known, there = np.unique(known, return_counts=True)
-    places = np.searchsorted(of_known, keys)
+    indices = np.searchsorted(of_known, keys)
     found = np.zeros_like(wanted)
-    inside = places < len(of_known)
-    same = np.flatnonzero(inside)[of_known[places[inside]] == keys[inside]]
-    found[same] = there[places[same]]
+    inside = indices < len(of_known)
+    same = np.flatnonzero(inside)[of_known[indices[inside]] == keys[inside]]
+    found[same] = there[indices[same]]
     return int(np.maximum(wanted - found, 0).sum())

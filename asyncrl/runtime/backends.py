@@ -26,8 +26,8 @@ from asyncrl.config.run_dir import log_file
 from asyncrl.runtime.plan import WorkerPlan
 from asyncrl.runtime.settings import EXIT_FAILED, EXIT_LOST, EXIT_STATE_LOST, LAUNCHERS, HostConfig
 from asyncrl.runtime.supervisor import (
+    EXIT_OUT_OF_MEMORY,
     STOP_SIGNAL,
-    TOLD_OUT_OF_MEMORY,
     adopt_orphans,
     kill_descendants,
     mark_of,
@@ -94,7 +94,7 @@ class WorkerHandle(ABC):
         meanings = {
             EXIT_STATE_LOST: "found that the last step is lost",
             EXIT_LOST: "was lost with the connection to its host",
-            TOLD_OUT_OF_MEMORY: "was killed while the kernel of its host killed processes to free memory",
+            EXIT_OUT_OF_MEMORY: "was killed while the kernel of its host killed processes to free memory",
         }
         return meanings.get(code or 0, f"exited with {code}")
 
@@ -127,7 +127,7 @@ class LauncherBackend(ABC):
         return False
 
     @staticmethod
-    def check_place() -> None:
+    def check_host() -> None:
         """Refuse to start processes from this host.
 
         Raises:

@@ -37,7 +37,7 @@ from asyncrl.comm.name_resolve import NameResolveError, NameResolveUnavailable, 
 from asyncrl.comm.waits import LOOK_S, PATIENCE_S, STOP_S
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import LOGS_DIR, run_dir_of
-from asyncrl.inference.settings import guests_of
+from asyncrl.inference.settings import colocated_servers
 from asyncrl.observe import observer
 from asyncrl.observe.display import Display
 from asyncrl.observe.status import StepSizes
@@ -266,11 +266,13 @@ class Launcher:
         if not replaced:
             self._processes.running.remove(ended)
         elif together:
-            guests = guests_of(self.config.generation)  # would hold the memory that new ranks load their models into
+            # These would hold the memory that new ranks load their models into.
+            colocated = colocated_servers(self.config.generation)
             brain = [
                 worker
                 for worker in self._processes.running
-                if is_of_brain(worker) or (worker.plan.kind == names.GENERATION_SERVER and worker.plan.index in guests)
+                if is_of_brain(worker)
+                or (worker.plan.kind == names.GENERATION_SERVER and worker.plan.index in colocated)
             ]
             await self._processes.restart(brain, BRAIN, ended.describe_exit())
         else:

@@ -73,9 +73,9 @@ class WorkerLogFilter(logging.Filter):
         """True if `record` is written."""
         if not _is_of_library(record):
             return True
-        return record.levelno >= logging.WARNING and self._has_room(record)
+        return record.levelno >= logging.WARNING and self._may_log(record)
 
-    def _has_room(self, record: logging.LogRecord) -> bool:
+    def _may_log(self, record: logging.LogRecord) -> bool:
         if (now := self._clock()) - self._since > REPEAT_S:
             left_out, self._left_out = self._left_out, 0
             self._since, self._seen = now, Counter()

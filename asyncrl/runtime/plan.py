@@ -34,7 +34,7 @@ from asyncrl.comm.names import (
 )
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
-from asyncrl.inference.settings import guests_of
+from asyncrl.inference.settings import colocated_servers
 from asyncrl.manager.settings import PolicyConfig
 from asyncrl.runtime.process.hardware import visible_gpus
 from asyncrl.runtime.settings import HostConfig
@@ -74,7 +74,7 @@ REPLAY: Final = "asyncrl.offline.replay:replay"
 """What a RolloutWorker does in place of rollouts, with `samples.replay`; nothing else of a run names that module."""
 SHARED_DEVICES: Final = "asyncrl.colocated.master:SharedDevices"
 """The MasterWorker's turns on devices that it shares with servers. This and the parts below are all that names the
-optional package `asyncrl.colocated`; they are resolved only with such servers (`generation.guests`).
+optional package `asyncrl.colocated`; they are resolved only with such servers (`generation.colocated`).
 """
 COLOCATED_SERVERS: Final = "asyncrl.colocated.manager:ColocatedServers"
 """A part of the GserverManager."""
@@ -189,12 +189,12 @@ def _generation_servers(config: ExperimentConfig) -> int:
 def gpus_of_servers(config: ExperimentConfig, here: Share) -> Sequence[str]:
     """Return the GPUs that training ranks leave to generation servers; if they take all, the last one is shared.
 
-    If all servers are guests of the training ranks, these are the GPUs of the ranks.
+    If all servers are colocated with the training ranks, these are the GPUs of the ranks.
     """
     if config.generation.device == Device.cpu:
         return ()
     taken = here.ranks if config.trainer.device != Device.cpu else 0
-    if taken and len(guests_of(config.generation)) == config.generation.servers:
+    if taken and len(colocated_servers(config.generation)) == config.generation.servers:
         return here.gpus[:taken]
     return here.gpus[min(taken, max(len(here.gpus) - 1, 0)) :]
 
@@ -202,12 +202,12 @@ def gpus_of_servers(config: ExperimentConfig, here: Share) -> Sequence[str]:
 def _generation_server(config: ExperimentConfig, index: int, here: Share) -> Resources:
     """Return the resources of a server: as many of the GPUs that training leaves as it has ranks.
 
-    Too few GPUs are shared in turn. A guest gets GPUs of training ranks.
+    Too few GPUs are shared in turn. A colocated server gets GPUs of training ranks.
     """
     generation = config.generation
-    ours, guests = gpus_of_servers(config, here), guests_of(generation)
-    if ours and index in guests and config.trainer.device != Device.cpu:
-        ours, index = here.gpus[: here.ranks] or ours, index - guests.start
+    ours, colocated = gpus_of_servers(config, here), colocated_servers(generation)
+    if ours and index in colocated and config.trainer.device != Device.cpu:
+        ours, index = here.gpus[: here.ranks] or ours, index - colocated.start
     niceness = 0 if ours else _niceness(config, here)
     engine = generation.engine
     allocator = GPU_ALLOCATOR if ours and engine.program is None else ""
@@ -429,7 +429,7 @@ def plan_workers(
         count = kind.count(config) if purpose in kind.runs else 0
         hosts = _hosts_of(config, kind.placed_as or name)
         if name == GENERATION_SERVER:
-            hosts = _by_room(config, hosts, [share_of(host) for host in hosts])
+            hosts = _by_capacity(config, hosts, [share_of(host) for host in hosts])
         return [hosts[index * len(hosts) // count] for index in range(count)]
 
     def share_of(host: HostConfig) -> Share:
@@ -462,7 +462,7 @@ def _hosts_of(config: ExperimentConfig, kind: str) -> list[HostConfig]:
     return [host for host in config.system.hosts if kind in host.runs] or [_HERE]
 
 
-def _by_room(config: ExperimentConfig, hosts: list[HostConfig], shares: list[Share]) -> list[HostConfig]:
+def _by_capacity(config: ExperimentConfig, hosts: list[HostConfig], shares: list[Share]) -> list[HostConfig]:
     """Return the hosts of generation servers, each as often as servers fit on its free GPUs; all once if none fits."""
     each = config.generation.engine.shape.gpus
     fits = [len(gpus_of_servers(config, share)) // each for share in shares]

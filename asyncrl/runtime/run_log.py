@@ -1,10 +1,10 @@
-"""Notes of a run for its user, in its folder: remarks of its processes, and restarts with their causes and costs.
+"""Notes of a run for its user, in its folder: notices of its processes, and restarts with their causes and costs.
 
     remarks.jsonl     {"time": ..., "remark": "WARNING: ..."}
     restarts.jsonl    {"time": ..., "restarted": "rollout_worker/0", "reason": "was killed by signal SIGKILL"}
                       {"time": ..., "went_on": "rollout_worker/0", "seconds": 2.1}    it was ready again
 
-The terminal shows each remark once, between two rows of metrics; the file belongs to one launch. The log of restarts is
+The terminal shows each notice once, between two rows of metrics; the file belongs to one launch. The log of restarts is
 over all launches. The MasterWorker counts its lines in its rows of metrics, and the summary names them.
 `asyncrl.runtime.launcher.RestartPolicy` decides on restarts, within a `RestartBudget`.
 """

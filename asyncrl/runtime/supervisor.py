@@ -20,7 +20,7 @@ by commas; `-` for none). One of them is the writing end of the pipe that is the
 supervisors: they see the launcher's end only when this supervisor has ended too. Nothing below inherits them.
 
 Memory. SIGKILL comes from outside, or from the kernel when it frees memory. The supervisor distinguishes the two by the
-host's count of such kills: if it grew while the command ran, exit code `TOLD_OUT_OF_MEMORY` stands for SIGKILL.
+host's count of such kills: if it grew while the command ran, exit code `EXIT_OUT_OF_MEMORY` stands for SIGKILL.
 
 If the supervisor itself is killed, the kernel kills the command with it (PR_SET_PDEATHSIG), and orphans go to the
 launcher, or to the agent of their host, which are subreapers too. Something stays only if all three are killed at once.
@@ -63,7 +63,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 STOP_SIGNAL = signal.SIGUSR2
 """Order of the launcher to end. It is not SIGTERM, which batch systems send to every process of a job."""
-TOLD_OUT_OF_MEMORY = 102
+EXIT_OUT_OF_MEMORY = 102
 LAUNCH_VARIABLE = "ASYNCRL_LAUNCH"
 """Environment variable with which every process of a launch, and all that they start, are marked."""
 
@@ -134,7 +134,7 @@ def main(command: list[str], grace_s: float = 0.0, held: tuple[int, ...] = ()) -
         _, status = os.waitpid(child, 0)
     end_descendants()
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL and _out_of_memory_kills() > kills_before:
-        return TOLD_OUT_OF_MEMORY << 8
+        return EXIT_OUT_OF_MEMORY << 8
     return status
 
 

@@ -9,7 +9,7 @@ more than `UPLOADS` copies a round.
     round 2    0 ─▶ 3, 4   1 ─▶ 5, 6   2 ─▶ 7, 8      9
     ...                                       512 hosts: 6 rounds
 
-No host waits for a round to end: each sends as soon as it has the folder. Among the sources with a free place, the one
+No host waits for a round to end: each sends as soon as it has the folder. Among the sources with a free slot, the one
 with the fewest uploads is chosen, and the origin last.
 
 A source that fails is not used for a while, longer each time, and its fetch is repeated from another source. A host

@@ -47,7 +47,7 @@ from asyncrl.config.plugin_code.same_code import how_found, loaded_sources
 from asyncrl.config.run_dir import DATA_RECORD_FILE, INPUTS_DIR
 from asyncrl.config.setting import ConfigError
 from asyncrl.config.variants import evaluation_sets
-from asyncrl.data.datasets import Dataset, Placed
+from asyncrl.data.datasets import Dataset, Located
 from asyncrl.data.files import files_of
 from asyncrl.data.picture_parts import PictureSource, pictures_of
 from asyncrl.data.tokenizers import model_files
@@ -83,7 +83,7 @@ def content_sum(dataset: Dataset, folder: Path) -> str:
         for name in names:
             text = text.replace(name, "")
         digest.update(text.encode())
-    if isinstance(dataset, Placed):
+    if isinstance(dataset, Located):
         digest.update(dataset.sums().tobytes())
     return digest.hexdigest()
 
@@ -146,35 +146,35 @@ def bring_inputs(config: ExperimentConfig, run_dir: Path, *, training: bool = Tr
     """
     folder = run_dir / INPUTS_DIR
     shutil.rmtree(folder, ignore_errors=True)
-    with _told_as(f"model.path={config.model.path!r}"):
+    with _errors_of(f"model.path={config.model.path!r}"):
         for name, file in model_files(Path(str(config.model.path)).expanduser()).items():
             if file.suffix not in _WEIGHTS:
                 _copy(file, folder / _MODEL / name)
     if training and (run_dir / DATA_RECORD_FILE).is_file():
         _copy(run_dir / DATA_RECORD_FILE, folder / DATA_RECORD_FILE)
     brought: dict[str, str] = {}
-    places: dict[tuple[Path, str], str] = {}
+    subfolders: dict[tuple[Path, str], str] = {}
     for named in named_inputs(config, training=training):
         if named.path is None:
             continue
         source = named.path.absolute()  # a link keeps its name, which shows the kind of the file
-        is_new = (source, named.pattern) not in places
-        place = places.setdefault((source, named.pattern), str(len(places)))
-        with _told_as(f"{named.setting}={named.value!r}"):
+        is_new = (source, named.pattern) not in subfolders
+        subfolder = subfolders.setdefault((source, named.pattern), str(len(subfolders)))
+        with _errors_of(f"{named.setting}={named.value!r}"):
             for file in files_of(source, named.pattern) if is_new else ():
-                _copy(file, folder / place / (file.relative_to(source) if source.is_dir() else file.name))
-        brought[named.setting] = place if source.is_dir() else f"{place}/{source.name}"
+                _copy(file, folder / subfolder / (file.relative_to(source) if source.is_dir() else file.name))
+        brought[named.setting] = subfolder if source.is_dir() else f"{subfolder}/{source.name}"
     same = {}
     for name, path in files_in_args(config, training=training):
-        with _told_as(f"{name}={path!r}"):
+        with _errors_of(f"{name}={path!r}"):
             same[name] = SameFile(path, file_entry(Path(path).expanduser()))
     there = copy.deepcopy(config)  # as on a RolloutWorker's host: a row may contain the path of its file
     _put_brought(there, brought, folder, training)
     rows = {}
-    sources = {place: source if source.is_dir() else source.parent for (source, _), place in places.items()}
+    sources = {subfolder: source if source.is_dir() else source.parent for (source, _), subfolder in subfolders.items()}
     for group, dataset in _datasets(there, training):
-        with _told_as(f"{group}.path"):
-            if isinstance(dataset, Placed):
+        with _errors_of(f"{group}.path"):
+            if isinstance(dataset, Located):
                 _copy_pictures(dataset, folder, sources)
             rows[group] = content_sum(dataset, folder)
     (folder / _INDEX).write_bytes(msgspec.json.encode(Inputs(brought, rows, same)))
@@ -192,8 +192,8 @@ def _copy_pictures(dataset: Dataset, folder: Path, sources: Mapping[str, Path]) 
         prompt = dataset.row(number).get("prompt")
         for picture in pictures_of(prompt) if isinstance(prompt, list) else ():
             if isinstance(picture, PictureSource) and isinstance(picture.value, Path) and not picture.value.exists():
-                place, *parts = picture.value.relative_to(inside).parts
-                original = sources[place].joinpath(*parts)
+                subfolder, *parts = picture.value.relative_to(inside).parts
+                original = sources[subfolder].joinpath(*parts)
                 if original.is_file():  # a row with a missing picture is left out on every host
                     _copy(original, picture.value)
 
@@ -257,8 +257,8 @@ def import_named(config: ExperimentConfig, *, training: bool = True) -> set[str]
 
 def _put_brought(config: ExperimentConfig, brought: Mapping[str, str], folder: Path, training: bool) -> None:
     for named in [*named_inputs(config, training=training), *texts_in_args(config, training=training)]:
-        if (place := brought.get(named.setting)) is not None:
-            named.put_path(folder / place)
+        if (subfolder := brought.get(named.setting)) is not None:
+            named.put_path(folder / subfolder)
     config.model.path = str(folder / _MODEL)
 
 
@@ -269,7 +269,7 @@ def _datasets(config: ExperimentConfig, training: bool) -> Iterator[tuple[str, D
 
 
 @contextmanager
-def _told_as(setting: str) -> Iterator[None]:
+def _errors_of(setting: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:

@@ -10,7 +10,7 @@ import importlib.util
 import re
 from collections.abc import Iterator
 
-from asyncrl.algorithms.registry import KINDS, WHOLE_DISTRIBUTIONS, KLPlace, ProximalMode, ValueNormalisation
+from asyncrl.algorithms.registry import KINDS, WHOLE_DISTRIBUTIONS, KLIn, ProximalMode, ValueNormalisation
 from asyncrl.api.columns import TOKEN, check_name
 from asyncrl.comm.names import ACTOR
 from asyncrl.config.experiment import ExperimentConfig
@@ -147,12 +147,12 @@ def _critic(config: ExperimentConfig) -> Iterator[str]:
 
 def _combinations(algorithm: AlgorithmConfig) -> Iterator[str]:
     """Refuse a KL estimator in the wrong place, and choices that have no effect because of another choice."""
-    if algorithm.kl_coef and algorithm.kl.name == "k3_unbiased" and algorithm.kl_in != KLPlace.loss:
+    if algorithm.kl_coef and algorithm.kl.name == "k3_unbiased" and algorithm.kl_in != KLIn.loss:
         yield (
             f"algorithm.kl.name='k3_unbiased': it weighs a term of the loss, and algorithm.kl_in={algorithm.kl_in} is "
             "elsewhere; use kl_in=loss, or kl.name=k1"
         )
-    if algorithm.kl_coef and algorithm.kl.name in WHOLE_DISTRIBUTIONS and algorithm.kl_in == KLPlace.reward:
+    if algorithm.kl_coef and algorithm.kl.name in WHOLE_DISTRIBUTIONS and algorithm.kl_in == KLIn.reward:
         yield (
             f"algorithm.kl.name={algorithm.kl.name!r}: whole distributions are compared in the loss only, and "
             "algorithm.kl_in=reward is elsewhere; use kl_in=loss, or kl.name=k1"
@@ -168,7 +168,7 @@ def _combinations(algorithm: AlgorithmConfig) -> Iterator[str]:
             "algorithm.advantage='zero': nothing would be learnt from; name a teacher, for example "
             "algorithm.teachers=[{name: big, path: FOLDER}]"
         )
-    if algorithm.kl_coef and algorithm.kl_in == KLPlace.advantage:
+    if algorithm.kl_coef and algorithm.kl_in == KLIn.advantage:
         if algorithm.kl_estimator.name != "k1":
             yield (
                 f"algorithm.kl.name={algorithm.kl.name!r}: algorithm.kl_in=advantage needs the log-ratio itself, whose "
@@ -248,7 +248,7 @@ def _gdpo(config: ExperimentConfig) -> Iterator[str]:
             f"algorithm.advantage='gdpo': it normalises the parts of the reward, which rollout.columns={list(columns)} "
             f"lacks; declare them, for example rollout.columns={wanted}"
         )
-    if algorithm.kl_coef and algorithm.kl_in == KLPlace.reward:
+    if algorithm.kl_coef and algorithm.kl_in == KLIn.reward:
         yield (
             "algorithm.advantage='gdpo': a KL term in the reward is none of the parts that it compares; use "
             "algorithm.kl_in=loss"

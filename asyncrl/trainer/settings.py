@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from typing import Any, Optional
 
-from asyncrl.algorithms.registry import KLPlace, ProximalMode, ValueNormalisation
+from asyncrl.algorithms.registry import KLIn, ProximalMode, ValueNormalisation
 from asyncrl.config.setting import ChoiceConfig, Device, Dtype, setting
 from asyncrl.trainer.engines import AUTO, ENGINES
 
@@ -207,18 +207,19 @@ class OptimizerConfig:
         warmup = bool(self.warmup_steps or self.warmup_ratio)
         return self.schedule != LearningRateSchedule.constant or warmup
 
-    def rate(self, place: float, steps: int) -> float:
-        """Return the learning rate at `place`, the share of the run that is over (0 to 1), of `steps` optimizer steps.
+    def rate(self, progress: float, steps: int) -> float:
+        """Return the learning rate at `progress`, the share of the run that is over (0 to 1), of `steps` optimizer
+        steps.
 
         The rate is computed, not counted: a run that resumes with other settings has their rate at its place.
         """
-        place = min(max(place, 0.0), 1.0)
+        progress = min(max(progress, 0.0), 1.0)
         warmup = self.warmup_steps / steps if self.warmup_steps else self.warmup_ratio
-        if place < warmup:
-            return self.lr * place / warmup
+        if progress < warmup:
+            return self.lr * progress / warmup
         if self.schedule == LearningRateSchedule.constant:
             return self.lr
-        left = (1.0 - place) / (1.0 - warmup) if warmup < 1.0 else 0.0
+        left = (1.0 - progress) / (1.0 - warmup) if warmup < 1.0 else 0.0
         if self.schedule == LearningRateSchedule.linear:
             return self.lr * left
         return self.lr * (self.min_lr_share + (1.0 - self.min_lr_share) * 0.5 * (1.0 - math.cos(math.pi * left)))
@@ -438,8 +439,8 @@ class AlgorithmConfig:
         factory=lambda: ChoiceConfig(name=AUTO),
     )
     kl_coef: float = setting(0.0, "weight of the KL term to the reference; 0: no reference model", minimum=0.0)
-    kl_in: KLPlace = setting(
-        KLPlace.loss,
+    kl_in: KLIn = setting(
+        KLIn.loss,
         "place of the KL term: loss, reward, or advantage: subtracted from each token's advantage after the "
         "estimator, which distils the reference into the policy (on-policy distillation)",
     )
@@ -480,7 +481,7 @@ class AlgorithmConfig:
         """The estimator of the KL term: `kl`, or for `auto` the default of the term's place."""
         if self.kl.name != AUTO:
             return self.kl
-        return ChoiceConfig("k3" if self.kl_in == KLPlace.loss else "k1", self.kl.params)
+        return ChoiceConfig("k3" if self.kl_in == KLIn.loss else "k1", self.kl.params)
 
     @property
     def teacher_sources(self) -> list[str]:

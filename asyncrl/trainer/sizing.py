@@ -372,18 +372,16 @@ class MemoryNeed:
         return self.gathered + max(activations + max(self.logits, recomputed + self.reducing), self.reduced_last)
 
 
-def need(model: SizedModel, layout: Layout, place: Coordinates, work: Workload, *, trained: bool) -> MemoryNeed:
-    """Return the memory that `model` needs of the rank at `place` of `layout`."""
-    shapes = [
-        (parameter, parameter.slice(layout.tensor, place.tensor)) for parameter in model.stage(layout, place.pipeline)
-    ]
+def need(model: SizedModel, layout: Layout, at: Coordinates, work: Workload, *, trained: bool) -> MemoryNeed:
+    """Return the memory that `model` needs of the rank at `at` of `layout`."""
+    shapes = [(parameter, parameter.slice(layout.tensor, at.tensor)) for parameter in model.stage(layout, at.pipeline)]
     whole = sum(prod(shape) for _, shape in shapes)
-    layers = len(stage_layers(model.sizes.layers, layout.pipeline, place.pipeline))
+    layers = len(stage_layers(model.sizes.layers, layout.pipeline, at.pipeline))
     work = replace(work, tokens=-(-work.tokens // layout.context))  # except the masks, whose pairs all ranks have
     per_layer = work.tokens * layer_bytes_per_token(model.sizes, layout.tensor, work, layout.context)
-    flight = layout.pipeline - place.pipeline if trained else 1
+    flight = layout.pipeline - at.pipeline if trained else 1
     inputs = work.tokens * model.sizes.hidden * work.bytes
-    last = place.pipeline == layout.pipeline - 1
+    last = at.pipeline == layout.pipeline - 1
     sharded = sum(_shard(shape, layout.shards) for _, shape in shapes)
     adapters = sum(_adapter(parameter, shape, work) for parameter, shape in shapes) if trained else 0
     weights, gradients, moments = _kept(whole, sharded, work, trained=trained and not work.adapter_rank)

@@ -46,7 +46,7 @@ from asyncrl.weights.tensor_file import MappedFile, MappedFiles, TensorFile, wri
 
 Part: TypeAlias = tuple[str, tuple[int, ...]]
 """A part of a tensor: its name, and where the part begins in the whole, by dimension."""
-_PLACES_KEY = "DCP_SHARDING_INFO"
+_OFFSETS_KEY = "DCP_SHARDING_INFO"
 _FORMAT = {"format": "pt", "DCP_VERSION": "1.0"}
 _MAPPED = "files"
 """Folder of the files that checkpoints in memory link to, beside the checkpoints."""
@@ -108,13 +108,13 @@ class ShardCopies:
         for role, part in self._parts.items():
             with part.on_device():  # one after the other: there may not be room for all
                 sources = plan.parts(f"{role}.")
-                pairs = ((shard.room(place, source), source) for place, source in sources.items())
+                pairs = ((shard.target(key, source), source) for key, source in sources.items())
                 begun = self._copies.begin_in_pieces(pairs)
                 part.add_pending_copy(begun)
                 shard.copies.append(begun)
                 shard.steps[role] = part.state()[1].get("step", -1)
         for name, value in random_state.items():
-            shard.room((name, (0,)), value).copy_(value)
+            shard.target((name, (0,)), value).copy_(value)
         return shard
 
     def _new(self, folder: Path, plan: SavePlan, random_state: Mapping[str, Tensor]) -> CopiedPart:
@@ -129,7 +129,7 @@ class ShardCopies:
             on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
             self._mapped = MappedFiles(folder / _MAPPED, name, list(specs.values()), metadata, pinned=on_gpu)
         file = self._mapped.take()
-        return CopiedPart(file, {place: file.tensors[place[0]] for place in specs})
+        return CopiedPart(file, {key: file.tensors[key[0]] for key in specs})
 
     def close(self) -> None:
         """Release the files in memory."""
@@ -151,11 +151,11 @@ class CopiedPart:
     copies: list[HostCopy] = field(default_factory=list)
     steps: dict[str, int] = field(default_factory=dict)
 
-    def room(self, place: Part, source: Tensor) -> Tensor:
+    def target(self, key: Part, source: Tensor) -> Tensor:
         """Return the memory that `source` is copied into."""
-        if place not in self.parts:
-            self.parts[place] = host_like(source)
-        return self.parts[place]
+        if key not in self.parts:
+            self.parts[key] = host_like(source)
+        return self.parts[key]
 
     def write(self, directory: Path, ranks: Ranks) -> dict[str, FileEntry]:
         """Wait for the copies, and write this rank's file into `directory`. Return it by name.
@@ -262,10 +262,10 @@ def shard_metadata(parts: Collection[Part], ranks: Ranks) -> dict[str, str]:
     Raises:
         ValueError: there are two parts of one tensor, which the format cannot hold.
     """
-    places = {name: {"saved_offsets": offsets} for name, offsets in parts}
-    if len(places) < len(parts):
+    saved_offsets = {name: {"saved_offsets": offsets} for name, offsets in parts}
+    if len(saved_offsets) < len(parts):
         raise ValueError(f"rank {ranks.rank} holds two parts of one tensor; a file takes one part of each")
-    return {**_FORMAT, _PLACES_KEY: msgspec.json.encode(places).decode()}
+    return {**_FORMAT, _OFFSETS_KEY: msgspec.json.encode(saved_offsets).decode()}
 
 
 def shard_name(rank: int, world: int) -> str:

@@ -128,7 +128,7 @@ class CheckpointWriter:
             self._writing.share.exception()  # its failure is reported by the reply to the request that began it
         self._shards.plan()
 
-        def make_room() -> None:
+        def create_folder() -> None:
             if self._ranks.leads if self._hosts is None else self._hosts.leads:
                 with no_retry(self._in_memory):
                     if self._hosts is not None:  # all hosts have now committed the newest version: older ones may go
@@ -136,7 +136,7 @@ class CheckpointWriter:
                         self._hosts.forget(path.parent, but=[f"v{version}" for version in newest])
                     atomic_dir.begin(path)
 
-        self._ranks.together(make_room, f"beginning {path}")
+        self._ranks.together(create_folder, f"beginning {path}")
         shard = self._ranks.together(lambda: self._shards.begin(path), f"beginning {path}")
         steps = [shard.steps.get(role, -1) for role in self._roles]  # the leading rank need not host every role
         known: list[int] = self._ranks.all_reduce_max(torch.tensor(steps, dtype=torch.int64)).tolist()

@@ -244,6 +244,6 @@ def _small(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _unravel(offset: int, shape: Sequence[int]) -> tuple[int, ...]:
     index = []
     for size in reversed(shape):
-        offset, place = divmod(offset, size)
-        index.append(place)
+        offset, coordinate = divmod(offset, size)
+        index.append(coordinate)
     return tuple(reversed(index))

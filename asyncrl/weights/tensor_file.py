@@ -66,12 +66,12 @@ class FileLayout:
 
     Attributes:
         start: first bytes of the file: the header's length and the header.
-        places: by name, the place in the file at which a tensor's bytes begin.
+        offsets: by name, the place in the file at which a tensor's bytes begin.
         size: bytes of the whole file.
     """
 
     start: bytes
-    places: Mapping[str, int]
+    offsets: Mapping[str, int]
     size: int
 
     @classmethod
@@ -82,13 +82,13 @@ class FileLayout:
             TypeError: a tensor is of a type that has no name in the format.
         """
         header: dict[str, object] = {"__metadata__": dict(metadata or {"format": "pt"})}
-        places: dict[str, int] = {}
+        offsets: dict[str, int] = {}
         end = 0
         for spec in sorted(specs, key=lambda spec: -spec.dtype.itemsize):
             if spec.dtype not in DTYPE_NAMES:
                 known = ", ".join(map(str, DTYPE_NAMES))
                 raise TypeError(f"tensor {spec.name!r} is {spec.dtype}; a weight file takes {known}")
-            places[spec.name], begin = end, end
+            offsets[spec.name], begin = end, end
             end += spec.nbytes
             header[spec.name] = {
                 "dtype": DTYPE_NAMES[spec.dtype],
@@ -98,7 +98,7 @@ class FileLayout:
         encoded = msgspec.json.encode(header)
         encoded += b" " * (-len(encoded) % _ALIGNMENT)
         start = struct.pack("<Q", len(encoded)) + encoded
-        return cls(start, {name: len(start) + place for name, place in places.items()}, len(start) + end)
+        return cls(start, {name: len(start) + offset for name, offset in offsets.items()}, len(start) + end)
 
 
 class TensorFile:
@@ -118,7 +118,7 @@ class TensorFile:
         self.path = path
         layout = FileLayout.of(specs, metadata)
         self._size = layout.size
-        self._missing = {spec.name: (spec, layout.places[spec.name]) for spec in specs}
+        self._missing = {spec.name: (spec, layout.offsets[spec.name]) for spec in specs}
         self._digest, self._summed = xxhash.xxh3_64(), 0
         self._file = retry_write_blocking(partial(FileIO, path, "x"), f"{path}", _log)
         self._put(memoryview(layout.start), 0)
@@ -138,11 +138,11 @@ class TensorFile:
             OSError: it cannot be written.
             ValueError: the tensor is not in `specs`, was written before, or has another shape or type.
         """
-        spec, place = self._missing.get(name, (None, 0))
+        spec, offset = self._missing.get(name, (None, 0))
         if spec is None or (spec.shape, spec.dtype) != (tuple(tensor.shape), tensor.dtype):
             raise ValueError(f"{self.path}: got {name!r}, {tensor.dtype}{list(tensor.shape)}, where {spec} is to come")
         flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-        self._put(flat.view(torch.uint8).numpy().data, place)
+        self._put(flat.view(torch.uint8).numpy().data, offset)
         del self._missing[name]
 
     def entry(self) -> FileEntry:
@@ -151,14 +151,14 @@ class TensorFile:
             return FileEntry(self._size, self._digest.hexdigest())
         return file_entry(self.path)
 
-    def _put(self, data: memoryview, place: int) -> None:
+    def _put(self, data: memoryview, offset: int) -> None:
         for begin in range(0, len(data), _PIECE_BYTES):
             piece = data[begin : begin + _PIECE_BYTES]
-            if self._summed == place + begin:
+            if self._summed == offset + begin:
                 self._digest.update(piece)
                 self._summed += len(piece)
             while piece:  # waits for room if the disk is full
-                write = partial(os.pwrite, self._file.fileno(), piece, place + begin)
+                write = partial(os.pwrite, self._file.fileno(), piece, offset + begin)
                 count = retry_write_blocking(write, f"{self.path}", _log)
                 piece, begin = piece[count:], begin + count
 
@@ -204,8 +204,8 @@ class MappedFile:
             _log.warning("%s cannot be pinned: copies into it are right, but slower", path)
         self.tensors: dict[str, Tensor] = {}
         for spec in specs:
-            place = layout.places[spec.name]
-            self.tensors[spec.name] = whole[place : place + spec.nbytes].view(spec.dtype).view(spec.shape)
+            offset = layout.offsets[spec.name]
+            self.tensors[spec.name] = whole[offset : offset + spec.nbytes].view(spec.dtype).view(spec.shape)
 
     @property
     def is_free(self) -> bool:

@@ -146,7 +146,7 @@ class Bench:
             with self.log.open("a") as file:
                 file.write(text.rstrip("\n") + "\n")
 
-    def need_room(self, folder: Path, bytes_: float) -> None:
+    def need_space(self, folder: Path, bytes_: float) -> None:
         """Look for room before anything is written: a mapped file without room would end the process.
 
         Raises:

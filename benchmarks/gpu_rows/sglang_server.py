@@ -240,7 +240,7 @@ def _updates(
         raise LeftOut("; ".join(problems))
     size = sum(spec.nbytes for spec in rank.policy("actor").published_specs())
     if name == "tensor":
-        bench.need_room(bench.memory, 3 * size)
+        bench.need_space(bench.memory, 3 * size)
     folder = bench.folder / f"run-{name}"
     versions = Versions(config, folder, rank.world, rank, None, bench.device)
     end = versions.to_servers

@@ -64,7 +64,7 @@ def step_of(bench: Bench, rank: TrainingRank, variant: Variant) -> Callable[[], 
 
 def _version(bench: Bench, rank: TrainingRank, name: str, root: Path, bytes_: int) -> Iterator[Figure]:
     """A version in a folder of `root`, and what readers do with it: check it, and load it into their models."""
-    bench.need_room(root, (ROUNDS + 2) * bytes_)
+    bench.need_space(root, (ROUNDS + 2) * bytes_)
     policy = rank.policy("actor")
     shared = SharedFiles(policy.model_config, tokenizer_assets(Path(bench.model)))
     folder = Path(tempfile.mkdtemp(prefix="asyncrl-benchmark-", dir=root))
@@ -115,7 +115,7 @@ def _checkpoint(
 ) -> Iterator[Figure]:
     """A checkpoint that is written beside a train step, which takes `alone` seconds without it."""
     in_memory = root == bench.memory
-    bench.need_room(root, 2.05 * bytes_)  # the one before it is removed after it
+    bench.need_space(root, 2.05 * bytes_)  # the one before it is removed after it
     folder = Path(tempfile.mkdtemp(prefix="asyncrl-benchmark-", dir=root))
     try:
         with closing(rank.writer(in_memory)) as writer:

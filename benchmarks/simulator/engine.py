@@ -57,7 +57,7 @@ class Running:
     began_at: float = 0.0
     """While it runs, its start in the engine's count of steps."""
     running: bool = False
-    place: int = -1
+    entry_id: int = -1
     """Number of its entry in the heap, which also holds entries of earlier starts."""
     aborted: bool = False
     marks: list[tuple[int, int]] = field(default_factory=list)
@@ -151,8 +151,8 @@ class _Agenda:
 
     def add(self, sequence: Running, at: float) -> None:
         """Schedule the end of the sequence at this count of steps."""
-        sequence.place = next(self._numbers)
-        heapq.heappush(self._entries, (at, sequence.place, sequence))
+        sequence.entry_id = next(self._numbers)
+        heapq.heappush(self._entries, (at, sequence.entry_id, sequence))
 
     @property
     def next_at(self) -> float | None:
@@ -177,7 +177,7 @@ class _Agenda:
 
 def _runs(entry: tuple[float, int, Running]) -> bool:
     """True if the heap's entry belongs to the sequence's current run."""
-    return entry[2].running and entry[2].place == entry[1]
+    return entry[2].running and entry[2].entry_id == entry[1]
 
 
 class ContinuousBatch:
@@ -314,11 +314,11 @@ class ContinuousBatch:
 
     def _admit(self) -> None:
         """Start queued sequences while there is room, then wait for the next event."""
-        while self._queue and not self._paused and self._has_room():
+        while self._queue and not self._paused and self._fits():
             self._start(self._queue.popleft())
         self.reschedule()
 
-    def _has_room(self) -> bool:
+    def _fits(self) -> bool:
         """True if there is room for the first queued sequence."""
         load, needed = self._load, self._load.context + self._queue[0].context
         return load.alive < self._model.max_running and (

@@ -46,8 +46,10 @@ class SimulatedManager:
             pacing=DeadlinePacing(setup.batch, setup.eta) if setup.pacing == Pacing.deadline else None,
             clock=clock,
         )
-        guests = ColocatedTurns(range(setup.servers - setup.guests, setup.servers))
-        self.decisions = FleetDecisions(setup.update_mode, UPDATE_TIMEOUT_S, setup.update_fraction, guests=guests)
+        colocated_servers = ColocatedTurns(range(setup.servers - setup.colocated_servers, setup.servers))
+        self.decisions = FleetDecisions(
+            setup.update_mode, UPDATE_TIMEOUT_S, setup.update_fraction, colocated=colocated_servers
+        )
         http = VirtualHttp(network)
         self.runner = FleetRunner(
             self.decisions,
@@ -63,7 +65,7 @@ class SimulatedManager:
 
     def announced(self, target: Target) -> None:
         """Make `target` the version that servers update to."""
-        self.decisions.guests.announced = target.version
+        self.decisions.colocated.announced = target.version
         self.runner.publish(target)
 
     async def expire_leases(self) -> NoReturn:

@@ -1,6 +1,7 @@
 """The master of a simulated run: its step in the order of `asyncrl.master.train_loop.TrainLoop`.
 
-Real: the buffer, the collector, which asks the manager what counts, the ranks' inbox, and the turns with guests.
+Real: the buffer, the collector, which asks the manager what counts, the ranks' inbox, and the turns with colocated
+servers.
 Simulated: the time that a step and its publishing take, and the announcement of a turn, which in a run goes by name
 resolution.
 """
@@ -71,7 +72,7 @@ class DataHead:
 
 
 class Turns:
-    """The turn announced last, which the manager receives at once, and its answer whether all guests rest.
+    """The turn announced last, which the manager receives at once, and its answer whether all colocated servers sleep.
 
     Replaces `asyncrl.colocated.manager` and the key in name resolution between master and manager.
     """
@@ -92,14 +93,14 @@ class Turns:
     def announce_turn(self, turn: TrainerTurn) -> None:
         """See `NameBoard`."""
         self._turn = turn
-        self._decisions.guests.begin(turn)
+        self._decisions.colocated.begin(turn)
         self._runner.changed.notify()
 
     async def call(self, request: WaitAsleepRequest) -> WaitAsleepReply:
         """See `ManagerClient`."""
         deadline = self._loop.time() + request.timeout_s
         while True:
-            waits_for = [f"generation server {life.index} ({life.state})" for life in awake(self._decisions)]
+            waits_for = [f"generation server {record.index} ({record.state})" for record in awake(self._decisions)]
             left_s = deadline - self._loop.time()
             if not waits_for or left_s <= 0:
                 return WaitAsleepReply(waits_for, others_in_service(self._decisions), self._runner.wake_s)
@@ -124,19 +125,21 @@ def device_turns(
     buffer: SampleBuffer,
     collector: Collector,
 ) -> DeviceTurns:
-    """Return the turns of the trainer and its guests; without guests they take no time."""
-    if not setup.guests:
+    """Return the turns of the trainer and its colocated servers; without colocated servers they take no time."""
+    if not setup.colocated_servers:
         return DeviceTurns()
     stop, clock = asyncio.Event(), asyncio.get_running_loop().time
     simulated: Any = Turns(decisions, runner), announcer, clock
     turns, announces, time = simulated
     ahead = (setup.eta + 1) * setup.batch
     stall = StallWatch(STEP_LIMIT_S, time, stop, announces, turns, manager, buffer, collector, ahead, run_dir=Path())
-    return SharedDevices(turns, turns, stall, announces, stop, setup.guests, setup.servers - setup.guests)
+    return SharedDevices(
+        turns, turns, stall, announces, stop, setup.colocated_servers, setup.servers - setup.colocated_servers
+    )
 
 
 MakeTurns = Callable[[Announced, ManagerClient, SampleBuffer, Collector], DeviceTurns]
-"""Builds the turns of the trainer and its guests."""
+"""Builds the turns of the trainer and its colocated servers."""
 
 
 @dataclass(slots=True)
@@ -254,9 +257,9 @@ class MasterLoop:
                 missing = self._setup.batch - len(self.buffer)
             if missing <= 0:
                 return
-            lent = await self.turns.lend(missing)
+            woken = await self.turns.wake(missing)
             began, before = now(), self.buffer.received
             with suppress(TimeoutError):
-                async with asyncio.timeout(None if lent else LOOK_S):
+                async with asyncio.timeout(None if woken else LOOK_S):
                     await self.collector.changed(missing)
             self.turns.waited(self.buffer.received - before, now() - began)

@@ -158,20 +158,22 @@ def _faults(devices: int, quick: bool) -> list[Cell]:
     ]
 
 
-def _guests(quick: bool) -> list[Cell]:
-    """Few devices, whose servers are apart from the trainer, share all of its devices, or are lent them."""
-    table, cells = "few devices: guests", []
+def _few_devices(quick: bool) -> list[Cell]:
+    """Few devices, whose servers are apart from the trainer, share all of its devices, or take turns on some."""
+    table, cells = "few devices: colocated servers", []
 
-    def add(label: str, devices: int, alone: int, training: int, eta: int, guests: int, model: Model) -> None:
+    def add(
+        label: str, devices: int, alone: int, training: int, eta: int, colocated_servers: int, model: Model
+    ) -> None:
         engine = replace(engine_model(model, H100, 1), switch_s=switch_s(model, training) / 2)
         setup = Setup(
-            servers=alone + guests,
+            servers=alone + colocated_servers,
             engine=engine,
             trainer=trainer_model(model, H100, training),
-            devices=(alone + guests, training),
+            devices=(alone + colocated_servers, training),
             eta=eta,
             batch=16,
-            guests=guests,
+            colocated_servers=colocated_servers,
             on_stale=OnStale.wait,
             **ANSWERS,
             **_steps(eta, quick),
@@ -180,18 +182,26 @@ def _guests(quick: bool) -> list[Cell]:
 
     for eta in (0, 1, 2):
         add("in turns", 1, 0, 1, eta, 1, QWEN_1B)
-    for guests in (0, 1):
-        add("1 + 1, lent" if guests else "1 + 1", 2, 1, 1, 2, guests, QWEN_1B)
+    for colocated_servers in (0, 1):
+        add("1 + 1, partly colocated" if colocated_servers else "1 + 1", 2, 1, 1, 2, colocated_servers, QWEN_1B)
     add("in turns", 2, 0, 2, 2, 2, QWEN_1B)
     for alone in (5, 6):
-        for guests in (0, 8 - alone):
-            add(f"{alone} + {8 - alone}{', lent' if guests else ''}", 8, alone, 8 - alone, 2, guests, QWEN_7B)
+        for colocated_servers in (0, 8 - alone):
+            add(
+                f"{alone} + {8 - alone}{', partly colocated' if colocated_servers else ''}",
+                8,
+                alone,
+                8 - alone,
+                2,
+                colocated_servers,
+                QWEN_7B,
+            )
     add("in turns", 8, 0, 8, 2, 8, QWEN_7B)
     return cells
 
 
 TABLES: dict[str, Table] = {
-    "guests": _guests,
+    "colocated": _few_devices,
     "splits64": _splits(64, (9, 10, 11, 12, 13), (1, 2, 4, 8), (1, 2)),
     "eta64": lambda quick: _etas(64, quick),
     "beyond64": lambda quick: _beyond(64, quick),

@@ -179,7 +179,7 @@ class Fleet:
         tell: Callable[[Mapping[int, tuple[str, int]]], None],
     ) -> None:
         self.servers, self._model, self._lengths, self._network, self._tell = servers, model, lengths, network, tell
-        self._lives = 0
+        self._starts = 0
         self._urls: dict[int, str] = {}
         self._registered: Mapping[int, tuple[str, int]] = {}
         self._past = EngineCounts()
@@ -222,8 +222,8 @@ class Fleet:
         return sum(engine.sequences for engine in self.engines.values())
 
     def _begin(self, index: int) -> None:
-        self._lives += 1
-        url = f"http://server{index}-{self._lives}"
+        self._starts += 1
+        url = f"http://server{index}-{self._starts}"
         engine = Engine(self._model, self._lengths)
         self.engines[index] = self._network[url] = engine
         self._urls[index] = url

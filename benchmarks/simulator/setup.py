@@ -134,7 +134,8 @@ class Setup:
         devices: devices of generation and of training; the same ones if `colocated`.
         lengths: lengths of answers, at most `max_new_tokens` each.
         batch, group: rollouts per step, answers per rollout.
-        guests: servers, the last ones, on the trainer's devices, which take turns with it (`generation.guests`).
+        colocated_servers: servers, the last ones, on the trainer's devices, which take turns with it
+            (`generation.colocated`).
         grain: tokens that one simulated token stands for.
         in_flight: rollouts at a time over all workers; None: as many as the gate can allow.
         steps, warm_up: train steps, and the number of first steps that are not measured.
@@ -152,7 +153,7 @@ class Setup:
     prompt_tokens: int = 512
     grain: int = 1
     colocated: bool = False
-    guests: int = 0
+    colocated_servers: int = 0
     workers: int = 8
     in_flight: int | None = None
     steps: int = 12

@@ -1,7 +1,7 @@
 """One simulated run: the control plane's own code, with simulated surroundings.
 
 Real: `ManagerService` with its gate, router, leases and pacing; `FleetDecisions` and `FleetRunner`; `DeviceTurns` and
-the rule that lends devices to guests; `ManagerClient`, `RolloutClient` and `RolloutLoop` of every RolloutWorker;
+the rule that wakes the colocated servers; `ManagerClient`, `RolloutClient` and `RolloutLoop` of every RolloutWorker;
 `PromptQueue`; `Collector`, `SampleBuffer` and the ranks' `Inbox`. Simulated: the servers (`Engine`), the time that a
 step and its publishing take, HTTP and ZMQ (calls in process), name resolution (a call). The master's step is that of
 `MasterLoop`.
@@ -126,9 +126,9 @@ class Simulation:
         deadline = self._loop.time() + DRAIN_LIMIT_S
         gate, router = self.manager.service.gate, self.manager.service.router
         decisions = self.manager.decisions
-        guests = [life for life in decisions.servers if life.index in decisions.guests]
+        colocated_servers = [record for record in decisions.servers if record.index in decisions.colocated]
         while self._loop.time() < deadline and (  # noqa: ASYNC110 (virtual time)
-            gate.counts().running or any(life.state is not ServerState.SERVING for life in guests)
+            gate.counts().running or any(record.state is not ServerState.SERVING for record in colocated_servers)
         ):
             await asyncio.sleep(1.0)
         if running := gate.counts().running:
@@ -150,9 +150,11 @@ class Simulation:
         if master.counts.beyond and self.setup.on_stale != OnStale.mask:
             found.append(f"{master.counts.beyond} tokens older than η={self.setup.eta} were trained")
         if not self.setup.faults.any:
-            for life in decisions.servers:
-                if life.state is not ServerState.SERVING or life.version != master.version:
-                    found.append(f"server {life.index} is {life.state} at {life.version}, not serving {master.version}")
+            for record in decisions.servers:
+                if record.state is not ServerState.SERVING or record.version != master.version:
+                    found.append(
+                        f"server {record.index} is {record.state} at {record.version}, not serving {master.version}"
+                    )
         return found
 
     def _outcome(self, first: _Mark, last: _Mark, faults: list[str]) -> Outcome:

@@ -62,12 +62,12 @@ class Policy:
         self._prompt = tokenizer(shown)["input_ids"]
         self.words = torch.tensor(tokenizer.convert_tokens_to_ids(list(WORDS)))
 
-    def logits(self, states: list[Any], said: torch.Tensor) -> torch.Tensor:
-        """`[B, said + 1, words]` for `said` [B, n] of earlier words of the chunk."""
+    def logits(self, states: list[Any], chosen: torch.Tensor) -> torch.Tensor:
+        """`[B, chosen + 1, words]` for `chosen` [B, n] of earlier words of the chunk."""
         for state in {*states} - self._seen.keys():
             picture = self._processor.images([Picture.from_array(state.frame).image()], return_tensors="pt")
             self._seen[state] = picture["pixel_values"], picture["image_grid_thw"]
-        ids = torch.cat((torch.tensor(self._prompt).expand(len(states), -1), self.words[said]), 1)
+        ids = torch.cat((torch.tensor(self._prompt).expand(len(states), -1), self.words[chosen]), 1)
         out = self.model(
             input_ids=ids,
             mm_token_type_ids=(ids == self._processor.token_id).long(),
@@ -75,16 +75,16 @@ class Policy:
             image_grid_thw=torch.cat([self._seen[state][1] for state in states]),
             use_cache=False,
         )
-        return out.logits[:, -said.shape[1] - 1 :, self.words].float()
+        return out.logits[:, -chosen.shape[1] - 1 :, self.words].float()
 
     @torch.no_grad()
     def success(self, states: list[Any]) -> float:
         """Share of episodes from `states` that succeed, with the likeliest words."""
         for _ in range(MOVES // CHUNK):
-            said = torch.zeros(len(states), 0, dtype=torch.long)
+            chosen = torch.zeros(len(states), 0, dtype=torch.long)
             for _ in range(CHUNK):
-                said = torch.cat((said, self.logits(states, said)[:, -1:].argmax(-1)), 1)
-            for turn in said.T.tolist():
+                chosen = torch.cat((chosen, self.logits(states, chosen)[:, -1:].argmax(-1)), 1)
+            for turn in chosen.T.tolist():
                 states = [s if s.done else s.after(WORDS[word]) for s, word in zip(states, turn, strict=True)]
         return sum(state.done for state in states) / len(states)
 

@@ -26,28 +26,28 @@ SEATS = ("first", "second")
 FORFEIT = 2
 
 
-def payoff(cards: tuple[int, int], said: str) -> int | None:
+def payoff(cards: tuple[int, int], history: str) -> int | None:
     """Return the chips that the first player wins; None while the game goes on."""
     shown = 1 if cards[0] > cards[1] else -1
     ends = {"00": shown, "10": 1, "010": -1, "11": 2 * shown, "011": 2 * shown}
-    return ends.get(said)
+    return ends.get(history)
 
 
-def state(card: int, said: str) -> str:
+def state(card: int, history: str) -> str:
     """Return the information state of the player whose turn it is, as it reads it."""
-    return f"{card}{said}="
+    return f"{card}{history}="
 
 
-STATES: Sequence[str] = tuple(state(card, said) for said in ("", PASS, BET, PASS + BET) for card in CARDS)
+STATES: Sequence[str] = tuple(state(card, history) for history in ("", PASS, BET, PASS + BET) for card in CARDS)
 
 
-def value(bets: Mapping[str, float], cards: tuple[int, int], said: str = "") -> float:
+def value(bets: Mapping[str, float], cards: tuple[int, int], history: str = "") -> float:
     """Return the chips that the first player wins on average if both bet with the probabilities `bets`, by state."""
-    won = payoff(cards, said)
+    won = payoff(cards, history)
     if won is not None:
         return won
-    bet = bets[state(cards[len(said) % 2], said)]
-    return (1 - bet) * value(bets, cards, said + PASS) + bet * value(bets, cards, said + BET)
+    bet = bets[state(cards[len(history) % 2], history)]
+    return (1 - bet) * value(bets, cards, history + PASS) + bet * value(bets, cards, history + BET)
 
 
 def nash_conv(bets: Mapping[str, float]) -> float:
@@ -67,7 +67,7 @@ def nash_conv(bets: Mapping[str, float]) -> float:
 
 
 def _pure(card: int, seat: int, moves: tuple[float, ...]) -> dict[str, float]:
-    return {state(card, said): move for said, move in zip(HISTORIES[seat], moves, strict=True)}
+    return {state(card, history): move for history, move in zip(HISTORIES[seat], moves, strict=True)}
 
 
 class Deals:
@@ -118,19 +118,19 @@ async def play(
         opponent: the one of `policies` that has the other seat; empty: the policy has both.
     """
     cards, own = tuple(prompt.data["cards"]), prompt.data["seat"]
-    said, moves, won = "", [], None
+    history, moves, won = "", [], None
     while won is None:
-        turn = len(said) % 2
-        seen = state(cards[turn], said)
+        turn = len(history) % 2
+        seen = state(cards[turn], history)
         plays = not opponent or turn == own
         asked = client.conversation(f"{SEATS[turn]}/{seen}") if plays else client.policy(opponent)
-        said += await _move(asked, prompt, seen, tokenizer)
+        history += await _move(asked, prompt, seen, tokenizer)
         if plays:
             moves.append((turn, asked))
-        won = (-FORFEIT if turn == 0 else FORFEIT) if said[-1] not in (PASS, BET) else payoff(cards, said)
+        won = (-FORFEIT if turn == 0 else FORFEIT) if history[-1] not in (PASS, BET) else payoff(cards, history)
     results = {turn: float(won if turn == 0 else -won) for turn in (0, 1)}
-    told = {f"won/{opponent}": float(results[own] > 0)} if opponent else {}  # for versions.pick=prioritised
-    return [replace(sample, metrics=told) for turn, asked in moves for sample in asked.samples(results[turn])]
+    metrics = {f"won/{opponent}": float(results[own] > 0)} if opponent else {}  # for versions.pick=prioritised
+    return [replace(sample, metrics=metrics) for turn, asked in moves for sample in asked.samples(results[turn])]
 
 
 async def exploitability(

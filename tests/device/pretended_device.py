@@ -212,8 +212,8 @@ def _any_operator(operator: Any, *args: Any, **kwargs: Any) -> Any:
     real_args, real_kwargs = _mapped(lambda each: _real(each) if _on_device(each) else each, (args, kwargs))
     kinds = list(takes.values())
     real_args = tuple(  # a number that the dispatcher had wrapped comes as a number
-        torch.tensor(each) if isinstance(each, int | float) and kinds[place : place + 1] == ["Tensor"] else each
-        for place, each in enumerate(real_args)
+        torch.tensor(each) if isinstance(each, int | float) and kinds[position : position + 1] == ["Tensor"] else each
+        for position, each in enumerate(real_args)
     )
     if device is not None and "device" in takes:
         real_kwargs["device"] = "cpu"

@@ -25,9 +25,9 @@ UNTIL_PARTED, WATCHED = 8, 4
 
 
 def begun(engine: GenerationEngine, case: EngineCase, folders: Folders, new_tokens: int = 20) -> pretended.Watch:
-    """Submit the jobs of `case`, whose outputs are in `engine.told`; count some steps."""
+    """Submit the jobs of `case`, whose outputs are in `engine.reported`; count some steps."""
     for job in jobs_of(case, folders, new_tokens):
-        engine.submit(job).add_done_callback(lambda future: told(engine).extend(future.result(timeout=0)))
+        engine.submit(job).add_done_callback(lambda future: reported(engine).extend(future.result(timeout=0)))
     for _ in range(UNTIL_PARTED):
         engine.step()
     with pretended.watched() as watch:
@@ -36,7 +36,7 @@ def begun(engine: GenerationEngine, case: EngineCase, folders: Folders, new_toke
     return watch
 
 
-def told(engine: GenerationEngine) -> list[GenerationOutput]:
+def reported(engine: GenerationEngine) -> list[GenerationOutput]:
     """The outputs of `engine` so far."""
     found: list[GenerationOutput] = vars(engine).setdefault("told", [])
     return found
@@ -48,7 +48,7 @@ def _order(output: GenerationOutput) -> tuple[str, int]:
 
 def assert_same(found: GenerationEngine, expected: GenerationEngine) -> None:
     """Both have told the same, up to rounding."""
-    mine, theirs = (sorted(told(each), key=_order) for each in (found, expected))
+    mine, theirs = (sorted(reported(each), key=_order) for each in (found, expected))
     assert [each.output_ids for each in mine] == [each.output_ids for each in theirs]
     for ours, other in zip(mine, theirs, strict=True):
         assert ours.logprobs == pytest.approx(other.logprobs, abs=ROUNDING)
@@ -70,7 +70,7 @@ def test_the_embedded_engine_on_a_device_writes_the_cpus_tokens_and_waits_for_ea
         drain(engine)
     if case.dtype == torch.float32:  # in 16 bits a sample may go another way
         assert_same(engines[DEVICE], engines[CPU])
-    assert len(told(engines[DEVICE])) == 12
+    assert len(reported(engines[DEVICE])) == 12
     assert sum(watch.waits.values()) <= case.waits * WATCHED, watch.lines()
 
 
@@ -110,20 +110,22 @@ def test_an_update_in_the_middle_of_samples_leads_to_the_cpus_tokens(
         engine.step()
         engine.resume()
         for job in jobs_of(case, folders) if mode == PauseMode.abort else ():
-            engine.submit(job).add_done_callback(lambda future, to=engine: told(to).extend(future.result(timeout=0)))
+            engine.submit(job).add_done_callback(
+                lambda future, to=engine: reported(to).extend(future.result(timeout=0))
+            )
         drain(engine)
-        assert {each.weight_version for each in told(engine)[-12:]} == {"v1"}
+        assert {each.weight_version for each in reported(engine)[-12:]} == {"v1"}
     assert_same(engines[DEVICE], engines[CPU])
 
 
-def test_a_guest_gives_its_memory_up_and_serves_again(folders: Folders, tmp_path: Path) -> None:
+def test_a_colocated_server_gives_its_memory_up_and_serves_again(folders: Folders, tmp_path: Path) -> None:
     model_of().save_pretrained(str(tmp_path))
     case = EngineCase(engine={"saves_memory": True})
     engine, expected = engine_of(case, DEVICE, folders), engine_of(EngineCase(), CPU, folders)
     begun(engine, case, folders)
     engine.pause(PauseMode.abort)
     engine.step()
-    told(engine).clear()
+    reported(engine).clear()
     freed = engine.release_memory([MemoryTag.weights, MemoryTag.kv_cache])
     engine.step()
     held = [parameter.untyped_storage().nbytes() for parameter in engine.model.parameters()]

@@ -90,15 +90,15 @@ def test_a_part_of_an_objective_gives_the_cpus_loss_without_a_wait(kind: str, na
         assert not watch.waits, watch.lines()
         assert logprobs.grad is not None
         losses.append((loss.item(), logprobs.grad.cpu(), {key: stat.value() for key, stat in stats.items()}))
-    (expected, gradient, figures), (got, other, told) = losses
+    (expected, gradient, figures), (got, other, reported) = losses
     assert got == pytest.approx(expected, abs=1e-6)
     torch.testing.assert_close(other, gradient)
-    assert told == pytest.approx(figures, abs=1e-6)
+    assert reported == pytest.approx(figures, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", known("advantage"))
 def test_an_estimator_gives_the_cpus_advantages(name: str) -> None:
-    told = []
+    reported = []
     for device in (CPU, DEVICE):
         drawn = columns(device)
         values, rewards = next(drawn), next(drawn)
@@ -118,13 +118,13 @@ def test_an_estimator_gives_the_cpus_advantages(name: str) -> None:
                 roles_S=torch.zeros(S, dtype=torch.int64, device=device),
             )
         )
-        told.append(output.advantages_T.cpu())
-    torch.testing.assert_close(told[1], told[0])
+        reported.append(output.advantages_T.cpu())
+    torch.testing.assert_close(reported[1], reported[0])
 
 
 @pytest.mark.parametrize("name", known("value_loss"))
 def test_a_loss_of_values_gives_the_cpus_without_a_wait(name: str) -> None:
-    told, objective = [], ValueObjective(Choice(name), Choice("token_mean"), found)
+    reported, objective = [], ValueObjective(Choice(name), Choice("token_mean"), found)
     for device in (CPU, DEVICE):
         drawn = columns(device)
         values = next(drawn).requires_grad_()
@@ -135,8 +135,8 @@ def test_a_loss_of_values_gives_the_cpus_without_a_wait(name: str) -> None:
             loss.backward()  # type: ignore[no-untyped-call]
         assert not watch.waits, watch.lines()
         assert values.grad is not None
-        told.append(values.grad.cpu())
-    torch.testing.assert_close(told[1], told[0])
+        reported.append(values.grad.cpu())
+    torch.testing.assert_close(reported[1], reported[0])
 
 
 @pytest.mark.parametrize("name", ["cross_entropy", "bradley_terry", "dpo", "ipo", "kto", "muon"])
@@ -147,21 +147,21 @@ def test_supervised_training_has_the_cpus_numbers_and_waits_as_often_with_many_m
     config = SFTConfig(loss=ChoiceConfig("cross_entropy" if name == "muon" else name))
     config.optimizer = OptimizerName.muon if name == "muon" else OptimizerName.adamw
     config.model.path = str(tmp_path)
-    told, waits = {}, []
+    reported, waits = {}, []
     for device in (CPU, DEVICE):
         trained: Any = make_objective(config, engine_settings(config, tmp_path, 10), RankPosition(), device)
         for budget in (4096, 4096, 8):
             trained.engine._budget = budget
             with pretended.watched() as watch:
                 measures = trained.compute_gradients(BATCH)
-                told[device, len(waits) % 3] = [*measures, *trained.measure(BATCH)]
+                reported[device, len(waits) % 3] = [*measures, *trained.measure(BATCH)]
             waits.append(watch.waits)
             trained.engine.step(1e-3)
     # torch's Muon rounds its momentum to bfloat16; one element that rounds the other way moves a step by 2 %.
     within = (1e-5, 1e-3, 5e-3) if name == "muon" else (1e-5, 1e-5, 1e-5)
     for number in range(3):
-        assert [x for x in told[DEVICE, number] if x is not None] == pytest.approx(
-            [x for x in told[CPU, number] if x is not None], abs=within[number]
+        assert [x for x in reported[DEVICE, number] if x is not None] == pytest.approx(
+            [x for x in reported[CPU, number] if x is not None], abs=within[number]
         )
     more = waits[5] - waits[4]
     assert not more, f"waits that come with micro-batches:\n{pretended.Watch(waits=more).lines()}"

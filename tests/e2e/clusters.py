@@ -114,8 +114,10 @@ def slurm(folder: Path, nodes: int) -> Iterator[dict[str, str]]:
 
         def all_idle() -> bool:
             asked = [sinfo, "-h", "-N", "-t", "idle", "-o", "%N"]
-            told = subprocess.run(asked, env=environment, capture_output=True, text=True, check=False, timeout=LIMIT_S)
-            return sorted(told.stdout.split()) == names
+            reported = subprocess.run(
+                asked, env=environment, capture_output=True, text=True, check=False, timeout=LIMIT_S
+            )
+            return sorted(reported.stdout.split()) == names
 
         await_that(all_idle, f"slurm: {folder}/*.log")
         yield environment

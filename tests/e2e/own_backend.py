@@ -1,4 +1,4 @@
-"""A generation back end of one's own: transformers' plain forward pass behind the verbs of docs/backends.md.
+"""A generation back end of one's own: transformers' plain forward pass behind the endpoints of docs/backends.md.
 
     python own_backend.py MODEL_FOLDER       prints its address, and then a line of JSON for each weight update
 
@@ -110,7 +110,7 @@ class Backend:
         ]
         return {"output_ids": [], "meta_info": {"input_token_logprobs": entries, "weight_version": self.label}}
 
-    # The verbs.
+    # The endpoints.
 
     async def generate(self, call: web.Request) -> web.Response:
         """One prompt or a list of them; answered once the last is done."""
@@ -166,14 +166,14 @@ async def main(folder: str) -> None:
     """Serve until killed."""
     torch.set_num_threads(1)
     backend, app = Backend(folder), web.Application(client_max_size=1 << 26)
-    for path, verb in {
+    for path, handler in {
         "/generate": backend.generate,
         "/pause_generation": backend.pause,
         "/continue_generation": backend.resume,
         "/abort_request": backend.abort,
         "/update_weights_from_disk": backend.update,
     }.items():
-        app.router.add_post(path, verb)
+        app.router.add_post(path, handler)
     app.router.add_get("/model_info", backend.model_info)
     app.router.add_get("/server_info", backend.server_info)
     runner = web.AppRunner(app)

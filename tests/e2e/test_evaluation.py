@@ -103,7 +103,7 @@ def test_a_run_evaluates_its_sets_and_the_command_measures_the_same_of_its_weigh
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["/nowhere"], "'/nowhere' is not a run"),
         (["{model}"], "--experiment: name an experiment"),
@@ -115,7 +115,7 @@ def test_a_run_evaluates_its_sets_and_the_command_measures_the_same_of_its_weigh
     ],
 )
 def test_what_cannot_be_evaluated_is_refused_in_a_line(
-    arguments: list[str], said: str, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["eval", *(argument.format(model=tiny_model) for argument in arguments)]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -502,7 +502,7 @@ def test_a_policy_plays_against_opponents_of_older_versions_over_a_death_and_a_r
     assert second.wait() == 0, second.output + second.logs()
     rows = second.rows()
     assert [row["step"] for row in rows] == list(range(1, 10))
-    met = [row["opponent/past/newest_version"] for row in rows if "opponent/past/newest_version" in row]
+    met = [row["policy_server/past/newest_version"] for row in rows if "policy_server/past/newest_version" in row]
     assert met[0] == 0, "the initial model, until a version joins the pool"
     assert met[-1] >= 2
     trained = [

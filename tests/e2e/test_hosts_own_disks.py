@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from asyncrl.hosts.agent import PLACE_VARIABLE
+from asyncrl.hosts.agent import SLOT_VARIABLE
 from asyncrl.launch.commands.audit import audit
 from asyncrl.observe.status import ProcessHistory
 
@@ -103,11 +103,11 @@ def test_hosts_without_a_shared_folder_get_all_that_they_read_over_http(
 
     def assert_reads_its_own_disk(process: psutil.Process) -> None:
         environment = {  # the mark of its place names the run, by its folder
-            name: value for name, value in process.environ().items() if name != PLACE_VARIABLE
+            name: value for name, value in process.environ().items() if name != SLOT_VARIABLE
         }
-        told = " ".join(environment.values()) + (Path(process.cwd()) / "config.yaml").read_text()
+        reported = " ".join(environment.values()) + (Path(process.cwd()) / "config.yaml").read_text()
         assert Path(process.cwd()) in folders.values()
-        assert str(run.run_dir) not in told
+        assert str(run.run_dir) not in reported
         assert not [file.path for file in process.open_files() if Path(file.path).is_relative_to(run.run_dir)]
 
     started = [*elsewhere("generation_server"), *elsewhere("rollout_worker")]

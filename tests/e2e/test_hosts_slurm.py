@@ -29,8 +29,10 @@ def test_a_run_on_slurm_is_stopped_and_continued_in_an_allocation(
         ctrl_c(first)
         assert first.wait() == 130, first.output + first.logs()
         allocate = ["salloc", "--no-shell", "--nodes=2", "--cpus-per-task=4"]
-        told = subprocess.run(allocate, env=environment, capture_output=True, text=True, check=True, timeout=LIMIT_S)
-        monkeypatch.setenv("SLURM_JOB_ID", re.findall(r"Granted job allocation (\d+)", told.stderr)[0])
+        reported = subprocess.run(
+            allocate, env=environment, capture_output=True, text=True, check=True, timeout=LIMIT_S
+        )
+        monkeypatch.setenv("SLURM_JOB_ID", re.findall(r"Granted job allocation (\d+)", reported.stderr)[0])
         goal = int(first.rows()[-1]["step"]) + 3
         second = start_run(total_train_steps=goal, **hosts)
         assert second.wait() == 0, second.output + second.logs()

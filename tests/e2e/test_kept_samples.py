@@ -58,9 +58,9 @@ def read_as_documented(
             assert (folder / f"exported{number}" / "config.json").is_file()
         else:
             code = launch.main(words)
-            told = capsys.readouterr()
-            assert code == 0 or (words[0] == "doctor" and code == 1), (words, told.err)
-            assert told.out or told.err or "--report" in words, words
+            reported = capsys.readouterr()
+            assert code == 0 or (words[0] == "doctor" and code == 1), (words, reported.err)
+            assert reported.out or reported.err or "--report" in words, words
 
 
 def test_two_ranks_servers_and_workers_share_the_work_and_a_replay_whose_brain_is_killed_repeats_what_was_kept(
@@ -86,8 +86,8 @@ def test_two_ranks_servers_and_workers_share_the_work_and_a_replay_whose_brain_i
     assert all(
         0 <= row["rollout/scored_ahead"] <= 1 for row in first.rows()
     )  # how much came before its step, time says
-    books = first.summary()["books"]
-    assert books["submitted"] == books["trained"] + sum(books["dropped"].values()) + books["abandoned"]
+    counts = first.summary()["books"]
+    assert counts["submitted"] == counts["trained"] + sum(counts["dropped"].values()) + counts["abandoned"]
     assert first.survivors() == []
 
     rows = list(read_samples(sample_files(first.run_dir / "samples")))
@@ -134,8 +134,8 @@ def check_it_repeats(first: Any, second: Any) -> None:
     assert before.keys() == again.keys()
     for name, tensor in before.items():
         torch.testing.assert_close(again[name], tensor, rtol=1e-3, atol=1e-4)
-    books = second.summary()["books"]
-    assert (books["submitted"], books["trained"], books["dropped"]) == (STEPS * BATCH, STEPS * BATCH, {})
+    counts = second.summary()["books"]
+    assert (counts["submitted"], counts["trained"], counts["dropped"]) == (STEPS * BATCH, STEPS * BATCH, {})
     assert audit(second.run_dir).findings == ()
     assert second.survivors() == []
     assert "Traceback" not in second.logs()

@@ -44,7 +44,9 @@ LAYOUTS: dict[str, dict[str, str]] = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_run_trains_in_any_layout(start_run: Any, name: str) -> None:
-    """Finite losses, balanced books, every version published; a critic with a warm-up is trained alone at first."""
+    """Finite losses, balanced rollout counts, every version published; a critic with a warm-up is trained alone at
+    first.
+    """
     layout = LAYOUTS[name]
     with_critic = any("critic" in setting for setting in layout)
     experiment = "async_ppo_critic" if with_critic else "async_ppo"
@@ -55,9 +57,9 @@ def test_a_run_trains_in_any_layout(start_run: Any, name: str) -> None:
     warmup = int(layout.get("algorithm__critic__warmup_steps", 0))
     assert [row["optimizer/steps"] > 0 for row in rows] == [step >= warmup for step in range(3)]
     check_losses(rows, with_critic=with_critic)
-    books = run.summary()["books"]
-    assert books["trained"] == 3 * 4
-    assert books["submitted"] == books["trained"] + sum(books["dropped"].values()) + books["abandoned"]
+    counts = run.summary()["books"]
+    assert counts["trained"] == 3 * 4
+    assert counts["submitted"] == counts["trained"] + sum(counts["dropped"].values()) + counts["abandoned"]
     published = read_manifest(run.run_dir / "weights" / "actor" / "v3").tensors.values()
     assert {each.dtype for each in published} == {"BF16" if "model__publish_dtype" in layout else "F32"}
     assert run.survivors() == []

@@ -116,7 +116,7 @@ def small_memory() -> Iterator[str]:
         holder.communicate()
 
 
-def test_a_full_shared_memory_is_remarked_and_the_run_goes_on(
+def test_a_full_shared_memory_is_noticed_and_the_run_goes_on(
     start_run: Any, tmp_path: Path, small_memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     have(WHERE_MEMORY_IS_SMALL.format(namespace=small_memory), tmp_path, monkeypatch)
@@ -124,4 +124,4 @@ def test_a_full_shared_memory_is_remarked_and_the_run_goes_on(
     assert run.wait() == 0, run.output
     history = History(run.run_dir)
     assert max(history.steps) == 6
-    assert any("No space left on device" in remark for remark in history.notices), history.notices
+    assert any("No space left on device" in notice for notice in history.notices), history.notices

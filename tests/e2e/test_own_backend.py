@@ -1,4 +1,6 @@
-"""A run on a generation back end of somebody else's: `own_backend.py` knows of asyncrl the documented verbs alone."""
+"""A run on a generation back end of somebody else's: `own_backend.py` knows of asyncrl the documented endpoints
+alone.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ def backend(tiny_model: Path, tmp_path: Path, template: Template | None) -> Iter
 
 
 @pytest.mark.parametrize("mode", ["interrupt", "in_place"])
-def test_a_run_trains_on_a_server_that_knows_only_the_documented_verbs(
+def test_a_run_trains_on_a_server_that_knows_only_the_documented_endpoints(
     start_run: Any, backend: tuple[str, Path], mode: str
 ) -> None:
     url, errors = backend
@@ -62,7 +64,7 @@ def test_a_run_trains_on_a_server_that_knows_only_the_documented_verbs(
     assert [row["policy_version"] for row in rows] == [1, 2, 3, 4]
     assert max(row["ppo/engine_gap_max"] for row in rows if "ppo/engine_gap_max" in row) < 1e-4, "token-exact"
     assert max(row["staleness/max"] for row in rows) <= 2
-    books = run.summary()["books"]
-    assert books["trained"] == 4 * 4
-    assert books["submitted"] == books["trained"] + sum(books["dropped"].values()) + books["abandoned"]
+    counts = run.summary()["books"]
+    assert counts["trained"] == 4 * 4
+    assert counts["submitted"] == counts["trained"] + sum(counts["dropped"].values()) + counts["abandoned"]
     assert json.loads((run.run_dir / "weights" / "actor" / "v4" / "manifest.json").read_text())

@@ -81,7 +81,7 @@ FEATURES = {
         | {f"+generation.sglang.env.{name}": value for name, value in SGLANG_ENV.items()}
     ),
     "updates in place": Feature({"manager.update_mode": "in_place"}),
-    "guests": Feature({"generation.guests": "all"}),
+    "colocated servers": Feature({"generation.colocated": "all"}),
     "pictures": Feature(experiment="vlm_shapes"),
     "routing replay": Feature({"moe.replay_routing": "true"}, experts=True),
     "critic": Feature({"algorithm.graph": "ppo", "algorithm.advantage.name": "gae"}),

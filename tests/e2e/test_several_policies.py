@@ -111,8 +111,8 @@ def assert_evaluated_is(judge: Path, run: Any, command: Any, answers: Path) -> N
     lines = [json.loads(line) for line in answers.read_text().splitlines()]
     for line in lines:
         prompt = torch.tensor([tokenizer.encode(line["prompt"])])
-        told = model.generate(prompt, max_new_tokens=CONFIG.sampling.max_new_tokens, do_sample=False)
-        own = told[0, prompt.shape[1] :][: line["generated_tokens"]].tolist()
+        reported = model.generate(prompt, max_new_tokens=CONFIG.sampling.max_new_tokens, do_sample=False)
+        own = reported[0, prompt.shape[1] :][: line["generated_tokens"]].tolist()
         assert tokenizer.decode(own) == line["completion"]
     assert len(lines) == 4
 
@@ -177,7 +177,7 @@ def test_both_policies_take_the_steps_of_the_reference_loop_over_deaths_of_their
     spans = map(json.loads, (run.run_dir / "observed" / "gserver_manager-0.jsonl").read_text().splitlines())
     updated = {span["lane"] for span in spans if span.get("span") == "update"}
     assert updated == {"generation_server/0", "policy_server/0", *(["policy_server/1"] if shared_critic else [])}
-    met = [row["opponent/past/newest_version"] for row in rows if "opponent/past/newest_version" in row]
+    met = [row["policy_server/past/newest_version"] for row in rows if "policy_server/past/newest_version" in row]
     assert (met[0] == 0 and max(met) >= 2) if shared_critic else not met, "older selves of the run's own policy"
     assert command("audit", run.run_dir).code == 0
     assert command("export", run.run_dir, "--policy", "judge", tmp_path / "judge").code == 0

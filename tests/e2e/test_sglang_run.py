@@ -72,8 +72,8 @@ def test_a_run_takes_its_weights_from_the_trainers_memory(
         assert re.findall(r"generation server \d agrees with the trainer on v\d", log), log
     assert [path.name for path in (run.run_dir / "weights" / "actor").glob("v*")] == ["v3"]
     assert (run.run_dir / "weights" / "actor" / "v3" / "model.safetensors").is_file()
-    books = run.summary()["books"]
-    assert books["submitted"] == books["trained"] + sum(books["dropped"].values()) + books["abandoned"]
+    counts = run.summary()["books"]
+    assert counts["submitted"] == counts["trained"] + sum(counts["dropped"].values()) + counts["abandoned"]
     assert run.survivors() == []
     assert left_in_memory(run.run_dir, shared_memory) == []
 

@@ -44,8 +44,8 @@ class Job:
         return self._log.read_text() if self._log.exists() else ""
 
     def command(self, *words: str) -> str:
-        told = subprocess.run([*words, self._id], capture_output=True, text=True, timeout=LIMIT_S, check=True)
-        return told.stdout
+        reported = subprocess.run([*words, self._id], capture_output=True, text=True, timeout=LIMIT_S, check=True)
+        return reported.stdout
 
     def steps(self) -> list[int]:
         """Steps that the terminal shows."""

@@ -193,10 +193,10 @@ def test_an_agent_over_several_prompts_trains_within_the_bound(start_run: Any, t
     )
     assert run.wait() == 0, run.output + run.logs()
     assert max(row["staleness/max"] for row in run.rows()) <= 1
-    books = run.summary()["books"]
-    assert books["submitted"] == books["trained"] + sum(books["dropped"].values()) + books["abandoned"]
-    assert books["trained"] == 6 * 4
-    assert set(books["dropped"]) <= {"stale"}, books
+    counts = run.summary()["books"]
+    assert counts["submitted"] == counts["trained"] + sum(counts["dropped"].values()) + counts["abandoned"]
+    assert counts["trained"] == 6 * 4
+    assert set(counts["dropped"]) <= {"stale"}, counts
     played = [line.split() for line in calls.read_text().splitlines()]
     assert max(map(len, played)) == 3
     assert len({prompt for line in played for prompt in line}) >= 6 * 4

@@ -102,6 +102,6 @@ def test_a_project_of_ones_own_runs_from_an_empty_folder(
     judged = run(python, project, *launch, "doctor", str(folder), "--json")
     assert json.loads(judged.stdout)["step"] == 3
     for command in (["dashboard", "--report", "report.html"], ["trace", "--svg", "run.svg"], ["show"]):
-        told = run(python, project, *launch, command[0], str(folder), *command[1:])
-        assert told.returncode == 0, told.stdout + told.stderr
+        reported = run(python, project, *launch, command[0], str(folder), *command[1:])
+        assert reported.returncode == 0, reported.stdout + reported.stderr
     assert "rollout_worker/0" in (project / "report.html").read_text()

@@ -1,4 +1,4 @@
-"""The whole system with real processes: versions, staleness, books, metrics and what is left afterwards."""
+"""The whole system with real processes: versions, staleness, rollout counts, metrics and what is left afterwards."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from .clusters import await_that
 pytestmark = pytest.mark.slow
 
 
-def assert_balanced(books: dict[str, Any]) -> None:
-    assert books["submitted"] == books["trained"] + sum(books["dropped"].values()) + books["abandoned"]
+def assert_balanced(counts: dict[str, Any]) -> None:
+    assert counts["submitted"] == counts["trained"] + sum(counts["dropped"].values()) + counts["abandoned"]
 
 
-def test_a_run_has_its_trial_to_itself_keeps_its_bound_balances_its_books_and_leaves_nothing(
+def test_a_run_has_its_trial_to_itself_keeps_its_bound_balances_its_counts_and_leaves_nothing(
     start_run: Any, gate: Callable[[int], Gate], required_metrics: set[str]
 ) -> None:
     shared_memory, held = set(SHARED_MEMORY.iterdir()), gate(4)
@@ -107,11 +107,11 @@ def test_with_eta_zero_every_token_is_of_the_version_that_trains_on_it_and_promp
         assert row["staleness/max"] == 0
         assert row["ppo/behave_kl"] < 1e-8
         assert row["masked/sequence_below_band"] == row["masked/sequence_above_band"] == 0
-    books = run.summary()["books"]
-    assert_balanced(books)
+    counts = run.summary()["books"]
+    assert_balanced(counts)
     # 4 of 8 prompts are easy: epoch 0 is two steps, epoch 1 without them one, epoch 2 two, epoch 3 one
-    assert books["dropped"]["curriculum"] >= 7
-    assert books["trained"] == 24
+    assert counts["dropped"]["curriculum"] >= 7
+    assert counts["trained"] == 24
 
 
 NOTING_AGENT = """

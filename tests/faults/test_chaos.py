@@ -54,7 +54,7 @@ class Chaos:
     code: int
     output: str
     run_dir: Path
-    told: dict[str, Any]
+    reported: dict[str, Any]
     """Its `--json`."""
 
 
@@ -75,9 +75,9 @@ class RunChaos:
         file = self._root / "told.json"
         given = [f"{name}={value}" for name, value in settings.items()]
         ended = self._command("chaos", "async_ppo", *options, "--json", file, *given, limit_s=LIMIT_S)
-        told = json.loads(file.read_text()) if file.is_file() else {}
+        reported = json.loads(file.read_text()) if file.is_file() else {}
         (run_dir,) = (self._root / "tiny").glob("chaos-*/")
-        return Chaos(ended.code, ended.output, run_dir, told)
+        return Chaos(ended.code, ended.output, run_dir, reported)
 
 
 @pytest.fixture
@@ -91,16 +91,16 @@ def check(ended: Chaos, faults: int, steps: int = STEPS, learned: float = LEARNE
     """The run finished by itself and learned, its files agree, the whole plan was done; its summary."""
     assert ended.code == 0, ended.output + logs(ended.run_dir)
     assert f"passed     {faults} faults; the run finished by itself" in ended.output
-    assert ended.told["exit_code"] == 0
-    assert ended.told["findings"] == ended.told["wrong"] == ended.told["not_done"] == []
-    assert len(ended.told["faults"]) == faults
+    assert ended.reported["exit_code"] == 0
+    assert ended.reported["findings"] == ended.reported["wrong"] == ended.reported["not_done"] == []
+    assert len(ended.reported["faults"]) == faults
     summary: dict[str, Any] = json.loads((ended.run_dir / "summary.json").read_text())
-    books = summary["books"]
-    assert books["submitted"] == books["trained"] + sum(books["dropped"].values()) + books["abandoned"]
+    counts = summary["books"]
+    assert counts["submitted"] == counts["trained"] + sum(counts["dropped"].values()) + counts["abandoned"]
     rows = [json.loads(line) for line in (ended.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if row["step"]] == list(range(1, summary["steps"] + 1))
     assert summary["steps"] == steps
-    assert books["trained"] == steps * SETTINGS["train_batch_size"]
+    assert counts["trained"] == steps * SETTINGS["train_batch_size"]
     rewards = [row["reward/mean"] for row in rows if row["step"]]
     assert rewards[0] < 0.5
     assert sum(rewards[-LAST:]) / LAST >= learned, rewards
@@ -129,7 +129,7 @@ def test_a_run_survives_a_kill_of_each_kind_of_process(run_chaos: RunChaos) -> N
         **several,
     )
     summary = check(ended, len(KINDS), STEPS_OF_TWO, LEARNED_OF_TWO)
-    killed = [fault["fault"]["target"].partition("/")[0] for fault in ended.told["faults"]]
+    killed = [fault["fault"]["target"].partition("/")[0] for fault in ended.reported["faults"]]
     assert sorted(killed) == sorted(KINDS)
     assert set(summary["restarts"]) <= {*(f"{kind}/{i}" for kind in KINDS for i in (0, 1)), "the brain"}
     assert "system.restarts_per_process=8" in ended.output
@@ -143,7 +143,7 @@ def test_a_run_survives_pauses_and_broken_and_slow_connections(run_chaos: RunCha
     ended = run_chaos(*options, "--kinds=rollout_worker,model_worker", total_train_steps=STEPS)
     check(ended, 8)
     assert "left out: full disks: fileroot=" in ended.output
-    connections = [fault["note"] for fault in ended.told["faults"] if fault["fault"]["kind"] in ("cut", "delay")]
+    connections = [fault["note"] for fault in ended.reported["faults"] if fault["fault"]["kind"] in ("cut", "delay")]
     assert len(connections) == 6
     assert any(not note.startswith("0 ") for note in connections), "nothing went through the proxies"
     assert summary_restarts(ended) == {}

@@ -64,7 +64,7 @@ class Watched:
         await_that(lambda: expected < self._names(), f"{expected} in etcd", LIMIT_S)  # a lease may just have run out
         self.entries = self._names()
 
-    def goes_on(self) -> None:
+    def continues(self) -> None:
         """Two more steps are made, by the same processes, which find each other by the same names."""
         made = int(self.run.rows()[-1]["step"])
         self.run.wait_for_step(made + 2)
@@ -106,17 +106,17 @@ def test_a_run_outlives_all_that_happens_to_etcd_and_a_trainer_that_is_cut_off(
     etcd.pause()
     silence(OUTAGE_S)
     etcd.resume()
-    watched.goes_on()
+    watched.continues()
     assert "is gone or silent" not in (run.run_dir / "logs" / "gserver_manager-0.log").read_text()
 
     etcd.compact()
     etcd.kill(etcd.leader())
-    watched.goes_on()
+    watched.continues()
 
     etcd.kill()
     silence(OUTAGE_S)
     etcd.start()
-    watched.goes_on()
+    watched.continues()
 
     trainer = [run.worker(f"{kind}/0").pid for kind in ("master_worker", "model_worker")]
     for pid in trainer:
@@ -124,7 +124,7 @@ def test_a_run_outlives_all_that_happens_to_etcd_and_a_trainer_that_is_cut_off(
     silence(CUT_S)  # its leases run out meanwhile
     for pid in trainer:
         os.kill(pid, signal.SIGCONT)
-    watched.goes_on()
+    watched.continues()
 
     ctrl_c(run)
     assert run.wait() == 130, run.output + run.logs()

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from asyncrl.comm.name_resolve import make_resolver
-from asyncrl.hosts.agent import PLACE_VARIABLE
+from asyncrl.hosts.agent import SLOT_VARIABLE
 from asyncrl.launch.commands.audit import audit
 
 from ..conftest import LIMIT_S, Run, StartRun
@@ -150,10 +150,10 @@ def processes_of(run: Run, *workers: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            number_and_place = process.environ().get(PLACE_VARIABLE, "").partition(" ")
+            number_and_slot = process.environ().get(SLOT_VARIABLE, "").partition(" ")
             title = " ".join(process.cmdline())
-            places = [f"{worker} {run.run_dir}" for worker in workers if title.startswith(f"asyncrl {worker} ")]
-            found += [process] if number_and_place[2] in places else []
+            slots = [f"{worker} {run.run_dir}" for worker in workers if title.startswith(f"asyncrl {worker} ")]
+            found += [process] if number_and_slot[2] in slots else []
     return found
 
 

@@ -27,8 +27,8 @@ def saved_version(run: Any) -> int:
 
 
 def balanced(run: Any) -> bool:
-    """True if the books were printed and balance."""
-    (line,) = [line for line in run.lines if line.startswith("books ")]
+    """True if the rollout counts were printed and balance."""
+    (line,) = [line for line in run.lines if line.startswith("rollouts ")]
     return "submitted" in line and "≠" not in line
 
 
@@ -45,7 +45,7 @@ def test_a_killed_master_is_named_and_everything_ends(start_run: Any) -> None:
 
 
 def assert_names(run: Any, killed: str) -> None:
-    """The launcher has said who was killed; nothing is left, and the books balance."""
+    """The launcher has said who was killed; nothing is left, and the rollout counts balance."""
     assert f"FAILED: {killed}" in run.output
     assert "SIGKILL" in run.output
     assert run.survivors() == []

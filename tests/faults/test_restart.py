@@ -25,7 +25,8 @@ BATCH = SETTINGS["train_batch_size"]
 
 
 def check_the_end(run: Any, steps: int, restarts: dict[str, int]) -> None:
-    """The run finished by itself, each step is there once, the books balance, the restarts are told everywhere.
+    """The run finished by itself, each step is there once, the rollout counts balance, the restarts are told
+    everywhere.
 
     The last step was made after the last of them was told.
     """
@@ -42,7 +43,7 @@ def check_the_end(run: Any, steps: int, restarts: dict[str, int]) -> None:
 
 
 def check_the_files(run: Any, steps: int, restarts: dict[str, int]) -> None:
-    """Each step is there once, the books balance, the summary has the restarts, and nothing runs any more.
+    """Each step is there once, the rollout counts balance, the summary has the restarts, and nothing runs any more.
 
     The last row of a run that was stopped waits in its checkpoint where its version waited for an evaluation.
     """
@@ -51,9 +52,9 @@ def check_the_files(run: Any, steps: int, restarts: dict[str, int]) -> None:
     assert len(rows) in (steps - 1, steps)
     summary = run.summary()
     assert summary["restarts"] == restarts
-    books = summary["books"]
-    assert books["submitted"] == books["trained"] + sum(books["dropped"].values()) + books["abandoned"]
-    assert books["trained"] == steps * BATCH
+    counts = summary["books"]
+    assert counts["submitted"] == counts["trained"] + sum(counts["dropped"].values()) + counts["abandoned"]
+    assert counts["trained"] == steps * BATCH
     assert run.survivors() == []
 
 

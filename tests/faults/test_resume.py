@@ -149,7 +149,7 @@ def score(group):
 
 OWN_CODE = """
 class Curriculum:
-    "What the built-in one does with high=0.9, rest=1."
+    "What the built-in one does with high=0.9, skip_epochs=1."
 
     def __init__(self):
         self.right = {}
@@ -157,7 +157,7 @@ class Curriculum:
     def measured(self, row, epoch, success):
         self.right.setdefault(row, {})[epoch] = success
 
-    def rests(self, row, epoch):
+    def skips(self, row, epoch):
         return self.right.get(row, {}).get(epoch - 1, 0.0) > 0.9
 
     def state(self):
@@ -238,8 +238,8 @@ def test_a_curriculum_of_ones_own_over_a_mixture_goes_on_after_a_kill_as_if_ther
     assert {row for row, (epoch, _) in measured.items() if epoch == 0} == easy, "they rested in epoch 1"
     assert len({success for row, (_, success) in measured.items() if row not in easy}) > 2, "success does differ"
     ahead = set(epoch_order(16, seed, 2)[:4].tolist())  # what was under way at the end may be measured or not
-    told = newest_state(resumed)["master_state"]["gate"]["curriculum"]
-    kept = {row: tuple(by_epoch[-1]) for row, by_epoch in told["state"]}
+    reported = newest_state(resumed)["master_state"]["gate"]["curriculum"]
+    kept = {row: tuple(by_epoch[-1]) for row, by_epoch in reported["state"]}
     assert {row: kept[row] for row in measured.keys() - ahead} == {
         row: measured[row] for row in measured.keys() - ahead
     }
@@ -275,13 +275,13 @@ COMMAND = re.compile(r"^python -m asyncrl\.launch (.*?)(?: +#.*)?$", re.MULTILIN
 def test_the_tutorial_on_stopping_and_continuing_holds(
     start_run: Any, ctrl_c: Any, gate: Callable[[int], Gate], command: Any, tmp_path: Path
 ) -> None:
-    """Its commands in its order, on a tiny model: stop, continue, other settings, the books, the policy."""
+    """Its commands in its order, on a tiny model: stop, continue, other settings, the rollout counts, the policy."""
     begin, longer, _another, _anew, *afterwards = COMMAND.findall(TUTORIAL.read_text(encoding="utf-8"))
     held = gate(4)
     version, out = 0, tmp_path / "out.json"
     small = ["--out", out, "eval.size=4", "eval.n_samples=2", "eval.interval=0", "system.start_timeout_s=240"]
     small += ["eval.sampling.temperature=1.0", "eval.sampling.max_new_tokens=8"]
-    for words, told in (
+    for words, reported in (
         (begin, ""),
         (begin, "continuing from checkpoint v{version}"),
         (longer, "optimizer.lr"),
@@ -291,13 +291,13 @@ def test_the_tutorial_on_stopping_and_continuing_holds(
         held.let_make(version + 4)
         run = start_run(experiment, **settings, **held.settings)
         run.wait_for_step(version + 3)
-        assert told.format(version=version) in run.output
+        assert reported.format(version=version) in run.output
         ctrl_c(run)
         assert run.wait() == 130, run.output
         version = run.summary()["steps"]
         assert [row["step"] for row in run.rows()] == list(range(1, version + 1))
-        books = run.summary()["books"]
-        assert books["submitted"] == books["trained"] + sum(books["dropped"].values()) + books["abandoned"]
+        counts = run.summary()["books"]
+        assert counts["submitted"] == counts["trained"] + sum(counts["dropped"].values()) + counts["abandoned"]
         assert run.survivors() == []
         state = newest_state(run)
         assert state["version"] == version, "the last step is saved"

@@ -17,7 +17,9 @@ pytestmark = [
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_trains_on_a_gpu_from_end_to_end(start_run: Any, dtype: str) -> None:
-    """Finite losses, balanced books, and what the engine on the GPU says of its tokens is what the trainer says."""
+    """Finite losses, balanced rollout counts, and what the engine on the GPU says of its tokens is what the trainer
+    says.
+    """
     run = start_run(
         trainer__device="cuda",
         generation__device="cuda",

@@ -125,10 +125,10 @@ def test_what_is_kept_on_the_host_trains_as_on_the_device(
         config.trainer.offload = on_host
         config.optimizer.moments_on = KeptOn.host if on_host else KeptOn.device
         with built(config, device, tmp_path) as rank:
-            told = steps(config, rank, device, count=2)
+            reported = steps(config, rank, device, count=2)
             allocated = torch.cuda.memory_allocated() if device == "cuda" else 0
             parameter = weakref.ref(next(iter(rank.engines["actor"].parameters().values())))
-            return told["ppo/loss_per_minibatch"], told["grad_norm"], allocated, parameter
+            return reported["ppo/loss_per_minibatch"], reported["grad_norm"], allocated, parameter
 
     losses, norm, kept, parameter = train(on_host=False)
     gc.collect()  # FSDP2's modules and states refer to each other

@@ -389,12 +389,12 @@ def test_what_was_given_up_adds_no_entry_in_place_of_its_successors(
         assert launcher.get("server/0") == "old"
         return
     successor.add("server/0", "new", lease_s=60.0)
-    told: list[bool] = []
-    away.on_fenced = lambda: told.append(True)
+    reported: list[bool] = []
+    away.on_fenced = lambda: reported.append(True)
     for name in ("server/0", "server/1"):
         with pytest.raises(OwnerFenced, match=name):
             away.add(name, "old", lease_s=lease_s, replace=True)
-    assert len(told) == 2
+    assert len(reported) == 2
     assert launcher.get_subtree("server") == {"server/0": "new"}
 
 

@@ -275,7 +275,7 @@ async def test_a_consumer_without_room_and_a_full_outbox_hold_the_sender_back(pu
     pusher = make_pusher(puller.endpoint, high_water=3)
     pushing = [asyncio.create_task(pusher.push(make_trajectory(i), PATIENCE_S)) for i in range(20)]
     await asyncio.sleep(0)
-    with pytest.raises(PushTimeout, match=r"a place among those held: 3 are held"):
+    with pytest.raises(PushTimeout, match=r"a slot among those held: 3 are held"):
         await pusher.push(make_trajectory("late"), 0.2)
     assert (puller.counts["received"], len(pusher.unacked_ids)) == (0, 3)
     puller.open.set()

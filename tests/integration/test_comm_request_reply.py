@@ -179,7 +179,7 @@ async def test_an_unknown_call_is_named_with_the_known_ones(server: RequestServe
             await client.call(Unserved(), timeout_s=PATIENCE_S)
 
 
-def named(verb: str) -> type[Request[Any]]:
+def named(method: str) -> type[Request[Any]]:
     """A request's type of a caller who has other ideas of the fields."""
 
     class Other(Request[Done], frozen=True):
@@ -187,12 +187,12 @@ def named(verb: str) -> type[Request[Any]]:
         numbers: Any = msgspec.UNSET
         surprise: Any = msgspec.UNSET
 
-    Other.verb = verb
+    Other.method = method
     return Other
 
 
 @pytest.mark.parametrize(
-    ("verb", "fields", "message"),
+    ("method", "fields", "message"),
     [
         (
             "echo",
@@ -207,11 +207,11 @@ def named(verb: str) -> type[Request[Any]]:
     ],
 )
 async def test_a_wrong_field_is_refused_with_its_path_before_a_handler_sees_it(
-    server: RequestServer, verb: str, fields: dict[str, Any], message: str
+    server: RequestServer, method: str, fields: dict[str, Any], message: str
 ) -> None:
     async with connected(server) as client:
-        with pytest.raises(RemoteError, match=rf"{verb} at model_worker/0.*MessageError.*{message}"):
-            await client.call(named(verb)(**fields), timeout_s=PATIENCE_S)
+        with pytest.raises(RemoteError, match=rf"{method} at model_worker/0.*MessageError.*{message}"):
+            await client.call(named(method)(**fields), timeout_s=PATIENCE_S)
         assert server.malformed == 1
         assert not server.serve_one(0.0)
         await client.call(Echo(), timeout_s=PATIENCE_S)

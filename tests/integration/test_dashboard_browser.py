@@ -191,7 +191,7 @@ def test_every_tab_shows_what_the_files_say_and_parses_none_of_it(
     assert f"reward/{HOSTILE}" in texts["Learning"]
     assert "Timeline" in texts["Speed"]
     assert texts["Samples"].count(HOSTILE) == 3, "its prompt, a part of its reward, its text"
-    assert texts["Health"].count(HOSTILE) >= 3, "a restart, a remark, a log"
+    assert texts["Health"].count(HOSTILE) >= 3, "a restart, a notice, a log"
 
 
 def test_a_live_run_is_followed(browser: Any, run: Path) -> None:
@@ -224,7 +224,7 @@ def test_a_run_without_a_step_is_shown(browser: Any, tmp_path: Path) -> None:
 
 def test_several_runs_are_laid_over_and_their_settings_compared(browser: Any, run: Path, tmp_path: Path) -> None:
     other = tmp_path / "other" / "trial0"
-    VirtualRun(Knobs(steps=8, places=7), other).play()
+    VirtualRun(Knobs(steps=8, slots=7), other).play()
     with opened(browser, report(tmp_path, run, other)) as page:
         page.keyboard.press("2")
         differences = page.inner_text("text=Settings that differ >> xpath=..")

@@ -170,7 +170,7 @@ def backend(
     config.generation.backend = request.param
     config.generation.device = "cpu"
     config.generation.context_length = CONTEXT
-    config.generation.guests = "all"
+    config.generation.colocated = "all"
     config.generation.max_running_requests = RUNNING
     config.generation.max_total_tokens = 4 * RUNNING * CONTEXT
     config.generation.start_timeout_s = START_S
@@ -810,11 +810,11 @@ async def test_a_client_that_goes_away_ends_its_request(server: Server) -> None:
     again = {"rid": rid, "input_ids": list(PROMPT), "sampling_params": {"max_new_tokens": 1}}
     async with asyncio.timeout(LIMIT_S):
         while True:  # SGLang knows the id for a moment after the request has ended
-            status, told = await server.post("/generate", again)
+            status, reported = await server.post("/generate", again)
             if status == 200:
                 return
-            assert server.backend.kind.late, told
-            assert "Duplicate request ID" in str(told), told
+            assert server.backend.kind.late, reported
+            assert "Duplicate request ID" in str(reported), reported
             await asyncio.sleep(0.02)
 
 
@@ -913,8 +913,8 @@ async def test_an_interrupting_update_aborts_what_runs_and_the_answer_goes_on_wi
 async def test_an_update_can_abort_what_runs_by_itself(server: Server) -> None:
     """SGLang's race is that of the test below."""
     stream = await server.start()
-    status, told = await server.update("next", "1", abort_all_requests=True)
-    assert status == 200 or (server.backend.kind.late and "Weights were updated, but" in told["message"]), told
+    status, reported = await server.update("next", "1", abort_all_requests=True)
+    assert status == 200 or (server.backend.kind.late and "Weights were updated, but" in reported["message"]), reported
     reply = await stream.result()
     assert reply["meta_info"]["finish_reason"]["type"] == "abort"
     assert {span["version"] for span in reply["meta_info"]["weight_versions"]} == {"0"}
@@ -1006,7 +1006,7 @@ async def test_an_update_that_keeps_requests_keeps_those_in_the_queue_too_in_the
         assert [span["version"] for span in meta["weight_versions"]] == ["1"]
 
 
-async def test_a_guest_rests_and_goes_on_with_the_same_tokens(
+async def test_a_colocated_server_sleeps_and_goes_on_with_the_same_tokens(
     server: Server, updater: ServerUpdater, models: Mapping[str, tuple[Path, Qwen2ForCausalLM]]
 ) -> None:
     greedy = {"max_new_tokens": 40, "ignore_eos": True, "temperature": 0}

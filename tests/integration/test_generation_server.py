@@ -230,27 +230,27 @@ def test_a_server_that_runs_out_of_memory_while_it_serves_is_started_again_and_t
                 timeout=LIMIT_S,
             )
     assert process.wait(LIMIT_S) == 1
-    said = [json.loads(line)["remark"] for line in (tmp_path / "run" / "remarks.jsonl").read_text().splitlines()]
-    assert len(said) == 1
-    assert said[0].startswith("WARNING: generation_server/0 starts its engine again: torch.OutOf")
-    for text in (said[0], status(resolver).reason):
+    messages = [json.loads(line)["remark"] for line in (tmp_path / "run" / "remarks.jsonl").read_text().splitlines()]
+    assert len(messages) == 1
+    assert messages[0].startswith("WARNING: generation_server/0 starts its engine again: torch.OutOf")
+    for text in (messages[0], status(resolver).reason):
         assert "to need less memory, in this order: lower generation.sglang.args.mem_fraction_static" in text
     assert status(resolver).reason.startswith("EngineFailed: SGLang: ")
 
 
 def await_state(resolver: NameResolver, state: str) -> str:
     """Wait until it says so of itself; what it says."""
-    told: str | None = None
-    while told is None or names.WorkerStatus.decode(told).state != state:
-        told = resolver.watch(names.status_key("generation_server", 0), LIMIT_S, last=told)
-    return told
+    reported: str | None = None
+    while reported is None or names.WorkerStatus.decode(reported).state != state:
+        reported = resolver.watch(names.status_key("generation_server", 0), LIMIT_S, last=reported)
+    return reported
 
 
 def await_lapse(resolver: NameResolver) -> None:
     """Wait until its lease has run out."""
-    told: str | None = "something else"
-    while told is not None:
-        told = resolver.watch(names.status_key("generation_server", 0), LIMIT_S, last=told)
+    reported: str | None = "something else"
+    while reported is not None:
+        reported = resolver.watch(names.status_key("generation_server", 0), LIMIT_S, last=reported)
 
 
 def give_up(resolver: NameResolver) -> str:

@@ -54,7 +54,7 @@ def test_every_row_works_on_a_cpu_and_measures_what_the_targets_are_of(tmp_path:
 
 def all_of_sglang(target: gpu.Target) -> bool:
     """True if every way to the target needs a real server."""
-    return all(any(row == "sglang" for row, _ in way) for way in target.ways.values())
+    return all(any(row == "sglang" for row, _ in variant) for variant in target.variants.values())
 
 
 @pytest.mark.slow
@@ -79,7 +79,7 @@ def test_a_real_server_is_measured_and_serves_the_weights_of_each_transport(
     assert "left out" not in {figure.name for figure in found}
     values = {figure.key: figure.value for figure in found}
     for target in gpu.TARGETS:
-        for terms in target.ways.values():
+        for terms in target.variants.values():
             assert all(name in values for row, name in terms if row == "sglang"), target.name
     for part in ("agreement", *(f"update by {name}" for name in TRANSPORTS)):
         assert float(values[f"{part}: worst distance"]) < 1e-5, part
@@ -162,9 +162,9 @@ def test_a_command_that_is_ended_leaves_no_process_of_a_row(tmp_path: Path) -> N
 
 def test_what_has_no_room_is_left_out(tmp_path: Path) -> None:
     bench = Bench(torch.device("cpu"), tiny=True, folder=tmp_path)
-    bench.need_room(tmp_path, 1)
+    bench.need_space(tmp_path, 1)
     with pytest.raises(LeftOut, match=r"has room for .* GiB, and 1073741824\.0 GiB are written"):
-        bench.need_room(tmp_path, 1 << 60)
+        bench.need_space(tmp_path, 1 << 60)
 
 
 def test_an_error_is_said_with_its_end_where_the_cause_is() -> None:

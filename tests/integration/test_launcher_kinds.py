@@ -25,7 +25,7 @@ class Leader(Worker):
 
     def run(self):
         self.resolver.wait("server", 60)
-        while "the run continues without it" not in Path(os.environ["TOLD"]).read_text():
+        while "the run continues without it" not in Path(os.environ["REPORT"]).read_text():
             self.stop_requested.wait(0.01)
         print("threads of the leader:", os.environ["OMP_NUM_THREADS"])
 
@@ -68,17 +68,17 @@ sys.exit(launcher.run())
 def test_added_kinds_run_and_the_death_of_one_that_is_not_essential_is_no_failure(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(ADDED)
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    told = tmp_path / "told"
-    with told.open("w") as output:
+    reported = tmp_path / "told"
+    with reported.open("w") as output:
         ended = subprocess.run(
             [sys.executable, "-u", "-c", LAUNCH, str(tmp_path)],
-            env=os.environ | {"PYTHONPATH": path, "TOLD": str(told)},
+            env=os.environ | {"PYTHONPATH": path, "REPORT": str(reported)},
             stdout=output,
             stderr=output,
             timeout=300,
             check=False,
         )
-    printed = told.read_text()
+    printed = reported.read_text()
     assert ended.returncode == 0, printed
     assert "started 3 processes" in printed
     assert "panel/0 (pid " in printed

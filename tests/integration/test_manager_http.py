@@ -480,8 +480,8 @@ async def test_a_silent_workers_rollouts_are_dropped_and_go_to_its_successor(man
     manager.clock.now = 31.0
     assert manager.service.expire_workers() == ["rollout_worker/0"]
     assert manager.service.router.placed == 0
-    books = manager.counts()
-    assert (books.dropped, books.running, books.finished_untrained) == ({"worker_died": 1}, 0, 1)
+    counts = manager.counts()
+    assert (counts.dropped, counts.running, counts.finished_untrained) == ({"worker_died": 1}, 0, 1)
     (again,) = (await manager.client("rollout_worker/1").allocate(["c"], timeout_s=0)).granted
     assert again.order == 0
 
@@ -501,8 +501,8 @@ async def test_what_a_worker_that_was_given_up_delivers_does_not_count_and_its_p
     assert again.order == 0
     await accept(client, "b")
     await master.call(ConsumedReport(1, [trained("b")]))
-    books = manager.counts()
-    assert (books.trained, books.running, books.dropped) == (1, 0, {"worker_died": 1})
+    counts = manager.counts()
+    assert (counts.trained, counts.running, counts.dropped) == (1, 0, {"worker_died": 1})
     assert (await master.call(ReceivedReport([arrived("b")]))).refused == ["b"], "it is trained"
 
 
@@ -568,12 +568,12 @@ async def test_closing_ends_the_wait_at_the_gate(manager: Manager) -> None:
     assert (reply.closed, reply.granted) == (True, [])
 
 
-async def test_abandoning_balances_the_books(manager: Manager) -> None:
+async def test_abandoning_balances_the_counts(manager: Manager) -> None:
     client = manager.client()
     await client.allocate([*"abcd"], timeout_s=30)
     await accept(client, "a")
-    books = await manager.client("master_worker/0").call(EndReport(0))
-    assert (books.submitted, books.abandoned, books.running, books.finished_untrained) == (4, 4, 0, 0)
+    counts = await manager.client("master_worker/0").call(EndReport(0))
+    assert (counts.submitted, counts.abandoned, counts.running, counts.finished_untrained) == (4, 4, 0, 0)
 
 
 async def test_lost_servers_are_told_to_those_who_watch(manager: Manager) -> None:
@@ -690,7 +690,7 @@ async def test_a_manager_that_does_not_answer_is_given_up_in_time(manager: Manag
         await client.call(StatusRequest())
 
 
-async def test_metrics_are_open_and_tell_the_books(manager: Manager) -> None:
+async def test_metrics_are_open_and_tell_the_counts(manager: Manager) -> None:
     client = manager.client()
     await client.allocate([*"abc"], timeout_s=30)
     await accept(client, "a")
@@ -745,16 +745,16 @@ async def test_a_prompt_that_rests_is_granted_to_be_dropped_and_what_was_measure
     await client.flush()
     assert (await client.call(ReceivedReport([arrived("r0")]))).refused == []
     granted = (await client.allocate(["r2", "r3"], timeout_s=30)).granted
-    assert {(grant.prompt_id, grant.rests) for grant in granted} == {
+    assert {(grant.prompt_id, grant.skips) for grant in granted} == {
         (f"e1{prompts[0][2:]}", True),
         (f"e1{prompts[1][2:]}", False),
     }
-    (resting,) = [grant for grant in granted if grant.rests]
-    client.finish([FinishedRollout(resting.rollout_id, False, "curriculum")])
+    (skipped,) = [grant for grant in granted if grant.skips]
+    client.finish([FinishedRollout(skipped.rollout_id, False, "curriculum")])
     await client.flush()
     reply = await client.call(ConsumedReport(1, [trained("r0")]))
     assert reply.checkpoint is not None
     rows = [int(prompt[3:]) for prompt in prompts[:2]]
     assert sorted(reply.checkpoint.curriculum) == sorted([[rows[0], 0, 1.0], [rows[1], 0, 0.5]])
-    assert manager.given_up() == ["r1", resting.rollout_id], "it is used: nobody tries it again in this epoch"
+    assert manager.given_up() == ["r1", skipped.rollout_id], "it is used: nobody tries it again in this epoch"
     assert reply.counts.dropped == {"dull": 1, "curriculum": 1}

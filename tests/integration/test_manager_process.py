@@ -248,8 +248,8 @@ async def test_one_killed_one_hanging_and_one_refusing_server_lose_nothing(
     await client.flush()
     arrived = ReceivedReport([ReceivedRollout(f"r{i}", "a prompt", i, 0, 12) for i in range(12)])
     assert (await client.call(arrived)).refused == []
-    books = run.counts()
-    assert (books.submitted, books.finished_untrained, books.running) == (12, 12, 0)
+    counts = run.counts()
+    assert (counts.submitted, counts.finished_untrained, counts.running) == (12, 12, 0)
     assert run.manager._service.router.placed == 0
     refusing.update = "ok"
     await run.until(serving(1, 2))
@@ -280,8 +280,8 @@ async def test_a_server_that_loads_slowly_keeps_its_place_while_its_process_work
     assert (run.servers()[0].state, run.servers()[0].failures) == ("updating", 0)
     silence = "no sign of life for 1 s (manager.update_timeout_s) in its update to v1"
     assert silence in run.servers()[1].reason
-    (told,) = [json.loads(line)["remark"] for line in (tmp_path / "remarks.jsonl").read_text().splitlines()]
-    assert told.startswith(f"WARNING: generation_server/1 is left out and updated again: {silence}"), "told once"
+    (reported,) = [json.loads(line)["remark"] for line in (tmp_path / "remarks.jsonl").read_text().splitlines()]
+    assert reported.startswith(f"WARNING: generation_server/1 is left out and updated again: {silence}"), "told once"
     await run.until(lambda servers: servers[0].failures > 0)  # it is silent now
     await run.close()
 
@@ -388,8 +388,8 @@ async def test_a_resumed_run_begins_at_the_version_of_its_checkpoint(run: Run, s
     run.begin(version=9, dropped={"failed": 3})
     reply = await early
     assert [grant.version for grant in reply.granted] == [9] * 4
-    books = run.counts()
-    assert (books.submitted, books.trained, books.dropped) == (18 + 3 + 4, 18, {"failed": 3})
+    counts = run.counts()
+    assert (counts.submitted, counts.trained, counts.dropped) == (18 + 3 + 4, 18, {"failed": 3})
 
 
 async def test_a_worker_whose_status_is_gone_loses_its_rollouts_at_once(run: Run, start_fake_server: Any) -> None:

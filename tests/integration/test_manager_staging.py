@@ -49,10 +49,10 @@ class Hosts:
         log = logging.getLogger("test")
         folders = {INPUTS: str(root / "inputs"), MODEL: str(root / "model")}
         self.plays: set[int] = set()
-        self.told: asyncio.Queue[str] = asyncio.Queue()
+        self.reported: asyncio.Queue[str] = asyncio.Queue()
         self.had: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
         self.staging = Staging(
-            self.http, folders, self.decisions, self._arrived, needs=self._needs, tell=self.told.put_nowait, log=log
+            self.http, folders, self.decisions, self._arrived, needs=self._needs, tell=self.reported.put_nowait, log=log
         )
         self._task = asyncio.create_task(self.staging.run())
 
@@ -208,15 +208,15 @@ async def test_a_full_disk_is_on_the_terminal_with_host_and_folder_once_and_the_
         await hosts.start(HOSTS)
         hosts.publish(100)  # 700 kB
         async with asyncio.timeout(LIMIT_S):
-            told = await hosts.told.get()
+            reported = await hosts.reported.get()
         await command("mount", "-o", "remount,size=16m", str(disk))
         await hosts.all_have(100)
         await hosts.stop(HOSTS)
     finally:
         await command("umount", "--lazy", str(disk))
-    assert told.startswith(f"WARNING: host 127.0.0.{HOSTS + 1} cannot store v100, it is tried again: ")
-    assert told.endswith(f"{disk}/v100: No space left on device")
-    assert hosts.told.empty()
+    assert reported.startswith(f"WARNING: host 127.0.0.{HOSTS + 1} cannot store v100, it is tried again: ")
+    assert reported.endswith(f"{disk}/v100: No space left on device")
+    assert hosts.reported.empty()
 
 
 async def command(*words: str) -> None:

@@ -169,8 +169,8 @@ class Workers:
     async def begin(self, assignment: list[Assignment], step: int, minibatches: int) -> None:
         """Tell each rank its part of the plan."""
         placed = Placement({"actor": WorkerGrid(data=len(self.clients))})
-        told = plan_step([assignment], placed, version=step, min_version=0, minibatches=minibatches)
-        calls = zip(self.clients, told, strict=True)
+        reported = plan_step([assignment], placed, version=step, min_version=0, minibatches=minibatches)
+        calls = zip(self.clients, reported, strict=True)
         await asyncio.gather(*(client.call(request, timeout_s=LIMIT_S) for client, request in calls))
 
     async def publish(self, version: int) -> str:

@@ -216,8 +216,8 @@ def test_leases_that_ran_out_in_an_outage_are_made_anew_and_nobody_sees_a_gap(
         seen: list[bool] = []
 
         def noting(change: Callable[..., None]) -> Callable[..., None]:
-            def changed(*told: Any, **how: Any) -> None:
-                change(*told, **how)
+            def changed(*reported: Any, **how: Any) -> None:
+                change(*reported, **how)
                 seen.append("w/0" in followed.entries())
 
             return changed

@@ -170,14 +170,14 @@ async def test_a_group_of_16_over_one_picture_sends_it_once_and_encodes_it_once(
         assert client._servers.pictures.sent == 1
         http = JsonHttp(None)
         pieces = [piece async for piece in http.pieces(f"{server.url}/metrics", silence_s=LIMIT_S)]
-        told = b"".join(pieces).decode()
+        reported = b"".join(pieces).decode()
         await http.close()
     for name, count in {
         "received_pictures_total": 1,
         "encoded_pictures_total": 1,
         "kept_picture_bytes": len(shown.data),
     }.items():
-        assert re.search(rf"^sglang:{name}{{.*}} {float(count)}$", told, re.MULTILINE), told
+        assert re.search(rf"^sglang:{name}{{.*}} {float(count)}$", reported, re.MULTILINE), reported
     await served.close()
     engine.close()
 

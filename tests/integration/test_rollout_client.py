@@ -272,8 +272,8 @@ async def test_a_stop_string_is_found_across_rounds_and_interruptions(start_fake
         assert completion.token_ids == expected[:10]
         assert len(completion.logprobs) == len(completion.versions) == 10
         assert completion.finish_reason == "stop"
-        told = [params.get("stop") for sent in server.requests for params in sent["sampling_params"]]
-        assert set(map(str, told)) == {str(["not this", stop] if settings.get("find_stops") else None)}
+        reported = [params.get("stop") for sent in server.requests for params in sent["sampling_params"]]
+        assert set(map(str, reported)) == {str(["not this", stop] if settings.get("find_stops") else None)}
     server.generated_tokens, server.hold_after = 0, 9  # within the string
     async with client_of(FixedManager(server), decode=letters) as client:
         call = asyncio.create_task(client.generate(request))
@@ -595,8 +595,8 @@ class SecondRound(FixedManager):
 def test_a_draft_that_is_ahead_of_others_takes_of_a_round_what_it_does_not_have() -> None:
     """A round tells all samples from where the one with the least has to be told."""
     partial = PartialAnswer(seed=1)
-    for told, start in (([1, 2, 3], 0), ([9, 9, 9, 4, 5], 0), ([8, 6], 4)):
-        partial.extend_routing(np.array(told, np.uint8)[:, None, None], start)
+    for reported, start in (([1, 2, 3], 0), ([9, 9, 9, 4, 5], 0), ([8, 6], 4)):
+        partial.extend_routing(np.array(reported, np.uint8)[:, None, None], start)
     partial.token_ids, partial.finish = [7, 7, 7, 7], FinishReason.length
     partial.logprobs, partial.versions = [0.0] * 4, [0] * 4
     routing = partial.completion(prompt_tokens=3).routing

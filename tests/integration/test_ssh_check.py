@@ -71,33 +71,33 @@ def test_a_clock_that_differs_is_told(
 ) -> None:
     clock = SimpleNamespace(time=lambda: time.time() + off_s)
     monkeypatch.setattr(ssh, "time", clock)
-    (told,) = ssh.Backend.check_hosts(settings(tmp_path / "runs", ssh_config))
-    found = re.match(rf"the clock of box2 is (\d+) s {side} this host's", told)
-    assert found, told
+    (reported,) = ssh.Backend.check_hosts(settings(tmp_path / "runs", ssh_config))
+    found = re.match(rf"the clock of box2 is (\d+) s {side} this host's", reported)
+    assert found, reported
     assert 30 < int(found[1]) <= 75, "less is certain where the login is slow"
 
 
 def test_a_name_that_nobody_knows_is_refused(tmp_path: Path, ssh_config: Path) -> None:
-    told = refusal(settings(tmp_path / "runs", ssh_config, name="nowhere.invalid"))
-    assert told.startswith("system.hosts[1].name='nowhere.invalid': ssh knows no host of this name; correct it")
+    reported = refusal(settings(tmp_path / "runs", ssh_config, name="nowhere.invalid"))
+    assert reported.startswith("system.hosts[1].name='nowhere.invalid': ssh knows no host of this name; correct it")
 
 
 def test_a_login_that_is_refused_is_named(tmp_path: Path, ssh_config: Path) -> None:
     subprocess.run([*need("ssh-keygen"), "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "other"], check=True)
     lines = ssh_config.read_text().replace(f"{ssh_config.parent}/user", f"{tmp_path}/other")
     (tmp_path / "config").write_text(lines)
-    told = refusal(settings(tmp_path / "runs", tmp_path / "config"))
-    assert told.startswith("system.hosts[1].name='box2': the host refuses the login; add your public key")
+    reported = refusal(settings(tmp_path / "runs", tmp_path / "config"))
+    assert reported.startswith("system.hosts[1].name='box2': the host refuses the login; add your public key")
 
 
 def test_a_host_whose_key_is_unknown_is_refused(tmp_path: Path, ssh_config: Path) -> None:
-    told = refusal(settings(tmp_path / "runs", ssh_config, "-o", "UserKnownHostsFile=/dev/null"))
-    assert told.startswith("system.hosts[1].name='box2': ssh does not know the host's key")
+    reported = refusal(settings(tmp_path / "runs", ssh_config, "-o", "UserKnownHostsFile=/dev/null"))
+    assert reported.startswith("system.hosts[1].name='box2': ssh does not know the host's key")
 
 
 def test_a_missing_interpreter_is_named(tmp_path: Path, ssh_config: Path) -> None:
-    told = refusal(settings(tmp_path / "runs", ssh_config, python="/nowhere/python"))
-    assert told.startswith("system.hosts[1].python='/nowhere/python': box2 has no interpreter /nowhere/python")
+    reported = refusal(settings(tmp_path / "runs", ssh_config, python="/nowhere/python"))
+    assert reported.startswith("system.hosts[1].python='/nowhere/python': box2 has no interpreter /nowhere/python")
 
 
 def test_an_address_of_another_host_is_refused_on_both_sides(tmp_path: Path, ssh_config: Path) -> None:
@@ -120,8 +120,8 @@ def test_a_folder_that_is_not_shared_is_refused(tmp_path: Path) -> None:
     unshare, shell = need("unshare", "sh")
     own_mount = [unshare, "-m", shell, "-c", f'mount -t tmpfs none {tmp_path}/runs && exec "$@"', "sh"]
     with ssh_hosts(tmp_path / "ssh", ["box2"], inside=own_mount) as config:
-        told = refusal(settings(tmp_path / "runs", config))
-    assert told.startswith(
+        reported = refusal(settings(tmp_path / "runs", config))
+    assert reported.startswith(
         f"system.shared_filesystem=true: box2 does not see the files of this host in fileroot={tmp_path}/runs"
     )
 

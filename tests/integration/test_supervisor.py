@@ -127,7 +127,7 @@ def test_when_the_worker_is_killed_everything_goes_and_its_signal_is_told(worker
 @pytest.mark.parametrize(
     ("sent", "before", "after", "code"),
     [
-        ("KILL", 3, 4, supervisor.TOLD_OUT_OF_MEMORY),
+        ("KILL", 3, 4, supervisor.EXIT_OUT_OF_MEMORY),
         ("KILL", 3, 3, -signal.SIGKILL),
         ("SEGV", 3, 4, -signal.SIGSEGV),
     ],

@@ -78,8 +78,8 @@ class Job:
 
     def state(self) -> tuple[str, int]:
         """Its state, as Slurm calls it, and how often it was requeued."""
-        told = dict(part.partition("=")[::2] for part in self._command("scontrol", "show", "job", self.id).split())
-        return told["JobState"], int(told["Restarts"])
+        reported = dict(part.partition("=")[::2] for part in self._command("scontrol", "show", "job", self.id).split())
+        return reported["JobState"], int(reported["Restarts"])
 
     def end(self, *ends: tuple[str, int]) -> None:
         """Wait until it is in one of these states."""

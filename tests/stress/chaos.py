@@ -5,9 +5,9 @@
 
 Each run is `python -m asyncrl.launch chaos async_ppo`, in turn (0) on one training rank with one server and worker, (1)
 on one with two of both, (2) on two ranks with two of both, and (3) on two ranks with two trained policies and a pool of
-older versions; the kills are shared out among the runs. A run passes if it finished by itself, its books balance and
-the audit of its files finds nothing: no rollout trained twice or too old, no token by the wrong policy. A kill is
-survived if its run passed, or at least made another step after it.
+older versions; the kills are shared out among the runs. A run passes if it finished by itself, its rollout counts
+balance and the audit of its files finds nothing: no rollout trained twice or too old, no token by the wrong policy. A
+kill is survived if its run passed, or at least made another step after it.
 
 Per kind of death: the median and the worst time from the kill until the replacement did its job (a process of the
 brain: until the next train step), and until the next train step. Target: all survived.
@@ -65,14 +65,14 @@ async def play(prompt: Prompt, env: Environment, client: ChatClient, *, tokenize
 
 def run(number: int, layout: Sequence[str], kills: int, steps: int, seed: int, root: Path, more: Sequence[str]) -> Run:
     """One run with so many kills."""
-    told = root / f"{number}.json"
+    reported = root / f"{number}.json"
     settings = [*SETTINGS, *layout, f"total_train_steps={steps}", f"fileroot={root}", *more]
-    options = [f"--kills={kills}", f"--seed={seed}", f"--json={told}", *KILLS_ALONE]
+    options = [f"--kills={kills}", f"--seed={seed}", f"--json={reported}", *KILLS_ALONE]
     command = [sys.executable, "-m", "asyncrl.launch", "chaos", "async_ppo", *options, *settings]
     code = subprocess.run(command, stdout=sys.stderr, timeout=LIMIT_S, check=False).returncode
-    if not told.is_file():
+    if not reported.is_file():
         raise SystemExit(f"the chaos command ended with {code} before it could say what happened")
-    found = json.loads(told.read_text())
+    found = json.loads(reported.read_text())
     return Run(" ".join(layout), seed, code == 0, found["faults"], found["wrong"])
 
 

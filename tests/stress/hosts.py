@@ -57,7 +57,7 @@ class Row:
     seconds: list[float] = field(default_factory=list)
 
     @property
-    def told(self) -> str:
+    def reported(self) -> str:
         """The row as Markdown: median, and least to greatest."""
         least, most = min(self.seconds), max(self.seconds)
         spread = f" ({least:.1f} to {most:.1f})" if len(self.seconds) > 1 else ""
@@ -343,7 +343,7 @@ def main() -> None:
         print("| what happens | outcome | it costs |\n|---|---|---|", flush=True)
         for kind in (refused, faults):
             for row in kind(bench, args.tries, args.only):
-                print(row.told, flush=True)
+                print(row.reported, flush=True)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ Theil and Sen says how much: a series that would gain more than a tenth of its l
 is worth speaking of, in the time that was judged GROWS. Deaths disturb both little, as they go by ranks and medians.
 Files that tell of every step or rollout (ledger, metrics, logs, ...) grow by design; their bytes per step are told.
 
-In the end the run is asked to stop, its books have to balance, and the audit must find nothing.
+In the end the run is asked to stop, its rollout counts have to balance, and the audit must find nothing.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ LEAST = {"memory": 32 << 20, "descriptors": 8, "threads": 4, "names": 4, "shm": 
 """Growth that is worth speaking of."""
 STOP_LIMIT_S = 300.0
 STOPPED = 128 + signal.SIGINT
-"""Exit code of a run that was asked to stop and did so with its books in order."""
+"""Exit code of a run that was asked to stop and did so with its rollout counts in order."""
 
 Series = dict[tuple[str, str], list[tuple[float, float]]]
 """By quantity and name: times in seconds and values."""

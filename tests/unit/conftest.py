@@ -191,7 +191,7 @@ def run_step() -> RunStep:
                 args=call.args,
                 config=config,
                 engines=rank.engines,
-                ranks=rank.world.place(call.role).data,
+                ranks=rank.world.position(call.role).data,
                 state=rank.states[""],
             )
             stats[call.name] = run_call(find_function(call.function), context, batch)

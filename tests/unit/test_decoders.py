@@ -348,7 +348,7 @@ def ledger_bytes() -> bytes:
     with tempfile.TemporaryDirectory(dir=IN_MEMORY) as name:
         folder = Path(name) / "ledger"
         ledger = Ledger(folder, lines.RunSettings(1, 1, "drop", 1, 0), now=lambda: 1000.0)
-        books = lines.RolloutCounts(1, 0, {"stale": 1})
+        counts = lines.RolloutCounts(1, 0, {"stale": 1})
         ledger.begin(0, m.GateCheckpoint())
         for line in (
             lines.Admitted("r1", "e0-1", 1, 0, "rollout_worker/0", 0, 1000.0),
@@ -357,8 +357,8 @@ def ledger_bytes() -> bytes:
             lines.Abandoned("r0", 1000.0),
         ):
             ledger.add(line)
-        ledger.step(1, [TRAINED], books)
-        ledger.end(1, books)
+        ledger.step(1, [TRAINED], counts)
+        ledger.end(1, counts)
         ledger.close()
         return (folder / "000001.jsonl").read_bytes()
 
@@ -459,7 +459,7 @@ def cases() -> Iterator[Case]:
     yield from call_cases()
     yield from manager_cases()
     yield from name_cases()
-    told = [js(m.ConsumedReply(lines.RolloutCounts(1, 0, {"stale": 1}), CHECKPOINT, 0.5, [3]))]
+    reported = [js(m.ConsumedReply(lines.RolloutCounts(1, 0, {"stale": 1}), CHECKPOINT, 0.5, [3]))]
 
     def reply(data: bytes) -> Any:
         return decoded_reply("http://h", 200, data, m.ConsumedReply)
@@ -467,8 +467,8 @@ def cases() -> Iterator[Case]:
     def any_reply(data: bytes) -> Any:
         return decoded_reply("http://h", 200, data, None)
 
-    yield Case("reply of the manager", reply, told, (HttpMalformed,))
-    yield Case("reply of a server", any_reply, told, (HttpMalformed,))
+    yield Case("reply of the manager", reply, reported, (HttpMalformed,))
+    yield Case("reply of a server", any_reply, reported, (HttpMalformed,))
     stored = js({"value": "x", "owner": "me", "lease_s": None})
     yield Case("entry of a name", in_file("a.json", resolver_entry), [stored], (NameResolveError,))
     yield Case("manifest", in_file("manifest.json", read_manifest), [js(MANIFEST)], (ManifestError,))

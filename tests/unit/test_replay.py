@@ -62,7 +62,7 @@ def seen(trajectory: Trajectory) -> tuple[int, list[int]]:
 
 def test_rollouts_come_as_they_were_trained(folder: Path) -> None:
     kept = KeptRollouts(folder, BATCH)
-    taken = [kept.take(place) for place in range(6)]
+    taken = [kept.take(index) for index in range(6)]
     assert [seen(each) for each in taken] == [
         (2, [0, 0]),
         (5, [0, 0]),
@@ -77,22 +77,22 @@ def test_rollouts_come_as_they_were_trained(folder: Path) -> None:
 
 def test_in_other_batches_tokens_keep_their_ages(folder: Path) -> None:
     kept = KeptRollouts(folder, 1)
-    assert [seen(kept.take(place))[1] for place in range(6)] == [[0, 0], [1, 1], [2, 2], [2, 3], [3, 4], [4, 4]]
+    assert [seen(kept.take(index))[1] for index in range(6)] == [[0, 0], [1, 1], [2, 2], [2, 3], [3, 4], [4, 4]]
     kept = KeptRollouts(folder, 6)
-    assert [seen(kept.take(place))[1] for place in range(6)] == [[0, 0]] * 6, "no version is below 0"
+    assert [seen(kept.take(index))[1] for index in range(6)] == [[0, 0]] * 6, "no version is below 0"
 
 
 def test_rollouts_that_no_step_trained_keep_their_version(tmp_path: Path) -> None:
     keep(tmp_path, 0, {order: (0,) for order in range(4)})
     kept = KeptRollouts(tmp_path, 1)
-    assert [seen(kept.take(place)) for place in range(4)] == [(order, [0]) for order in range(4)]
+    assert [seen(kept.take(index)) for index in range(4)] == [(order, [0]) for order in range(4)]
 
 
 def test_a_place_that_is_asked_for_early_or_again_has_the_same_rollout(folder: Path) -> None:
     """After a death of the brain it may ask again for what it had received since the last step."""
     kept = KeptRollouts(folder, BATCH)
-    places = [3, 2, 0, 1, 5, 2, 3, 4, 0]
-    assert [seen(kept.take(place))[0] for place in places] == [(2, 5, 3, 7, 4, 6)[place] for place in places]
+    indices = [3, 2, 0, 1, 5, 2, 3, 4, 0]
+    assert [seen(kept.take(index))[0] for index in indices] == [(2, 5, 3, 7, 4, 6)[index] for index in indices]
 
 
 def test_a_summary_tells_how_much_there_is_and_how_old_it_was(folder: Path) -> None:
@@ -191,11 +191,11 @@ async def test_a_steps_rollouts_are_sent_once_its_version_is_announced(replaying
         await gate.train(2)
         await gate.has(6)
         assert not task.done(), "all were accepted"
-    by_place = sorted(gate.pushed, key=lambda each: each.order)
-    assert [each.samples[0].reward for each in by_place] == [0.5, 1.25, 0.75, 1.75, 1.0, 1.5]
-    assert [each.prompt_id for each in by_place] == [f"e0-{place}" for place in range(6)]
-    assert len({each.rollout_id for each in by_place}) == 6
-    assert not {each.rollout_id for each in by_place} & {f"kept{order}" for order in range(10)}, "the gate knows them"
+    by_index = sorted(gate.pushed, key=lambda each: each.order)
+    assert [each.samples[0].reward for each in by_index] == [0.5, 1.25, 0.75, 1.75, 1.0, 1.5]
+    assert [each.prompt_id for each in by_index] == [f"e0-{index}" for index in range(6)]
+    assert len({each.rollout_id for each in by_index}) == 6
+    assert not {each.rollout_id for each in by_index} & {f"kept{order}" for order in range(10)}, "the gate knows them"
 
 
 async def test_a_replay_ends_with_its_last_step_whatever_else_is_kept(replaying: Callable[[int], Any]) -> None:

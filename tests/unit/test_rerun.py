@@ -33,8 +33,8 @@ def rerun(folder: Path, tests: dict[str, str]) -> tuple[int, str]:
 def test_both_results_of_a_whole_run_that_passes_alone_are_printed(tmp_path: Path) -> None:
     code, output = rerun(tmp_path, {"tests/faults/test_a.py": PASSES})
     assert code == 0, output
-    told = [line for line in output.splitlines() if line.startswith("FLAKY")]
-    assert told == [
+    reported = [line for line in output.splitlines() if line.startswith("FLAKY")]
+    assert reported == [
         "FLAKY tests/faults/test_a.py::test_it",
         "FLAKY   in the suite: failed, see above",
         "FLAKY   alone: passed",

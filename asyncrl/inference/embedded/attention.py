@@ -204,10 +204,10 @@ def after_base_bias(
     A token sees the base of its row, the first `bases_B[b]` of the `before` keys, the tokens before it in the row and
     its own block (`causal_bias`), all of it within `reach` if given.
     """
-    places = torch.arange(depths_BU.shape[1], device=like.device)
+    indices = torch.arange(depths_BU.shape[1], device=like.device)
     known = torch.arange(before, device=like.device)
-    base = (known < bases_B[:, None])[:, None, :].expand(-1, len(places), -1)
-    own = places[:, None] >= places
+    base = (known < bases_B[:, None])[:, None, :].expand(-1, len(indices), -1)
+    own = indices[:, None] >= indices
     own = _also_in_block(own.expand(len(bases_B), -1, -1), blocks_BU)
     if reach is not None:
         first = reach.first(depths_BU)[:, :, None]

@@ -175,7 +175,7 @@ class RowTensors:
         slots_M: slot of each position that is written.
         positions_M: position in that slot.
         rows_M: row that it comes from.
-        places_M: place in that row.
+        indices_M: place in that row.
     """
 
     tokens_BU: Tensor
@@ -190,7 +190,7 @@ class RowTensors:
     slots_M: Tensor
     positions_M: Tensor
     rows_M: Tensor
-    places_M: Tensor
+    indices_M: Tensor
     _indices: dict[int, Tensor] = field(init=False, default_factory=dict)
 
     @classmethod
@@ -213,13 +213,13 @@ class RowTensors:
         written: list[NDArray[np.int64]] = []
         for number, (prefix, base) in enumerate(rows):
             size = len(prefix) - base
-            places, depths = np.arange(size), np.arange(base, len(prefix))
+            indices, depths = np.arange(size), np.arange(base, len(prefix))
             ids_BU[number, :size], depths_BU[number, :size] = prefix[base:], depths
             if positions_3BU is not None and positions_of is not None:
                 positions_3BU[:, number, :size] = positions_of(prefix)[:, base:]
             for slot in slots_of[prefix]:
                 slots.append((slot, number))
-                written.append(np.stack((np.full(size, slot), depths, np.full(size, number), places)))
+                written.append(np.stack((np.full(size, slot), depths, np.full(size, number), indices)))
 
         def there(array: NDArray[np.int64]) -> Tensor:
             return torch.from_numpy(array).to(device)
@@ -240,7 +240,7 @@ class RowTensors:
 
     def gather(self, states_BU: Tensor) -> Tensor:
         """Return the written values, `[M, ...]`, from those of the rows, `[B, U, ...]`."""
-        return states_BU[self.rows_M, self.places_M]
+        return states_BU[self.rows_M, self.indices_M]
 
     def index(self, layout: SlotLayout, kv_heads: int) -> Tensor:
         """As `DecodePlan.index`, `[M * kv_heads]`."""
@@ -408,8 +408,8 @@ class SlotCache(Cache):
         limit: bound of rows x length.
         plan: plan of the writes of the next forward pass.
         state_rows: slots for which recurrent states are allocated; 0 if the model has none.
-        make_room: called before allocated positions or states grow, with both as they will be.
-        spare_room: True makes the next `reserve` release what is far more than it needs.
+        before_growth: called before allocated positions or states grow, with both as they will be.
+        release_spare: True makes the next `reserve` release what is far more than it needs.
     """
 
     def __init__(
@@ -432,8 +432,8 @@ class SlotCache(Cache):
         self.layout = SlotLayout(device)
         self.state_rows = 0
         self.plan: RowTensors | PartPlan | DecodePlan = DecodePlan(0, torch.empty(0, dtype=torch.long, device=device))
-        self.make_room: Callable[[int, int], None] = lambda tokens, states: None
-        self.spare_room = False
+        self.before_growth: Callable[[int, int], None] = lambda tokens, states: None
+        self.release_spare = False
 
     @property
     def nbytes(self) -> int:
@@ -451,13 +451,13 @@ class SlotCache(Cache):
         layout = self.layout
         planned = plan_length(layout.length, length, self.limit // rows)
         laid_out = planned == layout.length and rows * planned <= layout.tokens
-        if laid_out and not self.spare_room and (rows <= self.state_rows or not self.states):
+        if laid_out and not self.release_spare and (rows <= self.state_rows or not self.states):
             return
         tokens = self._allocation(layout.tokens, rows * planned, self.limit)
         states = self._allocation(self.state_rows, rows if self.states else 0, None)
         if tokens > layout.tokens or states > self.state_rows:
-            self.make_room(tokens, states)
-        self.spare_room = False
+            self.before_growth(tokens, states)
+        self.release_spare = False
         if states != self.state_rows:
             self.state_rows = states
             for each in self.states:
@@ -474,7 +474,7 @@ class SlotCache(Cache):
         """
         wanted = int(needed * BUFFER_GROWTH)
         wanted = wanted if most is None else max(needed, min(most, wanted))
-        return wanted if needed > now or (self.spare_room and now >= SHRINK * wanted) else now
+        return wanted if needed > now or (self.release_spare and now >= SHRINK * wanted) else now
 
     def begin_prefill(self, plan: RowTensors) -> None:
         """Set the plan: whole prefixes."""

@@ -181,8 +181,8 @@ class GenerationEngine:
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         full = max_running_requests * longest
-        room = full if max_total_tokens is None else max_total_tokens
-        running = min(room, full)
+        capacity = full if max_total_tokens is None else max_total_tokens
+        running = min(capacity, full)
         self.model, self._pictures = model, pictures
         weights = ServedWeights(model, model_path)
         if model.device.type != "cpu":
@@ -205,7 +205,9 @@ class GenerationEngine:
         self.eos_token_ids = eos_token_ids(model)
         self._jobs = JobTable()
         queue = AdmissionQueue(max_running_requests, running)
-        self._batch = DecodeBatch(forward, queue, self._jobs.note, detokenize, room=room, part=chunked_prefill_size)
+        self._batch = DecodeBatch(
+            forward, queue, self._jobs.note, detokenize, capacity=capacity, part=chunked_prefill_size
+        )
         self._batch.relabel(weight_version)
         self._memory: EngineMemory | None = None
         if saves_memory:
@@ -330,7 +332,7 @@ class GenerationEngine:
 
     def _release_memory(self, tags: Collection[MemoryTag]) -> int:
         if self._memory is None:
-            raise MemoryStateError("this server keeps its memory; start it as a guest (generation.guests)")
+            raise MemoryStateError("this server keeps its memory; colocate it (generation.colocated)")
         if self._paused is None or self._batch.samples.live or self._batch.long_prompts.held:
             raise MemoryStateError("memory is released while the server is paused and runs nothing: pause it (abort)")
         if MemoryTag.kv_cache in tags:

@@ -83,11 +83,11 @@ def load_pictures(model: PreTrainedModel, path: Path) -> Pictures | None:
         raise UnsupportedModelError(f"{error}. Use model.vision=none for text alone, or another model") from error
 
 
-def load_engine(config: ExperimentConfig, *, guest: bool) -> GenerationEngine:
+def load_engine(config: ExperimentConfig, *, colocated: bool) -> GenerationEngine:
     """Return an engine, not started, for the model in `config.model.path`.
 
     Args:
-        guest: it releases its memory while the trainer needs the device.
+        colocated: it releases its memory while the trainer needs the device.
 
     Raises:
         UnsupportedModelError: the engine does not serve this model.
@@ -115,7 +115,7 @@ def load_engine(config: ExperimentConfig, *, guest: bool) -> GenerationEngine:
         record_routing=config.moe.replay_routing,
         pictures=None if config.model.vision == VisionMode.none else load_pictures(model, path),
         chunked_prefill_size=generation.chunked_prefill_size,
-        saves_memory=guest,
+        saves_memory=colocated,
     )
 
 
@@ -133,9 +133,9 @@ def _free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def make_host(worker: AsyncWorker, *, scratch: str, guest: bool) -> EngineHost:
-    """Return the host of the engine of `worker`, which needs no scratch folder; `guest` as of `EmbeddedHost`."""
-    return EmbeddedHost(worker.config, security=worker.http_security, guest=guest)
+def make_host(worker: AsyncWorker, *, scratch: str, colocated: bool) -> EngineHost:
+    """Return the host of the engine of `worker`, which needs no scratch folder; `colocated` as of `EmbeddedHost`."""
+    return EmbeddedHost(worker.config, security=worker.http_security, colocated=colocated)
 
 
 class EmbeddedHost:
@@ -144,11 +144,11 @@ class EmbeddedHost:
     Args:
         config: the experiment, `model.path` resolved.
         security: the token that clients must send, and TLS; None if the run has no secret.
-        guest: the engine releases its memory while the trainer needs the device.
+        colocated: the engine releases its memory while the trainer needs the device.
     """
 
-    def __init__(self, config: ExperimentConfig, *, security: HttpSecurity | None, guest: bool = False) -> None:
-        self._config, self._security, self._sharing = config, security, guest
+    def __init__(self, config: ExperimentConfig, *, security: HttpSecurity | None, colocated: bool = False) -> None:
+        self._config, self._security, self._sharing = config, security, colocated
         self._engine: GenerationEngine | None = None
         self.shortage: tuple[str, str] | None = None
         self._server: Server | None = None
@@ -166,7 +166,7 @@ class EmbeddedHost:
         limit = StartLimit("generation.start_timeout_s", self._config.generation.start_timeout_s)
         try:
             self._engine = await await_start(
-                asyncio.to_thread(load_engine, self._config, guest=self._sharing), Effort(), limit
+                asyncio.to_thread(load_engine, self._config, colocated=self._sharing), Effort(), limit
             )
         except NotStarted as error:
             raise EngineStartError(f"the model was not loaded: {error}") from None

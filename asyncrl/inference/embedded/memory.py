@@ -7,7 +7,7 @@
 Rotary frequencies and other buffers that are not parameters stay. Every tensor stays the same object, so the recorded
 decode step, views of parts and tied weights are not affected.
 
-Only a server that gives its device back (`generation.guests`) imports this.
+Only a server that gives its device back (`generation.colocated`) imports this.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ class PrefixCache:
     Attributes:
         tokens: number of tokens kept now.
         states: number of states kept now.
-        lacked_room: rows were evicted, or not taken in, since this was last set to False.
+        was_full: rows were evicted, or not taken in, since this was last set to False.
         evicted: number of tokens evicted so far.
         order: order in which leaves are evicted.
     """
@@ -183,12 +183,12 @@ class PrefixCache:
         self._capacity = self._state_capacity = 0
         self.order = EvictionOrder()
         self.tokens = self.states = self.evicted = 0
-        self.lacked_room = False
+        self.was_full = False
 
     def fit(self, tokens: int, states: int) -> None:
         """Set the room for tokens and states; evict what exceeds it."""
         self._capacity, self._state_capacity = tokens, states
-        self._make_room(0, 0)
+        self._evict(0, 0)
 
     def clear(self) -> None:
         """Drop everything."""
@@ -242,12 +242,12 @@ class PrefixCache:
             node.ends_turn |= ends_turn
             if states is None or node.states is not None:
                 return True
-            if not self._make_room(0, 1):
+            if not self._evict(0, 1):
                 return False
             node.states = states()
             self.states += 1
             return True
-        fits = self._make_room(len(tokens) - at, states is not None)
+        fits = self._evict(len(tokens) - at, states is not None)
         self._roots[epoch] = root  # making room may have removed an empty tree
         if not fits:
             self._prune(epoch)
@@ -300,10 +300,10 @@ class PrefixCache:
     def _pictures_of(self, tokens: Prefix) -> tuple[weakref.ref[Any], ...]:
         return () if self._pictures_in is None else tuple(weakref.ref(seen) for _, seen in self._pictures_in(tokens))
 
-    def _make_room(self, tokens: int, states: int) -> bool:
+    def _evict(self, tokens: int, states: int) -> bool:
         """Evict leaves, except those used now, until there is room for this number of further tokens and states."""
         while self.tokens + tokens > self._capacity or self.states + states > self._state_capacity:
-            self.lacked_room = True
+            self.was_full = True
             leaf = self.order.take_oldest(spare_newest=tokens + states > 0)
             if leaf is None:
                 return False
@@ -362,7 +362,7 @@ class Prefills:
     Args:
         forward: computes prefixes.
         counts: token counts, to which common tokens are added.
-        room: positions of the KV cache for slots and kept rows.
+        capacity: positions of the KV cache for slots and kept rows.
         max_running: largest number of samples that are decoded together.
 
     Attributes:
@@ -370,17 +370,17 @@ class Prefills:
         epoch: number of weight updates so far.
     """
 
-    def __init__(self, forward: PrefixForward, counts: TokenCounts, room: int, max_running: int) -> None:
+    def __init__(self, forward: PrefixForward, counts: TokenCounts, capacity: int, max_running: int) -> None:
         self.forward, self._runner = forward, forward.runner
         self._counts = counts
-        self._room, self._most_states = room, int(max_running * BUFFER_GROWTH)
+        self._capacity, self._most_states = capacity, int(max_running * BUFFER_GROWTH)
         self.epoch = 0
         self.kept: PrefixCache | None = None
         if forward.supports_continuation:
             pictures = self._runner.pictures
             within = None if pictures is None else pictures.ids.within
             self.kept = PrefixCache(has_states=bool(self._runner.cache.states), pictures_in=within)
-            self._runner.cache.make_room = self._fit
+            self._runner.cache.before_growth = self._fit
 
     @property
     def kept_tokens(self) -> int:
@@ -390,7 +390,7 @@ class Prefills:
     def _fit(self, tokens: int, states: int) -> None:
         """Leave room for slots of this number of positions and states."""
         if self.kept is not None:
-            self.kept.fit(self._room - tokens, self._most_states - states)
+            self.kept.fit(self._capacity - tokens, self._most_states - states)
 
     def forget(self) -> None:
         """Drop all kept rows."""
@@ -525,8 +525,8 @@ class Prefills:
         self._fit(cache.layout.tokens, cache.state_rows)
         states: Callable[[], Rows] | None = partial(cache.read_states, slot) if cache.states else None
         self.kept.insert(tokens, sequence.weights_epoch, partial(cache.read, slot), states, ends_turn=ends_turn)
-        cache.spare_room |= self.kept.lacked_room
-        self.kept.lacked_room = False
+        cache.release_spare |= self.kept.was_full
+        self.kept.was_full = False
 
     def _count_cached(self, sequences: Iterable[Sequence], tokens: int) -> None:
         """Count this number of positions of each sample's prefix as not computed for it alone."""

@@ -179,7 +179,7 @@ class DecodeBatch:
         queue: queue and admission rule.
         on_finish: called once for every sample, with its output.
         detokenize: ids to text, needed for stop strings.
-        room: positions of the KV cache for running samples and for what is kept of earlier ones.
+        capacity: positions of the KV cache for running samples and for what is kept of earlier ones.
         part: largest number of tokens of one prompt that are computed between two decode steps.
     """
 
@@ -190,7 +190,7 @@ class DecodeBatch:
         on_finish: OnFinish,
         detokenize: Decode | None,
         *,
-        room: int,
+        capacity: int,
         part: int,
     ) -> None:
         self.runner, self.queue = forward.runner, queue
@@ -198,7 +198,7 @@ class DecodeBatch:
         self._table = RowTable(queue.max_running, self.runner.vocab_size, self.runner.device)
         self.samples = SlotRows(self.runner)
         self.counts = TokenCounts()
-        self.prefills = Prefills(forward, self.counts, room, queue.max_running)
+        self.prefills = Prefills(forward, self.counts, capacity, queue.max_running)
         self.long_prompts = LongPrompts(self.prefills, part)
         self.version = ""
         self.steps = 0

@@ -217,17 +217,19 @@ def _decoded(forward: PrefixForward, sequences: Sequence[Tokens]) -> list[Tensor
             rows = _FIRST if step < _LATE else len(sequences)
             begun = [0 if row < _FIRST else _LATE for row in range(rows)]
             fed = [min(step - begun[row], steps - 1) for row in range(rows)]  # at the end: once more
-            places = [len(prompts[row]) + fed[row] for row in range(rows)]
-            runner.cache.reserve(rows, max(places) + 1, rows, max(places))
-            tokens_R = torch.tensor([sequences[row][place] for row, place in enumerate(places)], device=runner.device)
+            positions = [len(prompts[row]) + fed[row] for row in range(rows)]
+            runner.cache.reserve(rows, max(positions) + 1, rows, max(positions))
+            tokens_R = torch.tensor(
+                [sequences[row][position] for row, position in enumerate(positions)], device=runner.device
+            )
             deltas_R = None
             if runner.pictures is not None and runner.three_positions:
                 deltas = [runner.pictures.delta(sequences[row]) for row in range(rows)]
                 deltas_R = torch.tensor(deltas, device=runner.device)
-            logits_RV = runner.decode(tokens_R, torch.tensor(places, device=runner.device), False, deltas_R)
-            for row, place in enumerate(places):
+            logits_RV = runner.decode(tokens_R, torch.tensor(positions, device=runner.device), False, deltas_R)
+            for row, position in enumerate(positions):
                 if len(logprobs[row]) < steps:
-                    logprobs[row].append(logits_RV[row].float().log_softmax(-1)[sequences[row][place + 1]])
+                    logprobs[row].append(logits_RV[row].float().log_softmax(-1)[sequences[row][position + 1]])
         return [torch.stack(each) for each in logprobs]
     finally:
         runner.cache = cache

@@ -27,7 +27,7 @@ from asyncrl.models.transformers_internals import LayerMemory, LinearAttentionLa
 
 States = Mapping[Hashable, Tensor]
 """States by name, `[rows, ...]` each."""
-Place = tuple[nn.Module, str]
+StateAttribute = tuple[nn.Module, str]
 """An attribute of a module."""
 
 
@@ -157,32 +157,32 @@ class ModuleStates(SlotStates):
     """States that a model keeps in attributes of its modules.
 
     Args:
-        places: these attributes; see `states_in_modules`.
+        attributes: these attributes; see `states_in_modules`.
     """
 
-    def __init__(self, places: Sequence[Place]) -> None:
+    def __init__(self, attributes: Sequence[StateAttribute]) -> None:
         super().__init__()
-        self._places = places
+        self._attributes = attributes
 
     def expose(self, states: States) -> None:
-        for place in self._places:
-            module, name = place
-            setattr(module, name, states.get(place))
+        for attribute in self._attributes:
+            module, name = attribute
+            setattr(module, name, states.get(attribute))
 
     def exposed(self) -> States:
-        return {place: getattr(*place) for place in self._places}
+        return {attribute: getattr(*attribute) for attribute in self._attributes}
 
 
-def states_in_modules(model: PreTrainedModel) -> list[Place]:
+def states_in_modules(model: PreTrainedModel) -> list[StateAttribute]:
     """Return the attributes of modules that a forward with a cache sets to tensors."""
     before = _tensor_attributes(model)
     positions = torch.arange(2, device=model.device)[None]
     with torch.inference_mode():
         model(input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=True)
-    return [place for place, state in _tensor_attributes(model).items() if state is not before.get(place)]
+    return [attribute for attribute, state in _tensor_attributes(model).items() if state is not before.get(attribute)]
 
 
-def _tensor_attributes(model: nn.Module) -> dict[Place, Tensor]:
+def _tensor_attributes(model: nn.Module) -> dict[StateAttribute, Tensor]:
     """Return tensors that modules of `model` hold as plain attributes, not as parameters or buffers."""
     return {
         (module, name): value

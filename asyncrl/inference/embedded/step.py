@@ -66,7 +66,7 @@ from asyncrl.models.transformers_internals import (
 
 if TYPE_CHECKING:
     from asyncrl.inference.embedded.experts import ExpertRecorder
-    from asyncrl.inference.embedded.states import Place
+    from asyncrl.inference.embedded.states import StateAttribute
     from asyncrl.models.pictures import Pictures
 
 logger = logging.getLogger(__name__)
@@ -382,7 +382,7 @@ class ModelRunner:
         set_attention(model, install_attention())
         self._trunk, self._logits_of = trunk_of(model), logits_function(model)
         self._memories = layer_memories(model.config)
-        self._places: list[Place] = []
+        self._state_attributes: list[StateAttribute] = []
         self.cache = self.make_cache(max_total_tokens)
         self.experts: ExpertRecorder | None = None
         if record_routing:
@@ -397,13 +397,13 @@ class ModelRunner:
 
     def make_cache(self, max_total_tokens: int) -> SlotCache:
         """Return an empty cache with this number of positions."""
-        if not self._places and not any(memory.states for memory in self._memories):
+        if not self._state_attributes and not any(memory.states for memory in self._memories):
             return SlotCache(self._memories, self.device, max_total_tokens)
         from asyncrl.inference.embedded.states import ModuleStates, state_layer
 
         cache = SlotCache(self._memories, self.device, max_total_tokens, state_layer)
-        if self._places:
-            cache.states.append(ModuleStates(self._places))
+        if self._state_attributes:
+            cache.states.append(ModuleStates(self._state_attributes))
         return cache
 
     def find_states(self) -> None:
@@ -411,7 +411,7 @@ class ModelRunner:
         if self.cache.states:
             from asyncrl.inference.embedded.states import states_in_modules
 
-            self._places = states_in_modules(self.model)
+            self._state_attributes = states_in_modules(self.model)
             self._renew_cache()
 
     def drop_cache(self) -> int:
@@ -423,8 +423,8 @@ class ModelRunner:
         return freed
 
     def _renew_cache(self) -> None:
-        make_room, self.cache = self.cache.make_room, self.make_cache(self.cache.limit)
-        self.cache.make_room = make_room
+        before_growth, self.cache = self.cache.before_growth, self.make_cache(self.cache.limit)
+        self.cache.before_growth = before_growth
         if self.experts is not None:
             self.experts.follow(self.cache)
 

@@ -97,7 +97,7 @@ def build_command(
     device: Device,
     secrets_file: Path | None,
     scratch: Path,
-    guest: bool = False,
+    colocated: bool = False,
 ) -> ServerCommand:
     """Return the command of one server.
 
@@ -109,8 +109,8 @@ def build_command(
         secrets_file: YAML file with the API key and where the run's certificate is: every user of the machine can read
             a command line.
         scratch: folder for SGLang's temporary files and Unix sockets; a short path.
-        guest: it gives its memory back while the trainer needs the device. SGLang's memory saver does that on GPUs; on
-            a CPU it takes the calls and keeps the memory.
+        colocated: it gives its memory back while the trainer needs the device. SGLang's memory saver does that on GPUs;
+            on a CPU it takes the calls and keeps the memory.
 
     Raises:
         ValueError: `generation.sglang.args` holds a flag that asyncrl sets.
@@ -139,7 +139,7 @@ def build_command(
     if config.manager.update_mode == UpdateMode.in_place:
         flags["disable_radix_cache"] = True  # it would never be emptied, and return keys of ever older weights
         flags["disable_overlap_schedule"] = True  # a running step would be reported as one of the new weights
-    if guest and device == Device.cuda:
+    if colocated and device == Device.cuda:
         flags["enable_memory_saver"] = True
     if device == Device.cpu:
         flags |= _cpu_flags(config)
@@ -154,7 +154,7 @@ def build_command(
     if secrets_file is not None:
         argv += ["--config", str(secrets_file)]
     argv += render_flags(flags | user)
-    env = _environment(device, generation.threads, scratch, guest=guest)
+    env = _environment(device, generation.threads, scratch, colocated=colocated)
     user_env = dict(generation.sglang.env)
     if pictures:
         env |= _pictures_environment(config)
@@ -206,7 +206,7 @@ def _cpu_flags(config: ExperimentConfig) -> dict[str, Any]:
     }
 
 
-def _environment(device: Device, threads: int, scratch: Path, *, guest: bool) -> dict[str, str]:
+def _environment(device: Device, threads: int, scratch: Path, *, colocated: bool) -> dict[str, str]:
     env = {
         "TMPDIR": str(scratch),
         "HF_HUB_OFFLINE": "1",
@@ -222,7 +222,7 @@ def _environment(device: Device, threads: int, scratch: Path, *, guest: bool) ->
     if device == Device.cpu:
         env["SGLANG_USE_CPU_ENGINE"] = "1"
         env["TORCHDYNAMO_DISABLE"] = "1"  # a vision tower's rotary embedding would be compiled at the first picture
-    elif guest:
+    elif colocated:
         # the memory saver refuses segments that grow, which a user may have chosen for all processes
         env |= {name: "" for name in ALLOCATOR_VARIABLES if "expandable_segments:True" in os.environ.get(name, "")}
     return env
@@ -262,7 +262,7 @@ def _pictures_environment(config: ExperimentConfig) -> dict[str, str]:
     return env
 
 
-_NO_ROOM_FOR_THE_CACHE = "not enough memory. please try to increase --mem-fraction-static"
+_CACHE_DOES_NOT_FIT = "not enough memory. please try to increase --mem-fraction-static"
 
 
 class SGLangHost(ChildHost):
@@ -278,13 +278,13 @@ class SGLangHost(ChildHost):
             device=self.device,
             secrets_file=_write_secrets(scratch, self.security),
             scratch=scratch,
-            guest=self.guest,
+            colocated=self.colocated,
         )
 
     @staticmethod
     def advice(lines: Sequence[str]) -> str:
         log = "\n".join(lines)
-        if _NO_ROOM_FOR_THE_CACHE in log.lower():
+        if _CACHE_DOES_NOT_FIT in log.lower():
             return (
                 "its part of the GPU's memory holds the weights but no KV cache: raise "
                 "generation.sglang.args.mem_fraction_static, or set a larger generation.sglang.tensor_parallel"

@@ -86,7 +86,7 @@ def missing_history(config: ExperimentConfig, progress: StoredProgress) -> Itera
             f"{METRICS_FILE} lacks {len(missing)} of the {progress.version} steps before the checkpoint, from step "
             f"{missing[0]} on; put a copy of it back to have them"
         )
-    entries = read_ledger(run_dir / LEDGER_DIR, lambda place, what: found.append(f"{place}: {what}"))
+    entries = read_ledger(run_dir / LEDGER_DIR, lambda location, what: found.append(f"{location}: {what}"))
     if len(entries) < progress.ledger_lines:
         found.insert(
             0,

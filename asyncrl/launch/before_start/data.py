@@ -19,7 +19,7 @@ from asyncrl.config.optional_checks import optional_problems
 from asyncrl.config.run_dir import DATA_RECORD_FILE, LOGS_DIR, run_dir_of
 from asyncrl.config.setting import ConfigError
 from asyncrl.config.variants import evaluation_sets, with_code_of
-from asyncrl.data.datasets import DataRecord, Placed
+from asyncrl.data.datasets import DataRecord, Located
 from asyncrl.data.prompt_format import PicturesRefused, PromptStats, measure_prompts, shown
 from asyncrl.data.settings import Overlong
 from asyncrl.launch.before_start.models import base_model_config
@@ -156,7 +156,7 @@ def check_prompts(config: ExperimentConfig, *, of_evaluation_alone: bool = False
         of_files = None if overlong is Overlong.refuse else FILE_ROWS_LOOKED_AT
         form = replace(prompt_format, tools=offered if offers_tools(played) else ())
         try:
-            seen = measure_prompts(rows, form, of_files if isinstance(rows, Placed) else ROWS_LOOKED_AT)
+            seen = measure_prompts(rows, form, of_files if isinstance(rows, Located) else ROWS_LOOKED_AT)
         except PicturesRefused as error:
             raise ConfigError(f"{group}: {error}") from None
         found[group] = seen = replace(seen, mcp=bool(config.mcp) and offers_tools(played))

@@ -19,7 +19,7 @@ from asyncrl.config.machine import host_memory
 from asyncrl.config.optional_checks import POLICY_CHECKS
 from asyncrl.config.run_dir import run_dir_of, write_run_config
 from asyncrl.config.setting import ConfigError, Dtype
-from asyncrl.inference.settings import guests_of
+from asyncrl.inference.settings import colocated_servers
 from asyncrl.models.model_config import read_model_config
 from asyncrl.runtime.backends import backend_class
 from asyncrl.runtime.plan import WorkerPlan, plan_workers
@@ -78,10 +78,10 @@ def _is_wide(model: str | None) -> bool:
 
 
 def _line(plans: list[WorkerPlan], what: str, dtype: Dtype, attention: str) -> str:
-    places = dict.fromkeys((plan.host.name, gpu) for plan in plans for gpu in plan.resources.gpus)
-    known = gpu_details() if places else {}
+    gpus_used = dict.fromkeys((plan.host.name, gpu) for plan in plans for gpu in plan.resources.gpus)
+    known = gpu_details() if gpus_used else {}
     devices = []
-    for host, gpu in places:
+    for host, gpu in gpus_used:
         details = None if host else known.get(gpu)
         memory = f", {details.memory / _GIB:.1f} GiB" if details is not None and details.memory is not None else ""
         named = f" ({details.name}{memory})" if details is not None else f" of {host}" if host else ""
@@ -92,13 +92,14 @@ def _line(plans: list[WorkerPlan], what: str, dtype: Dtype, attention: str) -> s
     return f"{count} on {', '.join(devices)}; {dtype}, attention {attention}"
 
 
-def check_guests_fit(config: ExperimentConfig) -> None:
-    """Check that guests and training ranks fit on this host's GPUs in turns. A child process counts, with torch.
+def check_colocated_fit(config: ExperimentConfig) -> None:
+    """Check that colocated servers and training ranks fit on this host's GPUs in turns. A child process counts, with
+    torch.
 
     Raises:
         ConfigError: memory is missing, and the message says how many GiB; or it could not be counted.
     """
-    plans = plan_workers(config) if guests_of(config.generation) else []
+    plans = plan_workers(config) if colocated_servers(config.generation) else []
     if not any(plan.resources.gpus for plan in plans if plan.kind == GENERATION_SERVER):
         return
     with TemporaryDirectory() as folder:
@@ -107,10 +108,10 @@ def check_guests_fit(config: ExperimentConfig) -> None:
         try:
             counted = subprocess.run(argv, capture_output=True, text=True, timeout=COUNT_LIMIT_S, check=False)
         except subprocess.TimeoutExpired:
-            raise ConfigError(f"the memory of guests and ranks was not counted within {COUNT_LIMIT_S:g} s") from None
+            raise ConfigError(f"the memory of servers and ranks was not counted within {COUNT_LIMIT_S:g} s") from None
     if counted.returncode:
         why = (counted.stderr.strip().splitlines() or [f"exit code {counted.returncode}"])[-1]
-        raise ConfigError(f"the memory of guests and ranks cannot be counted: {why}")
+        raise ConfigError(f"the memory of servers and ranks cannot be counted: {why}")
     if problem := counted.stdout.strip():
         raise ConfigError(problem)
 

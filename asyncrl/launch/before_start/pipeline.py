@@ -19,7 +19,7 @@ from typing import Self
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.data.prompt_format import PromptStats
 from asyncrl.launch.before_start.data import chat_notes, check_prompts
-from asyncrl.launch.before_start.machine import check_guests_fit, check_reachable, device_lines
+from asyncrl.launch.before_start.machine import check_colocated_fit, check_reachable, device_lines
 from asyncrl.launch.before_start.models import loaded_folders, whole_models
 from asyncrl.launch.before_start.rehearsal import plays_first_row, rehearsed, unchecked
 from asyncrl.runtime.backends import backend_class
@@ -92,8 +92,8 @@ class StartChecks:
         return Outcome([f"{len(hosts)} hosts answer" if hosts else "this one"], notes)
 
     def _devices(self) -> Outcome:
-        backend_class(self._config.system.launcher).check_place()
-        check_guests_fit(self._config)
+        backend_class(self._config.system.launcher).check_host()
+        check_colocated_fit(self._config)
         return Outcome(device_lines(with_types(self._config, self._purpose)))
 
     def _models(self) -> Outcome:

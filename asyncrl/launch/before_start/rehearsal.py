@@ -56,7 +56,7 @@ from asyncrl.config.machine import bypass_proxy
 from asyncrl.config.run_dir import read_run_config, write_run_config
 from asyncrl.config.setting import ConfigError
 from asyncrl.config.variants import with_code_of
-from asyncrl.data.datasets import Dataset, DemonstrationDataset, Placed
+from asyncrl.data.datasets import Dataset, DemonstrationDataset, Located
 from asyncrl.data.prompt_format import InvalidPrompt
 from asyncrl.data.prompt_queue import PromptRef
 from asyncrl.rollout.checks import code_problems, problems_of_others
@@ -330,10 +330,10 @@ def _refused(components: UserComponents, checked: tuple[int, dict[int, str]]) ->
         return []
     number, why = next(iter(refused.items()))
     rows = components.prompts.train_set
-    place = rows.place(number) if isinstance(rows, Placed) else f"row {number}"
+    location = rows.location(number) if isinstance(rows, Located) else f"row {number}"
     if len(refused) == count:
-        raise ConfigError(f"dataset: the rewards refuse all of the first {count} rows: {place}: {why}")
-    return [f"{len(refused)} of the first {count} rows are lost, as no answer can be right: {place}: {why}"]
+        raise ConfigError(f"dataset: the rewards refuse all of the first {count} rows: {location}: {why}")
+    return [f"{len(refused)} of the first {count} rows are lost, as no answer can be right: {location}: {why}"]
 
 
 async def _tried(components: UserComponents, checked: tuple[int, dict[int, str]]) -> list[str]:

@@ -27,7 +27,7 @@ USES = {
     "join RUN --kind KIND": "add generation_servers or rollout_workers to a run in progress",
     "chaos EXPERIMENT": "run the experiment under kills, pauses and broken connections",
     "doctor EXPERIMENT": "make every check of a start, and start nothing",
-    "doctor RUN": "explain why a run is slow, stands still or learns nothing",
+    "doctor RUN": "explain why a run is slow, stalled or learns nothing",
     "dashboard RUN": "show runs on a page, live or as one file",
     "clean RUN": "remove what an ended run does not need",
     "trace RUN": "write a run's timeline, for ui.perfetto.dev or as a picture",

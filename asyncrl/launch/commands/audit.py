@@ -22,7 +22,7 @@ class Audit:
     """The result of an audit.
 
     Attributes:
-        findings: the errors, each as `place: what is wrong`.
+        findings: the errors, each as `location: what is wrong`.
         notes: events of the run that are not errors in its files, in the same form.
         outcome: the totals of the run.
     """
@@ -40,11 +40,11 @@ def audit(run_dir: Path) -> Audit:
     findings: list[str] = []
     notes: list[str] = []
 
-    def report(place: str, what: str) -> None:
-        findings.append(f"{place}: {what}")
+    def report(location: str, what: str) -> None:
+        findings.append(f"{location}: {what}")
 
-    def note(place: str, what: str) -> None:
-        notes.append(f"{place}: {what}")
+    def note(location: str, what: str) -> None:
+        notes.append(f"{location}: {what}")
 
     documents = Documents.read(run_dir, report)
     samples = sorted((run_dir / SAMPLES_DIR).glob("*.parquet"))

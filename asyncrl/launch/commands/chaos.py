@@ -4,8 +4,8 @@ The plan is made from the seed. Processes are killed and paused, and connections
 The disk is full for a while, if it may be filled. The run has its own trial. At the end its files are audited; a table
 shows the faults, how long it took until the run continued, and the costs.
 
-Exit codes: 0 the run finished by itself, its books balance, the audit found nothing and the whole plan was carried out;
-1 otherwise; 2 a setting is wrong; 130 stopped by Ctrl-C.
+Exit codes: 0 the run finished by itself, its rollout counts balance, the audit found nothing and the whole plan was
+carried out; 1 otherwise; 2 a setting is wrong; 130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def _report(
     if watched.code == EXIT_CONFIG and not watched.steps:  # the launcher refused a setting
         return refuse("\n".join(line.removeprefix(ERROR) for line in watched.lines))
     run_dir = run_dir_of(config)
-    entries = read_ledger(run_dir / LEDGER_DIR, lambda place, what: None)  # the audit reports its errors
+    entries = read_ledger(run_dir / LEDGER_DIR, lambda location, what: None)  # the audit reports its errors
     launches = ProcessHistory(run_dir / OBSERVED_DIR, "launcher-0").launches()
     complete(watched.done, watched.steps, read_rows(run_dir / RESTARTS_FILE), sorted(launches.values()))
     find_work(watched.done, entries)
@@ -233,14 +233,14 @@ def _report(
 
 
 def _counts_fault(run_dir: Path) -> str | None:
-    """Describe the error in the summary's books; None if they balance."""
+    """Describe the error in the summary's rollout counts; None if they balance."""
     summary = read_summary(run_dir)
     if summary is None:
         return "the run left no summary"
     totals = summary["books"]
     total = totals["trained"] + sum(totals["dropped"].values()) + totals["abandoned"]
     if totals["submitted"] != total:
-        return f"the books do not balance: submitted {totals['submitted']}, accounted for {total}"
+        return f"the rollout counts do not balance: submitted {totals['submitted']}, accounted for {total}"
     return None
 
 

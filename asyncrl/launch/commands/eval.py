@@ -30,7 +30,7 @@ from asyncrl.config.run_dir import ANSWERS_DIR, CONFIG_FILE, METRICS_FILE, read_
 from asyncrl.config.setting import ConfigError, Device
 from asyncrl.config.values import literal, to_yaml
 from asyncrl.config.variants import config_of_policy, evaluation_sets
-from asyncrl.inference.settings import NO_GUESTS
+from asyncrl.inference.settings import COLOCATE_NONE
 from asyncrl.launch.before_start.data import keep_inputs
 from asyncrl.launch.before_start.pipeline import StartChecks
 from asyncrl.launch.before_start.setting_checks import is_hub_name, resolve_hub_names, validate
@@ -147,7 +147,7 @@ def _evaluate(args: argparse.Namespace, scratch: Path) -> int:
 
 
 class _Progress(PlainDisplay):
-    """Prints the launcher's remarks, and each set when its evaluation ends."""
+    """Prints the launcher's notices, and each set when its evaluation ends."""
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Print that a set is done, or why it failed."""
@@ -249,7 +249,7 @@ def evaluation_config(config: ExperimentConfig, scratch: Path, *, answers: bool)
         samples=SamplesConfig(eval_every=int(answers), max_gb=_NO_LIMIT_GB),
         checkpoint=replace(config.checkpoint, keep_best=None),
         manager=replace(config.manager, weight_transport="disk"),
-        generation=replace(config.generation, guests=NO_GUESTS),
+        generation=replace(config.generation, colocated=COLOCATE_NONE),
         trainer=replace(config.trainer, device=Device.cpu),  # so that all GPUs are the servers'
     )
 

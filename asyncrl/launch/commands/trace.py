@@ -90,7 +90,7 @@ def _steps(text: str) -> tuple[int, int | None]:
 
 
 _ORDER = {STEPS: 0, TRAINER: 1, EVENTS: 2, WAITING: 4}
-_LANE_NAMES = {"step": "steps", "phase": "phases", "rollout": "place {}", "wait": "rollout {}"}
+_LANE_NAMES = {"step": "steps", "phase": "phases", "rollout": "slot {}", "wait": "rollout {}"}
 COUNTERS = 1
 """Number of the track of counters; the others follow. Perfetto keeps 0 for the idle process and thread."""
 
@@ -264,7 +264,7 @@ def _track(line: Timeline, track: str, spans: Sequence[Span], y: float, height: 
     row = _row(track, spans)
     yield _label(track, y + min(15, (row + 8) / 2 if _lanes(spans) == 1 else 11))
     if spans[0].kind == "rollout":
-        yield _label(f"{_lanes(spans)} places", y + 25, "dim")
+        yield _label(f"{_lanes(spans)} slots", y + 25, "dim")
     for span in spans:
         yield _bar(line, span, y + span.lane * row, row - 1.5)
 

@@ -99,7 +99,7 @@ class _Leaving:
     """The last serving server waits until another is back: draining takes long."""
 
     def take_one(self) -> bool:
-        """Reserve a place for a server that stops serving; return False if all are taken."""
+        """Reserve a slot for a server that stops serving; return False if all are taken."""
         if self.quota <= 0 or (self.spares_the_last and self.serving == 1 and self.others_return):
             return False
         self.quota, self.serving, self.others_return = self.quota - 1, self.serving - 1, True
@@ -117,7 +117,7 @@ class FleetDecisions:
         update_timeout_s: an update without a sign of life for so long has failed.
         update_fraction: share of the servers that may be out of service for an update at a time; above 0, at most 1.
         targets: weights that the servers are to have; None: from a folder that all hosts share.
-        guests: servers that take turns with the trainer; None in a run without guests.
+        colocated: servers that take turns with the trainer; None in a run without such servers.
     """
 
     def __init__(
@@ -127,10 +127,10 @@ class FleetDecisions:
         update_fraction: float = 1.0,
         *,
         targets: ServerTargets | None = None,
-        guests: ColocatedTurns | None = None,
+        colocated: ColocatedTurns | None = None,
     ) -> None:
         self.targets = targets or ServerTargets()
-        self.guests = guests or ColocatedTurns()
+        self.colocated = colocated or ColocatedTurns()
         self._mode = mode
         self._fraction = update_fraction
         self._timeout_s = update_timeout_s
@@ -146,23 +146,23 @@ class FleetDecisions:
     @property
     def served_version(self) -> int | None:
         """The least version among the servers that get requests; None if there is no such server."""
-        return min((life.version for life in self._serving() if life.version is not None), default=None)
+        return min((record.version for record in self._serving() if record.version is not None), default=None)
 
     def versions_in_use(self) -> set[int]:
         """Versions that servers serve or update to; their weights may still be read."""
-        goals = {life.goal.version for life in self.servers if life.goal is not None}
-        return goals | {life.version for life in self.servers if life.version is not None}
+        goals = {record.goal.version for record in self.servers if record.goal is not None}
+        return goals | {record.version for record in self.servers if record.version is not None}
 
     def read_on(self, host: str | None = None) -> set[int]:
         """Return versions that servers on this host read, or are about to read; without a host those on any host."""
-        reading = [life for life in self._servers.values() if host in (None, host_of(life.url))]
-        return self.targets.on_host(host) | {life.goal.version for life in reading if life.goal is not None}
+        reading = [record for record in self._servers.values() if host in (None, host_of(record.url))]
+        return self.targets.on_host(host) | {record.goal.version for record in reading if record.goal is not None}
 
     def register(self, index: int, url: str, version: int, now: float, *, memory: ServerMemory | None = None) -> bool:
         """Record that the server is registered at `url` with `version`. This replaces its earlier process.
 
         Args:
-            memory: a guest's memory, as an earlier manager recorded it last.
+            memory: a colocated server's memory, as an earlier manager recorded it last.
 
         Returns:
             True if the server was not known yet.
@@ -173,31 +173,31 @@ class FleetDecisions:
         self.deregister(index)
         target = self.targets.wanted(index)
         current = target is None or version == target.version
-        life = FleetServer(index, url, version, ServerState.SERVING if current else ServerState.QUARANTINED, due=now)
+        record = FleetServer(index, url, version, ServerState.SERVING if current else ServerState.QUARANTINED, due=now)
         if not current:
-            life.reason = f"new at version {version}"
+            record.reason = f"new at version {version}"
         if memory is not None and memory.url == url:
-            life.state = ServerState.ASLEEP if memory.released else ServerState.QUARANTINED
-            life.version, life.released = None, frozenset(MemoryTag)
-        self._servers[index] = life
+            record.state = ServerState.ASLEEP if memory.released else ServerState.QUARANTINED
+            record.version, record.released = None, frozenset(MemoryTag)
+        self._servers[index] = record
         return True
 
     def deregister(self, index: int) -> bool:
         """Record that the server's registration is gone; return True if it was known."""
-        life = self._servers.pop(index, None)
-        if life is None:
+        record = self._servers.pop(index, None)
+        if record is None:
             return False
-        if life.state in _UNDER_WAY:
-            self._cancelled.append(CancelUpdate(index, life.attempt, "the server is gone"))
+        if record.state in _UNDER_WAY:
+            self._cancelled.append(CancelUpdate(index, record.attempt, "the server is gone"))
         return True
 
     def worked(self, index: int, now: float) -> None:
         """Record a sign of life of the server, or of the trainer that sends to it: the limit of its update begins
         again.
         """
-        life = self._servers.get(index)
-        if life is not None and life.state in _UNDER_WAY:
-            life.due = min(now + self._timeout_s, life.began + LONGEST_UPDATES * self._timeout_s)
+        record = self._servers.get(index)
+        if record is not None and record.state in _UNDER_WAY:
+            record.due = min(now + self._timeout_s, record.began + LONGEST_UPDATES * self._timeout_s)
 
     def poll(self, now: float, running: Mapping[int, int]) -> list[Order]:
         """Return the orders that are due now.
@@ -208,62 +208,62 @@ class FleetDecisions:
         orders: list[Order] = [*self._cancelled]
         self._cancelled.clear()
         leaving = self._leaving()
-        for life in self.servers:
-            match life.state:
-                case ServerState.UPDATING | ServerState.RELEASING if now >= life.due:
-                    self._quarantine(life, self._silence(life, now), now)
-                    orders.append(CancelUpdate(life.index, life.attempt, life.reason))
-                case _ if self.guests.must_sleep(life.index):
-                    orders += self._sleep(life, now)
-                case ServerState.ASLEEP if self.guests.may_wake:
-                    orders.append(self._begin(life, now))
-                case ServerState.SERVING if self._outdated(life) and leaving.take_one():
+        for record in self.servers:
+            match record.state:
+                case ServerState.UPDATING | ServerState.RELEASING if now >= record.due:
+                    self._quarantine(record, self._silence(record, now), now)
+                    orders.append(CancelUpdate(record.index, record.attempt, record.reason))
+                case _ if self.colocated.must_sleep(record.index):
+                    orders += self._sleep(record, now)
+                case ServerState.ASLEEP if self.colocated.may_wake:
+                    orders.append(self._begin(record, now))
+                case ServerState.SERVING if self._outdated(record) and leaving.take_one():
                     if self._mode == UpdateMode.finish:
-                        life.state = ServerState.DRAINING
+                        record.state = ServerState.DRAINING
                     else:
-                        orders.append(self._begin(life, now))
-                case ServerState.QUARANTINED if now >= life.due and not life.checking and not self._waits(life):
-                    if self.targets.goal(life) is not None:
-                        orders.append(self._begin(life, now))
+                        orders.append(self._begin(record, now))
+                case ServerState.QUARANTINED if now >= record.due and not record.checking and not self._waits(record):
+                    if self.targets.goal(record) is not None:
+                        orders.append(self._begin(record, now))
                     else:
-                        life.checking = True
-                        orders.append(CheckHealth(life.index, life.url))
-        for life in self.servers:
-            if life.state is ServerState.DRAINING and not running.get(life.index):
-                orders.append(self._begin(life, now))
+                        record.checking = True
+                        orders.append(CheckHealth(record.index, record.url))
+        for record in self.servers:
+            if record.state is ServerState.DRAINING and not running.get(record.index):
+                orders.append(self._begin(record, now))
         return orders
 
     def next_due(self) -> float | None:
         """Return the time of the next `poll` that is needed even without a report; None if none is needed."""
         timed = (*_UNDER_WAY, ServerState.QUARANTINED)
-        lives = [life for life in self._servers.values() if life.state in timed and not life.checking]
-        return min((life.due for life in lives if not self._waits(life)), default=None)
+        records = [record for record in self._servers.values() if record.state in timed and not record.checking]
+        return min((record.due for record in records if not self._waits(record)), default=None)
 
     def succeeded(self, server: int, attempt: int) -> bool:
         """Record that the update is done and checked."""
-        life = self._attempted(server, attempt)
-        if life is None or life.goal is None:
+        record = self._attempted(server, attempt)
+        if record is None or record.goal is None:
             return False
-        life.version = life.goal.version
-        life.state = ServerState.SERVING
-        life.failures = life.disagreements = life.health_failures = 0
-        life.goal = None
-        life.reason = ""
-        life.released = frozenset()
+        record.version = record.goal.version
+        record.state = ServerState.SERVING
+        record.failures = record.disagreements = record.health_failures = 0
+        record.goal = None
+        record.reason = ""
+        record.released = frozenset()
         return True
 
     def released(self, server: int, attempt: int) -> bool:
         """Record that the server has released its memory."""
-        life = self._attempted(server, attempt)
-        if life is None:
+        record = self._attempted(server, attempt)
+        if record is None:
             return False
-        life.state, life.reason, life.failures = ServerState.ASLEEP, "", 0
+        record.state, record.reason, record.failures = ServerState.ASLEEP, "", 0
         return True
 
     def resumed(self, server: int, attempt: int, tags: Collection[MemoryTag]) -> None:
         """Record that the server has memory of these kinds again."""
-        if (life := self._attempted(server, attempt)) is not None:
-            life.released -= frozenset(tags)
+        if (record := self._attempted(server, attempt)) is not None:
+            record.released -= frozenset(tags)
 
     def failed(self, server: int, attempt: int, reason: str, now: float, *, disagrees: bool = False) -> bool:
         """Record that the update, check or release failed.
@@ -271,41 +271,41 @@ class FleetDecisions:
         Args:
             disagrees: the server's log-probabilities differ from the trainer's.
         """
-        life = self._attempted(server, attempt)
-        if life is None:
+        record = self._attempted(server, attempt)
+        if record is None:
             return False
-        life.disagreements += disagrees
-        self._quarantine(life, reason, now)
+        record.disagreements += disagrees
+        self._quarantine(record, reason, now)
         return True
 
     def never_agree(self) -> str:
         """Return the reason why no update makes a server agree with the trainer; empty if an update may, or without
         servers.
         """
-        lives = self.servers
-        if not lives or min(life.disagreements for life in lives) < DISAGREEMENTS_ALLOWED:
+        records = self.servers
+        if not records or min(record.disagreements for record in records) < DISAGREEMENTS_ALLOWED:
             return ""
-        return f"{lives[0].reason}. So it was after {lives[0].disagreements} updates in a row, and no server agrees"
+        return f"{records[0].reason}. So it was after {records[0].disagreements} updates in a row, and no server agrees"
 
     def refused(self, server: int, attempt: int, reason: str, now: float) -> bool:
         """Record that the server refused damaged files and keeps its weights; return True if it serves those again."""
-        life = self._attempted(server, attempt)
-        if life is None or life.goal is None:
+        record = self._attempted(server, attempt)
+        if record is None or record.goal is None:
             return False
-        life.damaged = life.goal.version
-        if life.had is None:
-            self._quarantine(life, reason, now)
+        record.damaged = record.goal.version
+        if record.had is None:
+            self._quarantine(record, reason, now)
             return False
-        life.version = life.had
-        life.state = ServerState.SERVING
-        life.failures = life.health_failures = 0
-        life.goal, life.reason = None, reason
+        record.version = record.had
+        record.state = ServerState.SERVING
+        record.failures = record.health_failures = 0
+        record.goal, record.reason = None, reason
         return True
 
     def expected_version(self, server: int, url: str) -> int | None:
         """Return the version that the server must report if it is asked now; None if its version is unknown."""
-        life = self._servers.get(server)
-        return None if life is None or life.url != url else life.version
+        record = self._servers.get(server)
+        return None if record is None or record.url != url else record.version
 
     def contradicted(self, server: int, attempt: int, reason: str, now: float, *, disagrees: bool = False) -> bool:
         """Record that a check found other weights on the server than update `attempt` loaded.
@@ -316,28 +316,32 @@ class FleetDecisions:
         Returns:
             True if it leaves service because of that; False also if a later update has begun.
         """
-        life = self._servers.get(server)
-        if life is None or life.attempt != attempt or life.state not in (ServerState.SERVING, ServerState.DRAINING):
+        record = self._servers.get(server)
+        if (
+            record is None
+            or record.attempt != attempt
+            or record.state not in (ServerState.SERVING, ServerState.DRAINING)
+        ):
             return False
-        life.disagreements += disagrees
-        self._quarantine(life, reason, now)
-        life.version = None
+        record.disagreements += disagrees
+        self._quarantine(record, reason, now)
+        record.version = None
         return True
 
     def healthy(self, server: int, url: str) -> bool:
         """Record that the server answered a health check; return True if it gets requests again because of that."""
-        life = self._servers.get(server)
-        if life is None or life.url != url:
+        record = self._servers.get(server)
+        if record is None or record.url != url:
             return False
-        life.health_failures = 0
-        if not life.checking:
+        record.health_failures = 0
+        if not record.checking:
             return False
-        life.checking = False
-        if self.targets.wanted(life.index) is not None:  # published meanwhile: `poll` brings it there
+        record.checking = False
+        if self.targets.wanted(record.index) is not None:  # published meanwhile: `poll` brings it there
             return False
-        life.state = ServerState.SERVING
-        life.failures = 0
-        life.reason = ""
+        record.state = ServerState.SERVING
+        record.failures = 0
+        record.reason = ""
         return True
 
     def unhealthy(self, server: int, url: str, reason: str, now: float, *, gone: bool) -> bool:
@@ -346,90 +350,92 @@ class FleetDecisions:
         Args:
             gone: nothing listens at the address.
         """
-        life = self._servers.get(server)
-        if life is None or life.url != url:
+        record = self._servers.get(server)
+        if record is None or record.url != url:
             return False
-        if life.checking:
-            self._quarantine(life, reason, now)
+        if record.checking:
+            self._quarantine(record, reason, now)
             return False
-        if life.state not in (ServerState.SERVING, ServerState.DRAINING):
+        if record.state not in (ServerState.SERVING, ServerState.DRAINING):
             return False
-        life.health_failures += 1
-        if not gone and life.health_failures <= HEALTH_FAILURES_ALLOWED:
+        record.health_failures += 1
+        if not gone and record.health_failures <= HEALTH_FAILURES_ALLOWED:
             return False
-        self._quarantine(life, reason, now)
+        self._quarantine(record, reason, now)
         return True
 
     def _serving(self) -> list[FleetServer]:
-        return [life for life in self._servers.values() if life.state is ServerState.SERVING]
+        return [record for record in self._servers.values() if record.state is ServerState.SERVING]
 
-    def _outdated(self, life: FleetServer) -> bool:
-        target = self.targets.available(life)
-        return target is not None and target.version not in (life.version, life.damaged)
+    def _outdated(self, record: FleetServer) -> bool:
+        target = self.targets.available(record)
+        return target is not None and target.version not in (record.version, record.damaged)
 
-    def _waits(self, life: FleetServer) -> bool:
+    def _waits(self, record: FleetServer) -> bool:
         """True if the server is quarantined until its host has weights."""
         return (
-            life.state is ServerState.QUARANTINED
+            record.state is ServerState.QUARANTINED
             and self.targets.newest is not None
-            and self.targets.available(life) is None
+            and self.targets.available(record) is None
         )
 
     def _leaving(self) -> _Leaving:
-        lives = self._servers.values()
-        under_way = [life for life in lives if life.state in (ServerState.DRAINING, ServerState.UPDATING)]
-        allowed = max(1, int(self._fraction * len(lives)))
-        quota = allowed - sum(not life.failures for life in under_way)
+        records = self._servers.values()
+        under_way = [record for record in records if record.state in (ServerState.DRAINING, ServerState.UPDATING)]
+        allowed = max(1, int(self._fraction * len(records)))
+        quota = allowed - sum(not record.failures for record in under_way)
         return _Leaving(quota, len(self._serving()), bool(under_way), spares_the_last=self._mode == UpdateMode.finish)
 
-    def _begin(self, life: FleetServer, now: float) -> BeginUpdate:
-        target = self.targets.goal(life)
+    def _begin(self, record: FleetServer, now: float) -> BeginUpdate:
+        target = self.targets.goal(record)
         assert target is not None
-        quarantined = life.state in (ServerState.QUARANTINED, ServerState.ASLEEP)
+        quarantined = record.state in (ServerState.QUARANTINED, ServerState.ASLEEP)
         pause = PauseMode.abort if quarantined else _PAUSES[self._mode]
-        slept = life.state is ServerState.ASLEEP
-        self._begin_attempt(life, ServerState.UPDATING)
-        life.had = None if quarantined else life.version
-        life.version = None
-        life.goal = target
-        life.began, life.due = now, now + self._timeout_s
+        slept = record.state is ServerState.ASLEEP
+        self._begin_attempt(record, ServerState.UPDATING)
+        record.had = None if quarantined else record.version
+        record.version = None
+        record.goal = target
+        record.began, record.due = now, now + self._timeout_s
         frozen = quarantined and self._mode == UpdateMode.in_place
-        return BeginUpdate(life.index, life.url, life.attempt, target, pause, frozen, life.had, life.released, slept)
+        return BeginUpdate(
+            record.index, record.url, record.attempt, target, pause, frozen, record.had, record.released, slept
+        )
 
-    def _sleep(self, life: FleetServer, now: float) -> Iterator[Sleep]:
-        """Order a guest to release its memory, unless it has, is about to, or waits after a failure."""
-        if life.state in (*_UNDER_WAY, ServerState.ASLEEP):
+    def _sleep(self, record: FleetServer, now: float) -> Iterator[Sleep]:
+        """Order a colocated server to release its memory, unless it has, is about to, or waits after a failure."""
+        if record.state in (*_UNDER_WAY, ServerState.ASLEEP):
             return
-        if life.state is ServerState.QUARANTINED and now < life.due:
+        if record.state is ServerState.QUARANTINED and now < record.due:
             return
-        self._begin_attempt(life, ServerState.RELEASING)
-        life.version, life.began, life.due = None, now, now + self._timeout_s
-        life.released = frozenset(MemoryTag)  # from here on any part of it may be released
-        yield Sleep(life.index, life.url, life.attempt)
+        self._begin_attempt(record, ServerState.RELEASING)
+        record.version, record.began, record.due = None, now, now + self._timeout_s
+        record.released = frozenset(MemoryTag)  # from here on any part of it may be released
+        yield Sleep(record.index, record.url, record.attempt)
 
-    def _silence(self, life: FleetServer, now: float) -> str:
+    def _silence(self, record: FleetServer, now: float) -> str:
         """Say why the limit of the server's update, or release, is over."""
-        what = "the release of its memory" if life.goal is None else f"its update to v{life.goal.version}"
-        if (took_s := now - life.began) >= LONGEST_UPDATES * self._timeout_s:
+        what = "the release of its memory" if record.goal is None else f"its update to v{record.goal.version}"
+        if (took_s := now - record.began) >= LONGEST_UPDATES * self._timeout_s:
             return f"{what} took {took_s:.0f} s ({LONGEST_UPDATES} times manager.update_timeout_s)"
         return (
             f"no sign of life for {self._timeout_s:g} s (manager.update_timeout_s) in {what}, which began "
             f"{took_s:.0f} s ago"
         )
 
-    def _begin_attempt(self, life: FleetServer, state: ServerState) -> None:
+    def _begin_attempt(self, record: FleetServer, state: ServerState) -> None:
         self._attempts += 1
-        life.attempt, life.state, life.checking = self._attempts, state, False
+        record.attempt, record.state, record.checking = self._attempts, state, False
 
     def _attempted(self, server: int, attempt: int) -> FleetServer | None:
-        life = self._servers.get(server)
-        wanted = life is not None and life.attempt == attempt and life.state in _UNDER_WAY
-        return life if wanted else None
+        record = self._servers.get(server)
+        wanted = record is not None and record.attempt == attempt and record.state in _UNDER_WAY
+        return record if wanted else None
 
-    def _quarantine(self, life: FleetServer, reason: str, now: float) -> None:
-        life.state = ServerState.QUARANTINED
-        life.reason = reason
-        life.goal = None
-        life.checking = False
-        life.failures += 1
-        life.due = now + BACKOFF.delay(life.failures)
+    def _quarantine(self, record: FleetServer, reason: str, now: float) -> None:
+        record.state = ServerState.QUARANTINED
+        record.reason = reason
+        record.goal = None
+        record.checking = False
+        record.failures += 1
+        record.due = now + BACKOFF.delay(record.failures)

@@ -80,14 +80,14 @@ class FleetRunner:
         policy: name in `policies` of the servers' policy; empty: the run's own.
         served_version: returns the version by which the gate counts; None: the gate does not depend on these servers.
         frozen: the servers are not part of this run. They are never updated, and their answers count as version 0.
-        resolver: keeps what memory guests have released, for a later manager; None: it is not kept.
+        resolver: keeps what memory colocated servers have released, for a later manager; None: it is not kept.
         clock: seconds in which this process ran, for the limits of updates.
         tell: shows a person that a server fell silent in an update, once until it serves again.
 
     Attributes:
         changed: notified when a server's state changes.
-        server_memory: by index, the guests whose memory is released, or may be.
-        wake_s: seconds that the last woken guest took until it served.
+        server_memory: by index, the colocated servers whose memory is released, or may be.
+        wake_s: seconds that the last woken colocated server took until it served.
     """
 
     def __init__(
@@ -130,11 +130,11 @@ class FleetRunner:
         changed = False
         if self._indices is not None:
             servers = {index: servers[index] for index in servers.keys() & self._indices}
-        for life in self.decisions.servers:
-            if life.index not in servers:
-                self._log.warning("generation server %d (%s) is gone", life.index, life.url)
-                self._left_device(life.index)
-                changed |= self.decisions.deregister(life.index)
+        for record in self.decisions.servers:
+            if record.index not in servers:
+                self._log.warning("generation server %d (%s) is gone", record.index, record.url)
+                self._left_device(record.index)
+                changed |= self.decisions.deregister(record.index)
         for index, (url, version) in sorted(servers.items()):
             memory = self.server_memory.get(index)
             if self.decisions.register(index, url, version, self._clock(), memory=memory):
@@ -172,18 +172,18 @@ class FleetRunner:
         views = {view.index: view for view in self._router.servers}
         return [
             ServerStatus(
-                index=life.index,
-                url=life.url,
-                state=life.state,
-                version=life.version,
-                goal=None if life.goal is None else life.goal.version,
-                reason=life.reason,
-                failures=life.failures,
-                sequences=views[life.index].sequences if life.index in views else 0,
-                tokens=views[life.index].tokens if life.index in views else 0,
+                index=record.index,
+                url=record.url,
+                state=record.state,
+                version=record.version,
+                goal=None if record.goal is None else record.goal.version,
+                reason=record.reason,
+                failures=record.failures,
+                sequences=views[record.index].sequences if record.index in views else 0,
+                tokens=views[record.index].tokens if record.index in views else 0,
                 policy=self._policy,
             )
-            for life in self.decisions.servers
+            for record in self.decisions.servers
         ]
 
     async def run(self) -> None:
@@ -227,7 +227,7 @@ class FleetRunner:
         due = self.decisions.next_due()
         limit_s = ASK_S if due is None else min(ASK_S, max(0.0, due - self._clock()))
         changes = {self.changed.next()}
-        if any(life.state is ServerState.DRAINING for life in self.decisions.servers):
+        if any(record.state is ServerState.DRAINING for record in self.decisions.servers):
             changes.add(self._service.progress.next())
         await asyncio.wait(changes, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         for waiter in changes:
@@ -305,9 +305,9 @@ class FleetRunner:
         if (update := self._updates.pop(order.attempt, None)) is not None:
             update.cancel()
             self._log.warning("generation server %d: an update was cancelled: %s", order.server, order.reason)
-        for life in self.decisions.servers:
-            if (life.index, life.reason, life.failures) == (order.server, order.reason, 1):
-                self._tell(f"WARNING: {self.kind}/{life.index} is left out and updated again: {order.reason}")
+        for record in self.decisions.servers:
+            if (record.index, record.reason, record.failures) == (order.server, order.reason, 1):
+                self._tell(f"WARNING: {self.kind}/{record.index} is left out and updated again: {order.reason}")
 
     def _update_routes(self) -> None:
         """Update the router and the gate, and notify all tasks that wait for a server's state."""
@@ -316,30 +316,33 @@ class FleetRunner:
 
     def _show_servers(self) -> None:
         """Update the router and the gate, and report servers that left service to clients."""
-        lives = {life.index: life for life in self.decisions.servers}
+        records = {record.index: record for record in self.decisions.servers}
         self._router.returning = sum(
-            life.state is ServerState.UPDATING and not life.failures for life in lives.values()
+            record.state is ServerState.UPDATING and not record.failures for record in records.values()
         )
         for index, (url, in_use) in list(self._shown.items()):
-            life = lives.get(index)
-            if life is None or life.url != url:
+            record = records.get(index)
+            if record is None or record.url != url:
                 self._router.remove(index)
                 self._service.routes.server_lost(url)
                 del self._shown[index]
-            elif in_use and life.state in _UNUSED:  # a sleeping server answers no request
+            elif in_use and record.state in _UNUSED:  # a sleeping server answers no request
                 self._service.routes.server_lost(url)
-        for index, life in lives.items():
-            self._shown[index] = (life.url, life.state not in _UNUSED)
-            version = UNKNOWN_VERSION if life.version is None else life.version
-            self._router.update(index, life.url, version, life.state is ServerState.SERVING)
+        for index, record in records.items():
+            self._shown[index] = (record.url, record.state not in _UNUSED)
+            version = UNKNOWN_VERSION if record.version is None else record.version
+            self._router.update(index, record.url, version, record.state is ServerState.SERVING)
         self._service.routes_changed(self._served_version())
 
     async def _check_those_in_service(self) -> None:
         """Check the health of the servers in service until cancelled, each in a separate task."""
         while True:
-            for life in self.decisions.servers:
-                if life.state in (ServerState.SERVING, ServerState.DRAINING) and life.url not in self._health_checks:
-                    self._spawn(self._check_health(life.index, life.url))
+            for record in self.decisions.servers:
+                if (
+                    record.state in (ServerState.SERVING, ServerState.DRAINING)
+                    and record.url not in self._health_checks
+                ):
+                    self._spawn(self._check_health(record.index, record.url))
             await asyncio.sleep(self._health_interval_s)
 
     async def _check_health(self, server: int, url: str, *, ordered: bool = False) -> None:
@@ -371,7 +374,9 @@ class FleetRunner:
             self._update_routes()
 
     async def _record_memory(self, server: int, memory: names.ServerMemory | None) -> None:
-        """Record the state of the guest's memory, before it changes and afterwards; None: it has all of it."""
+        """Record the state of the colocated server's memory, before it changes and afterwards; None: it has all of
+        it.
+        """
         if memory is None:
             self.server_memory.pop(server, None)
         else:
@@ -389,9 +394,9 @@ class FleetRunner:
         self._on_device_since.setdefault(server, time.time())
 
     def _left_device(self, server: int) -> None:
-        """Write the span in which the server had memory on its device, if it is a guest."""
+        """Write the span in which the server had memory on its device, if it is colocated."""
         since = self._on_device_since.pop(server, None)
-        if since is not None and server in self.decisions.guests:
+        if since is not None and server in self.decisions.colocated:
             observer.span("resident", since, time.time(), lane=f"{self.kind}/{server}")
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -410,7 +415,7 @@ class ServerUpdater:
     """Makes the calls of one order to one server. Different servers' orders may run at the same time.
 
     Args:
-        timeout_s: limit of silence. The caller ends an update or a rest without a sign of life, so their calls have no
+        timeout_s: limit of silence. The caller ends an update or a sleep without a sign of life, so their calls have no
             limit.
         check: a check that a server must pass after each update; None: none.
         keeps_pictures, pause_ends_requests: see `asyncrl.inference.backend.Backend`.
@@ -573,7 +578,7 @@ class LogprobCheck:
             )
         )
         scores = [
-            [(place, each.logprobs[place], value) for place, value in enumerate(values, each.start + 1)]
+            [(index, each.logprobs[index], value) for index, value in enumerate(values, each.start + 1)]
             for each, values in zip(probe.sequences, served, strict=True)
         ]
         self._compare(server, target.version, scores)
@@ -586,14 +591,14 @@ class LogprobCheck:
             if tokens
         }
         sequence, difference = max(means.items(), key=lambda mean: (math.isnan(mean[1]), mean[1]))
-        place, trained, served = max(scores[sequence], key=lambda token: abs(token[1] - token[2]))
+        index, trained, served = max(scores[sequence], key=lambda token: abs(token[1] - token[2]))
         self.differences[server] = difference
         if difference <= self.tolerance:
             self._log.info("generation server %d agrees with the trainer on v%d to %.1e", server, version, difference)
             return
         self.alarms += 1
         message = (
-            f"generation server {server} does not serve the trainer's v{version}: it gives token {place} of "
+            f"generation server {server} does not serve the trainer's v{version}: it gives token {index} of "
             f"the probe's sequence {sequence} the log-probability {served:.6g}, the trainer "
             f"{trained:.6g}; the difference {difference:.3g} is above "
             f"manager.logprob_check_tolerance={self.tolerance:g}"

@@ -25,7 +25,7 @@ from asyncrl.comm.http_client import JsonHttp
 from asyncrl.comm.name_resolve import NameResolver
 from asyncrl.comm.names import GENERATION_SERVER, POLICY_SERVER, WinRatesOfPools
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.inference.settings import guests_of
+from asyncrl.inference.settings import colocated_servers
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.fleet_runner import FleetRunner, LogprobCheck, ServerUpdater, logprob_check_tolerance
 from asyncrl.manager.fleet.servers import ColocatedTurns, ServerTargets, Target
@@ -73,7 +73,9 @@ class PolicyFleets:
         updates = config.manager
         as_trained = (updates.update_mode, updates.update_timeout_s, updates.update_fraction)
         targets = ServerTargets(staged=not config.system.shared_filesystem, initial=str(config.model.path))
-        decisions = FleetDecisions(*as_trained, targets=targets, guests=ColocatedTurns(guests_of(config.generation)))
+        decisions = FleetDecisions(
+            *as_trained, targets=targets, colocated=ColocatedTurns(colocated_servers(config.generation))
+        )
         tolerance = logprob_check_tolerance(config)
         self.logprob_check = LogprobCheck(tolerance, log) if tolerance else None
         self.own = self._fleet(None, decisions, transport, self.logprob_check)

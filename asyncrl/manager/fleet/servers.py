@@ -180,45 +180,45 @@ class ServerTargets:
         """Return the weights that the server should have; None if it keeps those that it began with."""
         return self._assigned.get(server, self.newest)
 
-    def available(self, life: FleetServer) -> Target | None:
+    def available(self, record: FleetServer) -> Target | None:
         """Return the newest weights that the server can have now."""
-        return self.wanted(life.index) if self._on_hosts is None else self._on_hosts.get(host_of(life.url))
+        return self.wanted(record.index) if self._on_hosts is None else self._on_hosts.get(host_of(record.url))
 
-    def goal(self, life: FleetServer) -> Target | None:
+    def goal(self, record: FleetServer) -> Target | None:
         """Return the weights that the next update loads.
 
         A server that has released its memory gets the initial model if there is no version. If it found the newest
         version's files damaged, it gets the previous version.
         """
-        target = self.available(life)
-        if not life.released:
+        target = self.available(record)
+        if not record.released:
             return target
-        if target is not None and target.version == life.damaged:
+        if target is not None and target.version == record.damaged:
             target = self._before
         return target or self._initial
 
 
 class ColocatedTurns:
-    """Turns of the trainer and of servers on its devices (guests); `asyncrl.colocated` has the rules.
+    """Turns of the trainer and of colocated servers; `asyncrl.colocated` has the rules.
 
     Args:
-        guests: indices of the servers on the trainer's devices; without any the turns have no effect.
+        colocated: indices of the servers on the trainer's devices; without any the turns have no effect.
 
     Attributes:
         turn: newest announced turn. Before the first one the trainer has the devices, as its ranks load their models.
         announced: newest version that was announced to the manager, even if servers cannot load it.
     """
 
-    def __init__(self, guests: Collection[int] = ()) -> None:
-        self._guests = frozenset(guests)
-        self.turn = TrainerTurn(0, training=bool(guests), version=0)
+    def __init__(self, colocated: Collection[int] = ()) -> None:
+        self._colocated = frozenset(colocated)
+        self.turn = TrainerTurn(0, training=bool(colocated), version=0)
         self.announced = 0
 
     def __contains__(self, server: int) -> bool:
-        return server in self._guests
+        return server in self._colocated
 
     def __bool__(self) -> bool:
-        return bool(self._guests)
+        return bool(self._colocated)
 
     def begin(self, turn: TrainerTurn) -> None:
         """Begin the announced turn. A turn older than the current one is ignored."""
@@ -227,9 +227,9 @@ class ColocatedTurns:
 
     def must_sleep(self, server: int) -> bool:
         """True if the server may have no memory now."""
-        return self.turn.training and server in self._guests
+        return self.turn.training and server in self._colocated
 
     @property
     def may_wake(self) -> bool:
-        """True if guests may wake: the version that they will load is known, so each loads only once."""
+        """True if colocated servers may wake: the version that they will load is known, so each loads only once."""
         return not self.turn.training and self.announced >= self.turn.version

@@ -14,23 +14,23 @@ By then these are ready: those finished now, the running ones that finish in tim
 
 and the share P(D <= h) of those started now. So to have m batches to spare at the horizon, start
 
-    room = (B h/T + m B - finished - q sum p(age)) / (q P(D <= h)),          rounded up.
+    allowance = (B h/T + m B - finished - q sum p(age)) / (q P(D <= h)),          rounded up.
 
 `finished` excludes the batch in training. Both probabilities come from the most recent durations. The margin m adapts:
 at each step that waited w of its s seconds,
 
-    m += min(1/4, w/s) - max(1/200, standing / 4B),          within [0.1, η], from 0.5.
+    m += min(1/4, w/s) - max(1/200, leftover / 4B),          within [0.1, η], from 0.5.
 
-`standing` is the smallest number of rollouts left beyond a batch in the last eight steps, counted once per eight steps:
+`leftover` is the smallest number of rollouts left beyond a batch in the last eight steps, counted once per eight steps:
 these rollouts only age. Rises are limited, since the waits at a run's start do not predict later ones. If generation is
 the bottleneck, steps wait, m rises to η, and only the gate decides, as with `eager`.
 
 Why it is safe:
 
 1. It only lowers the gate's room, so the gate's bound and its proof still hold.
-2. It never deadlocks. A step begins once B are finished. While no step is under way, room >= B - running - finished, so
-   the rollouts missing from a batch may start. While one is under way and nothing runs: if fewer than B others are
-   finished (as some were dropped), room >= m B > 0; if B are, that batch can be taken.
+2. It never deadlocks. A step begins once B are finished. While no step is under way, allowance >= B - running -
+   finished, so the rollouts missing from a batch may start. While one is under way and nothing runs: if fewer than B
+   others are finished (as some were dropped), allowance >= m B > 0; if B are, that batch can be taken.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ DECAY = 0.005
 step's time that is spent waiting for data in the long run.
 """
 DRAIN = 0.25
-STANDING_STEPS = 8
+LEFTOVER_STEPS = 8
 DURATIONS_KEPT = 16
 """Number of batches whose durations form the distribution."""
 STEPS_KEPT = 8
@@ -116,19 +116,19 @@ class Margin:
     def __init__(self, batch_size: int, max_staleness: int) -> None:
         self._batch = batch_size
         self._most = max(float(max_staleness), LEAST_MARGIN)
-        self._standing: deque[int] = deque(maxlen=STANDING_STEPS)
+        self._leftover: deque[int] = deque(maxlen=LEFTOVER_STEPS)
         self.value = min(START_MARGIN, self._most)
 
     def left(self, rollouts: int) -> None:
         """Record the number of rollouts that a step left beyond a batch."""
-        self._standing.append(rollouts)
+        self._leftover.append(rollouts)
 
     def waited(self, share: float) -> None:
         """Adapt to a step that waited for data for this share of its time."""
-        standing = 0
-        if len(self._standing) == STANDING_STEPS and (standing := min(self._standing)):
-            self._standing.clear()
-        fall = max(DECAY, DRAIN * standing / self._batch)
+        leftover = 0
+        if len(self._leftover) == LEFTOVER_STEPS and (leftover := min(self._leftover)):
+            self._leftover.clear()
+        fall = max(DECAY, DRAIN * leftover / self._batch)
         self.value = min(max(self.value + min(LARGEST_RISE, share) - fall, LEAST_MARGIN), self._most)
 
 
@@ -192,7 +192,7 @@ class DeadlinePacing:
         self._recent.learn()
         self._refresh_at = -math.inf
 
-    def room(self, finished: int, now: float) -> int:
+    def allowance(self, finished: int, now: float) -> int:
         """Return how many rollouts should start now; `finished` as in `observe`."""
         running, batch = len(self._started), self._batch
         spare = finished - batch if self.training else finished

@@ -99,12 +99,12 @@ class RolloutState:
         self.gate = StalenessGate(batch_size, max_staleness, most=most)
         self.gate.resume(version, checkpoint.dropped, ended)
         self.used = UsedPrompts() if checkpoint.used is None else UsedPrompts.from_json(checkpoint.used)
-        retries = {place: (attempt, failures) for place, attempt, failures in checkpoint.retries}
+        retries = {order: (attempt, failures) for order, attempt, failures in checkpoint.retries}
         self.queue = PromptQueue(order.num_rows, order.orders_of(self.used).tolist(), retries, order.end)
         self._ledger, self._now, self._ended = ledger, now, False
         self.suspects = Suspects(lambda worker: [each.prompt_id for each in self.gate.live.running_of(worker)])
         self.tokens_finished = 0
-        self._ends_told: set[str] = set()
+        self._ends_reported: set[str] = set()
         self._ends_awaited: dict[str, tuple[str, str]] = {}
 
     @property
@@ -222,8 +222,8 @@ class RolloutState:
             self.suspects.ended(live.owner, live.prompt_id)
             self.tokens_finished += tokens
             self._record(Finished(rollout_id, tokens, self._at()))
-            if rollout_id in self._ends_told:
-                self._ends_told.discard(rollout_id)
+            if rollout_id in self._ends_reported:
+                self._ends_reported.discard(rollout_id)
             elif live.owner != NOBODY:
                 self._ends_awaited[rollout_id] = live.owner, live.prompt_id
         return True
@@ -308,8 +308,8 @@ class RolloutState:
         """Record the success that a worker reports of a rollout that it delivered, whether or not it has arrived."""
         rollout_id, running = finished.rollout_id, self.gate.live.running(finished.rollout_id)
         _, prompt_id = self._ends_awaited.pop(rollout_id, ("", None))
-        if running is not None and rollout_id not in self._ends_told:
-            self._ends_told.add(rollout_id)
+        if running is not None and rollout_id not in self._ends_reported:
+            self._ends_reported.add(rollout_id)
             prompt_id = running.prompt_id
         self._measure(prompt_id, finished)
 
@@ -327,8 +327,8 @@ class RolloutState:
                 self._drop(live, DropReason.crashed_worker, None)
             else:
                 self._drop(live, WORKER_LOST, _as_before(live))
-            if live.rollout_id in self._ends_told:
-                self._ends_told.discard(live.rollout_id)
+            if live.rollout_id in self._ends_reported:
+                self._ends_reported.discard(live.rollout_id)
                 self.gate.over(live.rollout_id)
         return [live.rollout_id for live in running]
 
@@ -407,15 +407,15 @@ class Ledger:
         self._unsealed.update(encoded)
         self._files.append(encoded)
 
-    def step(self, step: int, rollouts: Iterable[m.TrainedRollout], books: RolloutCounts) -> None:
-        """Add that the step to version `step` trained these rollouts; `books` include it. The disk has all
+    def step(self, step: int, rollouts: Iterable[m.TrainedRollout], counts: RolloutCounts) -> None:
+        """Add that the step to version `step` trained these rollouts; `counts` include it. The disk has all
         lines when `written` returns.
         """
         for each in rollouts:
             head = (each.rollout_id, each.prompt_id, each.order, self.lineage, step)
             counted = (each.versions, each.episodes, each.samples, each.reward)
-            self.add(Trained(*head, *counted, each.opponents, each.policies))
-        self._seal(Step, step=step, books=books)
+            self.add(Trained(*head, *counted, each.policy_servers, each.policies))
+        self._seal(Step, step=step, counts=counts)
         self._files.write(sync=True, sealed=True)
 
     async def written(self) -> None:
@@ -426,9 +426,9 @@ class Ledger:
         """
         await asyncio.shield(asyncio.wrap_future(self._files.write()))  # a write that is cancelled would lose its lines
 
-    def end(self, version: int, books: RolloutCounts) -> None:
+    def end(self, version: int, counts: RolloutCounts) -> None:
         """Add the last line, that the launch ends by itself. The disk has all lines when `written` returns."""
-        self._seal(End, version=version, books=books)
+        self._seal(End, version=version, counts=counts)
         self._files.write(sync=True, sealed=True)
 
     def close(self) -> None:
@@ -543,7 +543,7 @@ class Admission:
 
     def admit(self) -> None:
         """Start rollouts while there is room; then update the idle time."""
-        # Until all awaited ends are reported, it is not known which prompts rest.
+        # Until all awaited ends are reported, it is not known which prompts are skipped.
         unmeasured = self._rollouts.curriculum is not None and self._rollouts.awaits_ends
         if self.calls and self._begun and not unmeasured:
             self._serve()
@@ -589,7 +589,7 @@ class Admission:
         allowed = self._rollouts.gate.capacity
         if self._pacing is None:
             return allowed
-        return min(allowed, self._pacing.room(self._rollouts.gate.finished, self._clock()))
+        return min(allowed, self._pacing.allowance(self._rollouts.gate.finished, self._clock()))
 
     def _start(self, waiting: WaitingCall) -> bool:
         """Start the next rollout of a waiting call; return False if it can start none now."""
@@ -618,14 +618,14 @@ class Admission:
             return
         ref = self._rollouts.order.ref(live.order)
         curriculum = self._rollouts.curriculum
-        rests = curriculum is not None and curriculum.rests(ref.prompt_id)
+        skips = curriculum is not None and curriculum.skips(ref.prompt_id)
         route = None
-        if self._first is not None and not rests:
+        if self._first is not None and not skips:
             size = (self._first.prompt_tokens, self._first.max_new_tokens, self._first.n)
             request = m.RouteRequest(*size, request_id=rollout_id, rollout_id=rollout_id, affinity=rollout_id)
             server = self._place(request, waiting.worker)
             route = None if server is None else m.Route(server.url, server.version)
         tries = live.attempt, live.failures
         waiting.granted.append(
-            m.GrantedRollout(rollout_id, ref.prompt_id, ref.order, ref.row, *tries, live.version, route, rests)
+            m.GrantedRollout(rollout_id, ref.prompt_id, ref.order, ref.row, *tries, live.version, route, skips)
         )

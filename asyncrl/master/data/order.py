@@ -69,12 +69,12 @@ class ConfiguredOrder:
 
     async def trained(self, records: Iterable[RolloutRecord], version: int) -> None:
         """Report the `records` that the step at `version` takes to the user's order, if that has a method `trained`."""
-        told = getattr(self._own, "trained", None)
-        if told is None:
+        report = getattr(self._own, "trained", None)
+        if report is None:
             return
         ready = [rollout for _, rollout in (_ready(record, version) for record in records)]
         try:
-            await self._asked(lambda: told(ready), f"{len(ready)} rollouts")
+            await self._asked(lambda: report(ready), f"{len(ready)} rollouts")
         except BufferOrderFailed as error:
             self.failures += 1
             _log.warning("%s; step %d was not reported to it", error, version + 1, exc_info=error.__cause__)

@@ -45,7 +45,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, TypeVar
 
-from asyncrl.api.trajectory import GENERATED, OPPONENTS, policy_of
+from asyncrl.api.trajectory import GENERATED, POLICY_SERVERS, policy_of
 from asyncrl.comm.ended_rollouts import DropReason, PolicyTokens, RecentIds, RolloutCounts, ids_remembered
 from asyncrl.comm.names import ACTOR
 from asyncrl.comm.request_reply import R, Request, RequestClient, RequestTimeout
@@ -505,7 +505,7 @@ def check_counts(totals: RolloutCounts, trained: int) -> None:
     """
     if not totals.balanced or totals.running or totals.finished_untrained:
         raise CountsError(
-            f"the books do not balance: submitted {totals.submitted}, trained {totals.trained}, dropped "
+            f"the rollout counts do not balance: submitted {totals.submitted}, trained {totals.trained}, dropped "
             f"{sum(totals.dropped.values())} {dict(totals.dropped)}, abandoned {totals.abandoned}, "
             f"still running {totals.running}, finished but untrained {totals.finished_untrained}"
         )
@@ -532,15 +532,15 @@ def trained_rollout(record: RolloutRecord) -> TrainedRollout:
     samples, rewards = len(record.rewards), record.episode_rewards
     reward = sum(rewards) / len(rewards)
     head = (record.rollout_id, record.prompt_id, record.order, record.version_tokens)
-    return TrainedRollout(*head, len(rewards), samples, reward, _opponents(record.metrics), _policies(record))
+    return TrainedRollout(*head, len(rewards), samples, reward, _policy_servers(record.metrics), _policies(record))
 
 
-def _opponents(metrics: Mapping[str, float]) -> dict[str, tuple[int, int]]:
+def _policy_servers(metrics: Mapping[str, float]) -> dict[str, tuple[int, int]]:
     """Return the oldest and newest version of each policy that answered in a rollout with these metrics."""
     versions: dict[str, dict[str, int]] = {}
     for name, number in metrics.items():
-        if name.startswith(OPPONENTS):
-            policy, _, which = name.removeprefix(OPPONENTS).partition("/")
+        if name.startswith(POLICY_SERVERS):
+            policy, _, which = name.removeprefix(POLICY_SERVERS).partition("/")
             versions.setdefault(policy, {})[which] = int(number)
     return {policy: (each["oldest_version"], each["newest_version"]) for policy, each in versions.items()}
 

@@ -1,4 +1,4 @@
-"""What the ranks do while a step waits for its batch: they score rollouts ahead, or lend shared devices to servers.
+"""What the ranks do while a step waits for its batch: they score rollouts ahead, or leave shared devices to servers.
 
 Scores ahead. Frozen models (reference, reward) never change, so a rollout can be scored as soon as it is received. The
 proximal policy changes with each step and a critic learns, so their outputs are computed in the step. While the step
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from time import perf_counter
 
-from asyncrl.algorithms.registry import WHOLE_DISTRIBUTIONS, KLPlace
+from asyncrl.algorithms.registry import WHOLE_DISTRIBUTIONS, KLIn
 from asyncrl.comm.request_reply import RequestClient
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.data.sample_buffer import SampleBuffer, TrainBatch
@@ -85,7 +85,7 @@ def frozen_calls(config: ExperimentConfig, graph: Graph, placement: Placement) -
     if not config.trainer.score_ahead or config.trainer.offload:
         return []
     algorithm = config.algorithm
-    whole = algorithm.kl_in == KLPlace.loss and algorithm.kl_estimator.name in WHOLE_DISTRIBUTIONS
+    whole = algorithm.kl_in == KLIn.loss and algorithm.kl_estimator.name in WHOLE_DISTRIBUTIONS
     reference = algorithm.reference.mode == ReferenceMode.frozen and not whole
     asked = {"reward", "teacher_inf"} | ({"ref_inf"} if reference else set())
     return [
@@ -110,7 +110,7 @@ class DeviceTurns:
     def begin(self) -> None:
         """Give the devices to the servers, until there is a batch: the ranks have loaded their models."""
 
-    async def lend(self, missing: int) -> bool:
+    async def wake(self, missing: int) -> bool:
         """Give the devices to servers while the batch lacks `missing` rollouts, if that completes the batch earlier.
 
         Returns:

@@ -72,10 +72,10 @@ def page_data(history: History, decode: Decode | None = None) -> dict[str, Any]:
         "doctor": examine(history).as_json(),
         "timeline": _timeline(history),
         "samples": _samples(history.folder / SAMPLES_DIR, decode),
-        "books": _counts(history),
+        "counts": _counts(history),
         "processes": _processes(history),
         "restarts": history.restarts[-50:],
-        "remarks": history.notices[-30:],
+        "notices": history.notices[-30:],
         "logs": _logs(history.folder / LOGS_DIR),
     }
     return dict(_clean(data))
@@ -196,7 +196,7 @@ def _samples(folder: Path, decode: Decode | None) -> dict[str, Any]:
     files = sample_files(folder) if folder.is_dir() else []
     if not files:
         return {"rows": [], "why": "no samples were kept; samples.every=16 keeps every 16th trained rollout"}
-    chosen = [files[round(place * (len(files) - 1) / max(1, SAMPLE_FILES - 1))] for place in range(SAMPLE_FILES)]
+    chosen = [files[round(index * (len(files) - 1) / max(1, SAMPLE_FILES - 1))] for index in range(SAMPLE_FILES)]
     try:
         rows = []
         for file in dict.fromkeys(chosen):
@@ -240,21 +240,21 @@ def _sample(row: Row, decode: Decode | None) -> dict[str, Any]:
     spans = {each["position"]: each for each in row.get("pictures") or ()}
     names = {each["start"]: each["text"] for each in row["segments"]}
     end = 0
-    for place, token in enumerate(row["tokens"]):
-        if place in spans:
-            end = place + spans[place]["length"]
-            pieces.append([names[place], -1])
-        if place < end:
+    for index, token in enumerate(row["tokens"]):
+        if index in spans:
+            end = index + spans[index]["length"]
+            pieces.append([names[index], -1])
+        if index < end:
             continue
-        version = row["versions"][place] if row["loss_mask"][place] else -1
-        pieces.append([decode([token]), version, *(each[place] if each else None for each in scores)])
+        version = row["versions"][index] if row["loss_mask"][index] else -1
+        pieces.append([decode([token]), version, *(each[index] if each else None for each in scores)])
     return {**shown, "pieces": pieces, "by_token": True}
 
 
 def _counts(history: History) -> dict[str, Any]:
-    counts = history.ledger.ended.books if history.ledger.ended is not None else None
+    counts = history.ledger.ended.counts if history.ledger.ended is not None else None
     for step in sorted(history.steps, reverse=True):
-        counts = counts or history.steps[step].books
+        counts = counts or history.steps[step].counts
         if counts is not None:
             break
     return {} if counts is None else msgspec.structs.asdict(counts)
@@ -267,7 +267,7 @@ def _processes(history: History) -> list[dict[str, Any]]:
         lines = [line for line in process.lines if "rss" in line]
         if not lines:
             continue
-        lines = [lines[place] for place in _thinned(range(len(lines)), PROCESS_POINTS)]
+        lines = [lines[index] for index in _thinned(range(len(lines)), PROCESS_POINTS)]
         last = process.last
         newest = next((line for line in reversed(process.lines) if "running" in line), last)
         span_s = max(60.0, lines[-1]["at"] - lines[0]["at"])

@@ -14,11 +14,11 @@ from asyncrl.observe.doctor.bottleneck import balanced, bottlenecks
 from asyncrl.observe.doctor.finding import Finding, Level
 from asyncrl.observe.doctor.health import problems
 from asyncrl.observe.doctor.measured import Measured, measure
-from asyncrl.observe.doctor.standing import findings_of_stops, without_processors
+from asyncrl.observe.doctor.stalled import findings_of_stops, without_processors
 from asyncrl.observe.history import History
 from asyncrl.observe.status import FEWEST_STEPS
 
-TOLD = 0.01
+LEAST_SHOWN = 0.01
 """Share of the time below which a part is not shown."""
 PARTS = {
     "switch": "switching",
@@ -73,7 +73,7 @@ def examine(history: History) -> Diagnosis:
         even = balanced(measured)
         found += list(bottlenecks(measured)) if even is None else [even]
         missing = measured.missing
-    order = {Level.problem: 0, Level.bottleneck: 1, Level.remark: 2}
+    order = {Level.problem: 0, Level.bottleneck: 1, Level.notice: 2}
     findings = sorted(found, key=lambda finding: order[finding.level])
     return Diagnosis(findings, measured, missing)
 
@@ -85,7 +85,7 @@ def stages(m: Measured) -> list[RunStage]:
         RunStage(
             "gate full", m.idle, f"{m.idle_s:.2f} s a step; η = {m.eta} lets {(m.eta + 1) * m.batch} rollouts live"
         ),
-        RunStage("places", m.busy, f"{m.busy_places:.0f} of {m.places} taken, {m.rollout_s:.2f} s a rollout"),
+        RunStage("slots", m.busy, f"{m.busy_slots:.0f} of {m.slots} taken, {m.rollout_s:.2f} s a rollout"),
     ]
     listed += [
         RunStage(f"  {what}", seconds / m.rollout_s if m.rollout_s else 0.0, f"{seconds:.2f} s of a rollout")
@@ -103,7 +103,7 @@ def stages(m: Measured) -> list[RunStage]:
             figures += f", KV cache {100 * server.kv_share:.0f} %"
         if server.tokens_s is not None:
             figures += f", {server.tokens_s:,.0f} tokens/s"
-        if server.updating >= TOLD:
+        if server.updating >= LEAST_SHOWN:
             figures += f", {100 * server.updating:.0f} % of the time in weight updates"
         listed.append(RunStage(name, server.running / most if most else None, figures))
     age = f"at most {m.greatest_age:.0f} versions, η = {m.eta}"
@@ -117,5 +117,5 @@ def stages(m: Measured) -> list[RunStage]:
 
 def _parts(m: Measured) -> str:
     """Return how the trainer's seconds of a step are divided, as text."""
-    told = {name: seconds for name, seconds in m.parts.items() if name in PARTS and seconds >= TOLD * m.step_s}
-    return ", ".join(f"{PARTS[name]} {seconds:.2f}" for name, seconds in told.items())
+    shown = {name: seconds for name, seconds in m.parts.items() if name in PARTS and seconds >= LEAST_SHOWN * m.step_s}
+    return ", ".join(f"{PARTS[name]} {seconds:.2f}" for name, seconds in shown.items())

@@ -1,7 +1,7 @@
 """Rules that find the stages that limit the speed, each with the best step time without that limit
 (`Measured.step_if`).
 
-Several rules may hold at a time: a slow reward fills the places, an evaluation fills the servers. The bottleneck is the
+Several rules may hold at a time: a slow reward fills the slots, an evaluation fills the servers. The bottleneck is the
 stage with the largest possible gain; of equal ones, the first in `RULES`.
 
 Rules on servers apply to those of further policies (`policies`) too. A server is compared only with servers of its own
@@ -51,7 +51,7 @@ def balanced(m: Measured) -> Finding | None:
         return None
     return Finding(
         "balanced",
-        Level.remark,
+        Level.notice,
         "Balanced",
         f"training waits for rollouts {percent(m.wait)} of the time, and generation waits for training "
         f"{percent(m.idle)} of it.",
@@ -143,7 +143,7 @@ def trainer(m: Measured) -> Finding | None:
         kind,
         "The trainer sets the pace",
         f"it is busy {percent(1 - m.wait)} of the time, {parts[top]:.2f} s of each {m.step_s:.2f} s step with "
-        f"{_part_name(top)}; a finished rollout waits {m.waited_s:.1f} s for it and {percent(m.busy)} of the places "
+        f"{_part_name(top)}; a finished rollout waits {m.waited_s:.1f} s for it and {percent(m.busy)} of the slots "
         "are taken.",
         advice,
         m.step_if(trainer_s=m.trainer_s - parts[top] / 2),
@@ -152,7 +152,7 @@ def trainer(m: Measured) -> Finding | None:
 
 def _part_name(part: str) -> str:
     return {
-        "switch": "waiting for guests to leave the devices",
+        "switch": "waiting for servers to leave the devices",
         "train": "training",
         "publish": "publishing weights",
         "memory_checkpoint": "the in-memory checkpoint",
@@ -179,16 +179,16 @@ def blocked_loop(m: Measured) -> Finding | None:
 
 
 def slow_call(m: Measured) -> Finding | None:
-    """Most of a rollout is spent in the user's code, or waiting for a place to run it."""
+    """Most of a rollout is spent in the user's code, or waiting for a slot to run it."""
     calls = {what: seconds for what, seconds in m.calls.items() if what != "generation"}
     what = max(calls, key=lambda name: calls[name], default="")
     if m.wait < LITTLE_WAITING or not what or calls[what] <= CALL_SHARE * m.rollout_s:
         return None
-    if what == "a place for user code":
+    if what == "a slot for user code":
         return bottleneck(
             m,
             "blocked-user-code",
-            "Too few places for user code",
+            "Too few slots for user code",
             f"{waits(m)}; {calls[what]:.2f} of the {m.rollout_s:.2f} s of a rollout are spent waiting for a thread or "
             "process in which user code may run.",
             "Raise rollout.user_code.threads or rollout.user_code.processes.",
@@ -201,17 +201,17 @@ def slow_call(m: Measured) -> Finding | None:
         f"slow-{what}",
         f"A slow {what}",
         f"{waits(m)}; the {what} takes {calls[what]:.2f} of the {m.rollout_s:.2f} s of a rollout, and "
-        f"{m.busy_places:.0f} of {m.places} places are taken, most of them by rollouts that wait for it.",
-        ADVICE_OF_CALL[what] + setting if want > m.places else "Make it faster.",
-        m.step_if(places=max(want, m.places)),
+        f"{m.busy_slots:.0f} of {m.slots} slots are taken, most of them by rollouts that wait for it.",
+        ADVICE_OF_CALL[what] + setting if want > m.slots else "Make it faster.",
+        m.step_if(slots=max(want, m.slots)),
     )
 
 
 def _places_wanted(m: Measured) -> int:
-    """Return the number of places that supply a batch in the time of the next stage, limited by the rollouts that η
+    """Return the number of slots that supply a batch in the time of the next stage, limited by the rollouts that η
     allows.
     """
-    next_s = max(m.trainer_s, m.batch * m.calls.get("generation", 0.0) / max(m.places, 1), 1e-3)
+    next_s = max(m.trainer_s, m.batch * m.calls.get("generation", 0.0) / max(m.slots, 1), 1e-3)
     return min(math.ceil(m.batch * m.rollout_s / next_s), (m.eta + 1) * m.batch)
 
 
@@ -300,38 +300,38 @@ def _limit(m: Measured, fleet: Fleet) -> Finding | None:
     )
 
 
-def too_few_places(m: Measured) -> Finding | None:
-    """All places are taken, and the servers have room for more."""
-    most = _room(m)
-    if m.wait < LITTLE_WAITING or m.busy <= 0.85 or not m.places:
+def too_few_slots(m: Measured) -> Finding | None:
+    """All slots are taken, and the servers have room for more."""
+    most = _server_capacity(m)
+    if m.wait < LITTLE_WAITING or m.busy <= 0.85 or not m.slots:
         return None
-    if most is None or m.places * m.group >= 0.5 * most:
+    if most is None or m.slots * m.group >= 0.5 * most:
         return None
-    want = max(m.places + 1, min(int(most / m.group), (m.eta + 1) * m.batch))
+    want = max(m.slots + 1, min(int(most / m.group), (m.eta + 1) * m.batch))
     running = m.own.total("running")
     seen = "" if running is None else f" and run {running:.0f} of {most:.0f} samples"
     return bottleneck(
         m,
-        "too-few-places",
-        "Too few places for rollouts",
-        f"{waits(m)}; all {m.places} places are taken, and they can fill {m.places * m.group} of the servers' "
+        "too-few-slots",
+        "Too few slots for rollouts",
+        f"{waits(m)}; all {m.slots} slots are taken, and they can fill {m.slots * m.group} of the servers' "
         f"{most:.0f} samples{seen}.",
         f"Set rollout.max_concurrent={math.ceil(want / m.workers)}.",
-        m.step_s if m.cores_are_taken else m.step_if(places=want),  # larger batches help, by how much is not known
+        m.step_s if m.cores_are_taken else m.step_if(slots=want),  # larger batches help, by how much is not known
     )
 
 
-def _room(m: Measured) -> float | None:
+def _server_capacity(m: Measured) -> float | None:
     """Return the number of samples that the servers can run at a time, limited by their batch and by their KV cache at
     its present use.
     """
-    rooms = []
+    capacities = []
     for server in m.servers:
         if server.max_running is None:
             return None
         by_cache = (server.running or 0.0) / server.kv_share if server.kv_share else server.max_running
-        rooms.append(min(server.max_running, by_cache))
-    return sum(rooms) if rooms else None
+        capacities.append(min(server.max_running, by_cache))
+    return sum(capacities) if capacities else None
 
 
 def no_processor(m: Measured) -> Finding | None:
@@ -402,16 +402,16 @@ def weight_updates(m: Measured) -> Finding | None:
 
 
 def admission(m: Measured) -> Finding | None:
-    """Places are free and the gate is open, and yet no rollout begins."""
-    if m.wait < LITTLE_WAITING or not m.places or m.busy >= 0.6 or m.idle > 0.1:
+    """Slots are free and the gate is open, and yet no rollout begins."""
+    if m.wait < LITTLE_WAITING or not m.slots or m.busy >= 0.6 or m.idle > 0.1:
         return None
-    if (m.eta + 1) * m.batch < 2 * m.places:  # the gate itself keeps places free
+    if (m.eta + 1) * m.batch < 2 * m.slots:  # the gate itself keeps slots free
         return None
     return bottleneck(
         m,
         "admission",
         "Rollouts begin late",
-        f"{waits(m)}; only {m.busy_places:.0f} of {m.places} places are taken, though the gate is open "
+        f"{waits(m)}; only {m.busy_slots:.0f} of {m.slots} slots are taken, though the gate is open "
         f"{percent(1 - m.idle)} of the time.",
         "Set rollout.pacing=eager."
         if m.settings.get("rollout.pacing") == "deadline"
@@ -420,7 +420,7 @@ def admission(m: Measured) -> Finding | None:
 
 
 def shared_devices(m: Measured) -> Finding | None:
-    """All servers are guests on the training devices: what generation takes is added to what training takes."""
+    """All servers are colocated: what generation takes is added to what training takes."""
     if not m.takes_turns or m.wait < LITTLE_WAITING:
         return None
     leaving_s = m.parts["switch"]
@@ -428,9 +428,9 @@ def shared_devices(m: Measured) -> Finding | None:
         m,
         "shared-devices",
         "Training and generation take turns",
-        f"they share devices (generation.guests): of each {m.step_s:.2f} s step generation has them {m.wait_s:.2f} s "
-        f"and training {m.trainer_s:.2f} s, {leaving_s:.2f} s of which the servers take to leave.",
-        "With devices of their own (generation.guests=none) both run at once; on shared ones: shorter answers, or "
+        f"they share devices (generation.colocated): of each {m.step_s:.2f} s step generation has them "
+        f"{m.wait_s:.2f} s and training {m.trainer_s:.2f} s, {leaving_s:.2f} s of which the servers take to leave.",
+        "With devices of their own (generation.colocated=none) both run at once; on shared ones: shorter answers, or "
         "fewer switches by a larger train_batch_size or max_head_offpolicyness.",
         max(m.trainer_s - leaving_s, m.wait_s),
     )
@@ -461,7 +461,7 @@ def generation(m: Measured) -> Finding | None:
         "slow-generation",
         "Generation sets the pace",
         f"{waits(m)}; {m.calls.get('generation', 0.0):.2f} of the {m.rollout_s:.2f} s of a rollout are generation, "
-        f"and {m.busy_places:.0f} of {m.places} places are taken{does}.",
+        f"and {m.busy_slots:.0f} of {m.slots} slots are taken{does}.",
         advice,
         twice_s,
     )
@@ -475,7 +475,7 @@ RULES: tuple[Rule, ...] = (
     slow_call,
     slow_server,
     server_limits,
-    too_few_places,
+    too_few_slots,
     no_processor,
     held_server,
     weight_updates,

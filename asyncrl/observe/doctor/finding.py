@@ -12,10 +12,10 @@ class Level(StrEnum):
     """Severity of a finding."""
 
     problem = auto()
-    """Something is wrong: the run stands still, learns nothing or loses data."""
+    """Something is wrong: the run is stalled, learns nothing or loses data."""
     bottleneck = auto()
     """Nothing is wrong; this stage sets the pace."""
-    remark = auto()
+    notice = auto()
     """Worth knowing, nothing to do."""
 
 

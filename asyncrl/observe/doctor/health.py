@@ -254,10 +254,10 @@ def _limits(history: History, rows: Sequence[Row], m: Measured | None) -> Iterat
     if m is not None and m.eta >= 2 and len(rows) > 5 * m.eta and 0 < m.greatest_age < m.eta / 2:
         yield Finding(
             "eta-never-reached",
-            Level.remark,
+            Level.notice,
             "η is never reached",
             f"no token was older than {m.greatest_age:.0f} versions, and {m.eta} are allowed.",
-            "It does no harm; more places (rollout.max_concurrent) or servers would use it.",
+            "It does no harm; more slots (rollout.max_concurrent) or servers would use it.",
         )
 
 
@@ -268,7 +268,7 @@ def _clock(process: Process) -> Iterator[Finding]:
         return
     yield Finding(
         "clocks-differ",
-        Level.remark,
+        Level.notice,
         "A host's clock is off",
         f"the clock of the host of {process.name} is {abs(ahead_s):.2f} s {'ahead of' if ahead_s > 0 else 'behind'} "
         f"that of the launcher's host (to within {within_s:.3f} s).",

@@ -19,7 +19,7 @@ from typing import Any
 
 from asyncrl.comm.ended_rollouts import DropReason
 from asyncrl.comm.names import GENERATION_SERVER, POLICY_SERVER
-from asyncrl.inference.settings import ALL_GUESTS, NO_GUESTS
+from asyncrl.inference.settings import COLOCATE_ALL, COLOCATE_NONE
 from asyncrl.observe.history import History, Rollout, Row
 from asyncrl.observe.observer import Activity
 from asyncrl.observe.status import FEWEST_STEPS, Process
@@ -42,10 +42,10 @@ CALLS = {
     "reward_s": "reward",
     "env_s": "environment",
     "tool_s": "tool",
-    "agent_wait_s": "a place for user code",
-    "env_wait_s": "a place for user code",
-    "process_wait_s": "a place for user code",
-    "thread_wait_s": "a place for user code",
+    "agent_wait_s": "a slot for user code",
+    "env_wait_s": "a slot for user code",
+    "process_wait_s": "a slot for user code",
+    "thread_wait_s": "a slot for user code",
 }
 """Metrics of a rollout's seconds, and the names of the activities."""
 SETTINGS = (
@@ -66,7 +66,7 @@ class Measured:
         parts: of a step: waiting for a batch, training, publishing and so on.
         rollout_s: from admitted to finished; `calls` has these seconds by activity.
         waited_s: from finished to the end of the step that trained it.
-        places, busy_places: number of rollouts that may run at a time, and mean number that did.
+        slots, busy_slots: number of rollouts that may run at a time, and mean number that did.
         servers: servers of the run's own policy; `policy_servers` are the servers of `policies`.
         idle_s: time in which the full gate let no rollout run.
         worker_no_core: seconds, per second, in which threads of the RolloutWorker whose event loop is latest were ready
@@ -77,9 +77,9 @@ class Measured:
         stale: share of the admitted rollouts that were dropped as too old.
         saturation: 0 if twice the samples give twice the tokens a second, 1 if they give no more; None if the number of
             samples hardly varied.
-        takes_turns: all servers are guests on the training devices, so that nothing is generated while a step is
+        takes_turns: all servers are colocated, so that nothing is generated while a step is
             trained.
-        workers: number of RolloutWorkers, which share the places.
+        workers: number of RolloutWorkers, which share the slots.
         no_core: share of the time in which threads of the run could run and had no core.
         rank_tokens: of a batch, on each training rank.
         on_gpu: the ranks train on GPUs.
@@ -96,8 +96,8 @@ class Measured:
     rollout_s: float
     waited_s: float
     calls: Mapping[str, float]
-    places: int
-    busy_places: float
+    slots: int
+    busy_slots: float
     servers: tuple[ServerLoad, ...]
     worker_loop_late_s: float | None
     worker_late_s: float | None
@@ -147,8 +147,8 @@ class Measured:
 
     @property
     def busy(self) -> float:
-        """Share of the places that are taken."""
-        return self.busy_places / self.places if self.places else 0.0
+        """Share of the slots that are taken."""
+        return self.busy_slots / self.slots if self.slots else 0.0
 
     @property
     def all_servers(self) -> tuple[ServerLoad, ...]:
@@ -177,19 +177,19 @@ class Measured:
         trainer_s: float | None = None,
         user_s: float | None = None,
         generation_s: float | None = None,
-        places: int | None = None,
+        slots: int | None = None,
         queues: bool | None = None,
         server: float = 1.0,
     ) -> float:
         """Return the seconds of a step at best, if the given figures had these values.
 
-        A step takes as long as the slowest of three: the trainer; B rollouts of `rollout_s` in the given places; and
+        A step takes as long as the slowest of three: the trainer; B rollouts of `rollout_s` in the given slots; and
         the servers, as far as they are at their limit. `server` scales the servers' work for a step. If generation and
         training do not overlap, a step takes the trainer's time plus the longer of the other two.
         """
         generation = self.calls.get("generation", 0.0) if generation_s is None else generation_s
         user = max(0.0, self.rollout_s - self.calls.get("generation", 0.0)) if user_s is None else user_s
-        supply_s = self.batch * (generation + user) / max(1, self.places if places is None else places)
+        supply_s = self.batch * (generation + user) / max(1, self.slots if slots is None else slots)
         limit = (1.0 if self.queues else self._limit) if queues is None else 1.0 if queues else self.saturation or 0.0
         overlaps = self.eta > 0 and not self.takes_turns
         generating_s = self.step_s if overlaps else self.wait_s
@@ -228,7 +228,7 @@ def measure(history: History) -> Measured | None:
     latest = max(workers, key=lambda worker: _gauge_mean(worker, "loop_late_s", begin, end) or 0.0, default=None)
     servers, policy_servers = (server_loads(history, kind, begin, end) for kind in (GENERATION_SERVER, POLICY_SERVER))
     admitted, dropped = history.ledger.dropped_since(first)
-    places = int(history.setting("rollout.max_concurrent", 0)) * int(history.setting("rollout.workers", 1))
+    slots = int(history.setting("rollout.max_concurrent", 0)) * int(history.setting("rollout.workers", 1))
     return Measured(
         steps=(first, last),
         step_s=step_s,
@@ -240,8 +240,8 @@ def measure(history: History) -> Measured | None:
         rollout_s=rollout_s,
         waited_s=_mean(step.waited_s for step in steps),
         calls=_calls(rows, rollout_s),
-        places=places,
-        busy_places=_alive(history.rollouts.values(), begin, end)
+        slots=slots,
+        busy_slots=_alive(history.rollouts.values(), begin, end)
         or sum(step.admitted for step in steps) / max(end - begin, 1e-9) * rollout_s,  # Little's law
         servers=servers,
         worker_loop_late_s=_worst_mean(workers, "loop_late_s", begin, end),
@@ -252,7 +252,8 @@ def measure(history: History) -> Measured | None:
         saturation=_saturation(history, begin, end),
         greatest_age=max(row.get("staleness/max", 0.0) for row in rows),
         stale=dropped.get(DropReason.stale, 0) / max(1, admitted),
-        takes_turns=str(history.setting("generation.guests", NO_GUESTS)) in (ALL_GUESTS, str(len(servers) or None)),
+        takes_turns=str(history.setting("generation.colocated", COLOCATE_NONE))
+        in (COLOCATE_ALL, str(len(servers) or None)),
         policy_servers=policy_servers,
         workers=int(history.setting("rollout.workers", 1)),
         no_core=_no_core(history, begin, end),

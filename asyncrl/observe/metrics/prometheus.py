@@ -187,9 +187,9 @@ def board() -> dict[str, Any]:
             {"id": len(panels) + 1, "type": "row", "title": title, "collapsed": False, "gridPos": at, "panels": []}
         )
         for number, (panel, names) in enumerate(chosen.items()):
-            place = {"x": number % PER_LINE * WIDTH, "y": y + 1 + number // PER_LINE * HEIGHT, "w": WIDTH, "h": HEIGHT}
+            cell = {"x": number % PER_LINE * WIDTH, "y": y + 1 + number // PER_LINE * HEIGHT, "w": WIDTH, "h": HEIGHT}
             shown = [entry for name in names for entry in _named(name, entries)]
-            panels.append(_panel(len(panels) + 1, panel, shown, place))
+            panels.append(_panel(len(panels) + 1, panel, shown, cell))
         y += 1 + -(-len(chosen) // PER_LINE) * HEIGHT
     return {
         "title": "asyncrl",
@@ -222,7 +222,7 @@ _RUN = {
 }
 
 
-def _panel(number: int, title: str, entries: list[Metric | Figure], place: dict[str, int]) -> dict[str, Any]:
+def _panel(number: int, title: str, entries: list[Metric | Figure], cell: dict[str, int]) -> dict[str, Any]:
     unit = "short" if entries[0].grows else _UNITS.get(entries[0].unit, "short")
     return {
         "id": number,
@@ -230,7 +230,7 @@ def _panel(number: int, title: str, entries: list[Metric | Figure], place: dict[
         "title": title,
         "description": "\n\n".join(f"`{entry.name}`: {entry.meaning}" for entry in entries),
         "datasource": _DATASOURCE,
-        "gridPos": place,
+        "gridPos": cell,
         "fieldConfig": {"defaults": {"unit": unit, "custom": {"spanNulls": True}}, "overrides": []},
         "targets": [
             {

@@ -61,10 +61,10 @@ class ToolAgent(Agent):
                     break
                 messages.append(reply.message)
                 calls += len(reply.tool_calls)
-                places = asyncio.Semaphore(1 if self._ordered_calls else self._max_calls)  # its waiters go in order
+                slots = asyncio.Semaphore(1 if self._ordered_calls else self._max_calls)  # its waiters go in order
 
-                async def run(call: ToolCall, places: asyncio.Semaphore = places) -> ToolResult:
-                    async with places:
+                async def run(call: ToolCall, slots: asyncio.Semaphore = slots) -> ToolResult:
+                    async with slots:
                         return await session.call(call)
 
                 async with asyncio.TaskGroup() as tasks:

@@ -69,8 +69,8 @@ class ActionTokens:
             raise ValueError(f"the answer {list(token_ids)} has tokens that are no action tokens")
         edges = np.linspace(self.low, self.high, len(allowed))
         centres = (edges[1:] + edges[:-1]) / 2
-        place = np.searchsorted(allowed, token_ids)
-        bins = len(allowed) - 1 - place if self.descending else place
+        index = np.searchsorted(allowed, token_ids)
+        bins = len(allowed) - 1 - index if self.descending else index
         whole = len(token_ids) // self.dimensions
         numbers: NDArray[np.float64] = centres[bins.clip(max=len(centres) - 1)]
         return numbers[: whole * self.dimensions].reshape(whole, self.dimensions)
@@ -79,8 +79,8 @@ class ActionTokens:
         """Encode actions as tokens, for demonstrations; numbers are clipped to `low` and `high`."""
         edges = np.linspace(self.low, self.high, len(allowed))
         bins = np.digitize(np.clip(np.ravel(numbers), self.low, self.high), edges) - 1
-        places = len(allowed) - 1 - bins if self.descending else bins
-        return [allowed[place] for place in places.tolist()]
+        indices = len(allowed) - 1 - bins if self.descending else bins
+        return [allowed[index] for index in indices.tolist()]
 
 
 OPENVLA_OFT = ActionTokens(chunk=8, dimensions=7, descending=True)

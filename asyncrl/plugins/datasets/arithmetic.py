@@ -34,11 +34,11 @@ def split_of(numbers: Sequence[int]) -> Split:
 
 def add_without_carry(left: int, right: int) -> int:
     """Add without carries, a common error of pupils; the last column's sum is written in full."""
-    total, place = 0, 1
+    total, unit = 0, 1
     while left >= 10 or right >= 10:
-        total += (left % 10 + right % 10) % 10 * place
-        left, right, place = left // 10, right // 10, place * 10
-    return total + (left + right) * place
+        total += (left % 10 + right % 10) % 10 * unit
+        left, right, unit = left // 10, right // 10, unit * 10
+    return total + (left + right) * unit
 
 
 def written_out(numbers: Sequence[int], *, forget: float = 0.0, rng: random.Random | None = None) -> str:

@@ -198,8 +198,8 @@ class TextVector:
         vector, space = self._vector, self._vector.single_action_space
         idle = next(iter(given.values()))  # a dummy action for ended games, whose results are not read
         actions = [given.get(member, idle) for member in range(self._size)]
-        room: Any = create_empty_array(space, self._size)
-        joined = concatenate(space, actions, room)
+        buffer: Any = create_empty_array(space, self._size)
+        joined = concatenate(space, actions, buffer)
         observations, rewards, terminated, truncated, infos = vector.step(joined)
         return [
             (text, float(rewards[member]), bool(terminated[member]), bool(truncated[member]), _own(infos, member))

@@ -65,7 +65,7 @@ class _Server:
         self._url, self._timeout_s = url, timeout_s
         key = os.environ[api_key_env] if api_key_env is not None else None
         self._http = JsonHttp(None, key=key, proxies=True)
-        self._places, self._not_before = asyncio.Semaphore(max_concurrent), 0.0
+        self._slots, self._not_before = asyncio.Semaphore(max_concurrent), 0.0
 
     async def ask(self, body: dict[str, Any], reply: type[Any]) -> Any:
         """Return the reply to `body`.
@@ -75,7 +75,7 @@ class _Server:
         """
         failures = pauses = 0
         while True:
-            async with self._places:
+            async with self._slots:
                 await asyncio.sleep(max(0.0, self._not_before - time.monotonic()))
                 try:
                     return await self._http.call("POST", self._url, body, timeout_s=self._timeout_s, reply=reply)

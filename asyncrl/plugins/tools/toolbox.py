@@ -31,7 +31,7 @@ MAX_ARGUMENT_CHARS = 200_000
 """Limit on the arguments of a call, as JSON in UTF-8, in bytes."""
 _CHECKED_AT_ONCE = 8_000
 """Size of arguments, in bytes, up to which they are checked on the event loop."""
-SAID_EVERY_S = 10.0
+LOG_EVERY_S = 10.0
 """Least seconds between two log lines about failures of one tool."""
 UNKNOWN = "unknown"
 """Name under which calls of unknown tools are counted, because a model may invent any number of names."""
@@ -96,38 +96,38 @@ def row_arguments(data: Mapping[str, Any], tools: Collection[str]) -> dict[str, 
     """
     extra = data.get("extra_info")
     found: dict[str, RowArguments] = {}
-    for place, given in (
+    for column, given in (
         ("tool_args", data.get("tool_args")),
         ("tools_kwargs", data.get("tools_kwargs")),
         ("extra_info.tools_kwargs", extra.get("tools_kwargs") if isinstance(extra, Mapping) else None),
     ):
-        for name, arguments in _mapping(place, given).items():
+        for name, arguments in _mapping(column, given).items():
             if arguments is None:  # Parquet gives each row the fields of all rows
                 continue
             if name not in tools:
                 there_are = ", ".join(tools) or "none"
-                raise ValueError(f"the row's {place} names {name!r}, which is not a tool; there are: {there_are}")
+                raise ValueError(f"the row's {column} names {name!r}, which is not a tool; there are: {there_are}")
             if name in found:
-                raise ValueError(f"the row's {place} has arguments for {name!r}, which it has elsewhere too")
-            arguments = _mapping(f"{place}[{name!r}]", arguments)
-            if place == "tool_args":
+                raise ValueError(f"the row's {column} has arguments for {name!r}, which it has elsewhere too")
+            arguments = _mapping(f"{column}[{name!r}]", arguments)
+            if column == "tool_args":
                 found[name] = RowArguments(create=arguments)
                 continue
             if unknown := arguments.keys() - _NESTED.keys():
                 raise ValueError(
-                    f"the row's {place}[{name!r}] has {sorted(unknown)[0]!r}; it may have {', '.join(_NESTED)}"
+                    f"the row's {column}[{name!r}] has {sorted(unknown)[0]!r}; it may have {', '.join(_NESTED)}"
                 )
             found[name] = RowArguments(
-                **{_NESTED[key]: _mapping(f"{place}[{name!r}].{key}", each) for key, each in arguments.items()}
+                **{_NESTED[key]: _mapping(f"{column}[{name!r}].{key}", each) for key, each in arguments.items()}
             )
     return found
 
 
-def _mapping(place: str, value: Any) -> Mapping[str, Any]:
+def _mapping(column: str, value: Any) -> Mapping[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise ValueError(f"the row's {place} is a {type(value).__name__}; it is a mapping by name")
+        raise ValueError(f"the row's {column} is a {type(value).__name__}; it is a mapping by name")
     return value
 
 
@@ -154,7 +154,7 @@ class Toolbox:
         """Condition that the tools still wait for; empty if they can be used."""
         self._schemas: dict[str, ToolSchema] = {}
         self._numbers = itertools.count()
-        self._said_at: dict[str, float] = {}
+        self._logged_at: dict[str, float] = {}
         for hosted in tools:
             self.add(hosted)
 
@@ -206,10 +206,10 @@ class Toolbox:
             raise RuntimeError(f"the tools cannot be used before {self.waits_for}")
 
     def note_failure(self, label: str, why: str) -> None:
-        """Log a failure, at most one line per tool in `SAID_EVERY_S`."""
+        """Log a failure, at most one line per tool in `LOG_EVERY_S`."""
         now = time.monotonic()
-        if now - self._said_at.get(label, -SAID_EVERY_S) >= SAID_EVERY_S:
-            self._said_at[label] = now
+        if now - self._logged_at.get(label, -LOG_EVERY_S) >= LOG_EVERY_S:
+            self._logged_at[label] = now
             _log.warning("%s failed: %s", label, why[:1000])
 
 

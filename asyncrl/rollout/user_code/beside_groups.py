@@ -64,7 +64,7 @@ class _GreedyPolicy:
     policy: GenerationClient
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        if request.policy:  # an opponent keeps its sampling
+        if request.policy:  # a policy server keeps its sampling
             return await self.policy.generate(request)
         return await self.policy.generate(replace(request, sampling=_greedy(request.sampling)))
 

@@ -72,7 +72,7 @@ class AgentSetup:
         agent = load_agent(config.agent, form, toolbox)
         self._at_once = plays_at_once(agent)
         self.environments = Environments(config.env, self.rewards, runner, self._at_once)
-        if self.environments.place == RunIn.process:
+        if self.environments.run_in == RunIn.process:
             from asyncrl.rollout.user_code.in_processes import ProcessEnvironments
 
             self.environments = ProcessEnvironments(config.env, self.rewards, runner, self._at_once)
@@ -110,7 +110,7 @@ class UserComponents:
         tokenizer: the model's tokenizer.
         vocab_size: the model's vocabulary, from its config; None if the config does not name it.
         prompts: training and evaluation prompts.
-        cast: those who play to train; `agent`, `rewards` and `environments` are its parts.
+        agent_setup: those who play to train; `agent`, `rewards` and `environments` are its parts.
         runner: runs the user's code; enter it in the worker's event loop.
         tools: tools of agents; None if there are none and no agent takes them.
 
@@ -150,18 +150,18 @@ class UserComponents:
 
         self.prompts = Prompts(config, form, offered, training=training)
 
-        def cast(played: ExperimentConfig) -> AgentSetup:
+        def setup_of(played: ExperimentConfig) -> AgentSetup:
             return AgentSetup(played, form, toolbox, self.runner, self.client)
 
-        self.cast = cast(config)
-        self.agent, self.rewards, self.environments = self.cast.agent, self.cast.rewards, self.cast.environments
+        self.agent_setup = setup = setup_of(config)
+        self.agent, self.rewards, self.environments = setup.agent, setup.rewards, setup.environments
         self.environments.check_group(config.agent.path, config.group_size)
-        if training and self._plays_greedy_baseline and (why := self.cast.why_not_greedy()):
+        if training and self._plays_greedy_baseline and (why := self.agent_setup.why_not_greedy()):
             raise ConfigError(f"algorithm.advantage.name={REMAX}: {why}; use another advantage, rloo for one")
-        self._casts_of_sets: dict[str, AgentSetup] = {}
+        self._setups_of_sets: dict[str, AgentSetup] = {}
         for name, (each, _) in self.prompts.eval_sets.items():
             try:
-                self._casts_of_sets[name] = cast(with_code_of(config, each)) if each.code else self.cast
+                self._setups_of_sets[name] = setup_of(with_code_of(config, each)) if each.code else self.agent_setup
             except ConfigError as error:
                 raise ConfigError(f"{each.group}.{error}") from error
 
@@ -211,7 +211,7 @@ class UserComponents:
     async def play_to_evaluate(self, name: str, prompt: Prompt, policy: GenerationClient) -> Played:
         """Play the episode of `prompt`, which is of the evaluation set `name`."""
         tries = RetryLimits(limit_s=self._config.rollout.rollout_timeout_s)
-        return await self._casts_of_sets[name].play(prompt, policy, tries)
+        return await self._setups_of_sets[name].play(prompt, policy, tries)
 
     async def play_to_train(self, prompt: Prompt, policy: GenerationClient, tries: RetryLimits) -> Played:
         """Play the group of `prompt`, and the greedy baseline if the advantage needs it.
@@ -225,9 +225,9 @@ class UserComponents:
         if self._plays_greedy_baseline:
             from asyncrl.rollout.user_code.beside_groups import play_with_greedy_baseline
 
-            samples, counted = await play_with_greedy_baseline(self.cast.play, prompt, policy, tries)
+            samples, counted = await play_with_greedy_baseline(self.agent_setup.play, prompt, policy, tries)
         else:
-            samples, counted = await self.cast.play(prompt, policy, tries)
+            samples, counted = await self.agent_setup.play(prompt, policy, tries)
         if algorithm.teachers:
             from asyncrl.rollout.user_code.beside_groups import scored_by_teachers, with_source_number
 

@@ -20,7 +20,7 @@ from asyncrl.config.setting import ConfigError, PluginConfig
 from asyncrl.data.prompt_format import PromptFormat
 from asyncrl.plugins.settings import GYMNASIUM, GYMNASIUM_ENV, AgentConfig, EnvConfig
 from asyncrl.rollout.user_code_pool.call_records import Activity, Code
-from asyncrl.rollout.user_code_pool.runner import UserCodeRunner, built, is_async, is_built_in, loaded, place_of
+from asyncrl.rollout.user_code_pool.runner import UserCodeRunner, built, is_async, is_built_in, loaded, run_in_of
 
 if TYPE_CHECKING:
     from asyncrl.plugins.tools.toolbox import Toolbox
@@ -57,7 +57,7 @@ def place_of_agent(plugin: AgentConfig) -> RunIn:
         ConfigError: it cannot run in a thread, as the settings say.
     """
     found = loaded("agent", plugin)
-    return place_of("agent", plugin, found, getattr(found, "run", found))
+    return run_in_of("agent", plugin, found, getattr(found, "run", found))
 
 
 def takes_tools(plugin: PluginConfig) -> bool:
@@ -128,7 +128,7 @@ class Environments:
         found = loaded("env", self._env)
         step = getattr(found, "step", found)
         self._off_the_loop = not is_built_in(found) or not is_async(step)
-        self.place = place_of("env", config, found, step)
+        self.run_in = run_in_of("env", config, found, step)
 
     def check_group(self, agent: str, group_size: int) -> None:
         """Check that a group of this size can have its environments.

@@ -29,7 +29,7 @@ from asyncrl.rollout.user_code_pool.runner import (
     is_async,
     is_built_in,
     loaded,
-    place_of,
+    run_in_of,
     target_in,
 )
 
@@ -91,14 +91,14 @@ def _load(group: str, name: str, weight: float, config: RewardConfig) -> RewardP
     if is_class and not inspect.isfunction(getattr(found, "__call__", None)):  # noqa: B004
         raise ConfigError(f"{group}.path={config.path!r}: its instances cannot be called; give the class a __call__")
     called = found.__call__ if is_class else found
-    place = place_of(group, config, found, called)
-    if place == RunIn.auto and not is_async(called):
-        place = RunIn.thread
-    is_made = is_class and (place != RunIn.process or is_built_in(found))  # in a process: to check the arguments
+    run_in = run_in_of(group, config, found, called)
+    if run_in == RunIn.auto and not is_async(called):
+        run_in = RunIn.thread
+    is_made = is_class and (run_in != RunIn.process or is_built_in(found))  # in a process: to check the arguments
     function = built(group, config, object) if is_made else partial(found, **config.args)
     sees = _sees(called)
-    target = target_in(place, config.path, config.args)
-    code = Code(f"reward {config.path}", Activity.reward, config.timeout_s, place, target, sees)
+    target = target_in(run_in, config.path, config.args)
+    code = Code(f"reward {config.path}", Activity.reward, config.timeout_s, run_in, target, sees)
     verdict = is_verdict(found) or is_verdict(function) if config.verdict is None else config.verdict
     sources = frozenset(config.sources) if isinstance(config, NamedRewardConfig) else frozenset()
     check = None if is_class and not is_made else getattr(function if is_made else found, ROW_CHECK, None)

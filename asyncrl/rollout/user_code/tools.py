@@ -27,7 +27,7 @@ from asyncrl.rollout.user_code_pool.runner import (
     is_async,
     is_built_in,
     loaded,
-    place_of,
+    run_in_of,
     target_in,
 )
 
@@ -181,15 +181,15 @@ def _hosted(group: str, config: ToolConfig, runner: UserCodeRunner) -> HostedToo
     """Build the tool that a setting describes, with its host."""
     found = loaded(group, config)
     given, is_class = f"{group}.path={config.path!r}", inspect.isclass(found)
-    place = place_of(group, config, found, found)
-    if is_class and place == RunIn.process:
+    run_in = run_in_of(group, config, found, found)
+    if is_class and run_in == RunIn.process:
         raise ConfigError(
             f"{given}: run_in=process is for functions; a class keeps something between calls, which processes that "
             "come and go cannot; have its method start what it needs, or write a function"
         )
-    place = RunIn.thread if place == RunIn.auto else place
-    target = target_in(place, f"{ProcessTool.__module__}:{ProcessTool.__name__}", {"path": config.path})
-    code = Code(f"tool {config.path}", Activity.tool, config.timeout_s, place, target)
+    run_in = RunIn.thread if run_in == RunIn.auto else run_in
+    target = target_in(run_in, f"{ProcessTool.__module__}:{ProcessTool.__name__}", {"path": config.path})
+    code = Code(f"tool {config.path}", Activity.tool, config.timeout_s, run_in, target)
     if is_class:
         return HostedTool(_instance(group, config), code.label, _Host(runner, code), config.max_result_chars)
     try:

@@ -135,7 +135,7 @@ class PoolProcess:
             UserCodeError: the process died or exceeded a limit.
             Exception: an error of `answer`, which failed the call.
         """
-        asking = asyncio.create_task(self.talk(call, answer))
+        asking = asyncio.create_task(self.exchange(call, answer))
         limit = RunningTimeout(timeout_s, paused=lambda: self.waits)
         try:
             async with limit:
@@ -159,7 +159,7 @@ class PoolProcess:
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
 
-    async def talk(self, call: bytes, answer: Answer | None = None) -> ChildReply:
+    async def exchange(self, call: bytes, answer: Answer | None = None) -> ChildReply:
         """Send the packed `call` (empty for the start), answer its requests, and return the reply; without limits.
 
         Raises:
@@ -218,13 +218,13 @@ class PoolProcess:
         stream = self.process.stderr
         assert stream is not None
         while chunk := await stream.read(1 << 16):
-            room = PRINTED_LIMIT - self.printed
-            if room > 0:
+            left = PRINTED_LIMIT - self.printed
+            if left > 0:
                 try:
-                    os.write(log, chunk[:room])
+                    os.write(log, chunk[:left])
                 except OSError as error:  # a full disk, say
                     _log.warning("output of a process of the pool cannot be written to the log: %s", error)
-                if len(chunk) >= room:
+                if len(chunk) >= left:
                     _log.warning("a process of the pool printed more than %d KB; no more of it", PRINTED_LIMIT >> 10)
             self.printed += len(chunk)
             self.tail = (self.tail + chunk)[-_TAIL:]
@@ -424,7 +424,7 @@ class ProcessPool:
         process.printing = asyncio.create_task(process.drain_prints())
         try:
             async with RunningTimeout(START_LIMIT_S):
-                await process.talk(b"")
+                await process.exchange(b"")
         except BaseException as error:
             await asyncio.shield(process.end())
             if isinstance(error, TimeoutError | _Died):

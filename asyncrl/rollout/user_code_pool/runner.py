@@ -172,8 +172,8 @@ class RunningCalls:
         self._slow_s = slow_s
         self._labels: dict[int, str] = {}
         self._numbers = itertools.count()
-        self._said_at: dict[str, float] = {}
-        self._unsaid: Counter[str] = Counter()
+        self._logged_at: dict[str, float] = {}
+        self._not_logged: Counter[str] = Counter()
 
     def start(self) -> None:
         """Watch the running event loop from now on."""
@@ -210,7 +210,7 @@ class RunningCalls:
 
     async def _watch(self) -> None:
         """Log the code that blocks this loop or the users' loop."""
-        users_told = False
+        users_logged = False
         while True:
             begun, users = time.monotonic(), self.users_loop
             answered = None if users is None else users.ping()
@@ -224,16 +224,16 @@ class RunningCalls:
                     ", ".join(running),
                 )
             if users is not None and answered is not None and not answered.is_set() and held_s < HELD_S:
-                if not users_told:
+                if not users_logged:
                     _log.warning(
                         "asynchronous code of the user's has held its event loop for %.2g s; write what blocks as "
                         "plain `def`, which runs in a thread; it is at\n%s",
                         LOOK_S,
                         users.stack(),
                     )
-                users_told = True
+                users_logged = True
             else:
-                users_told = False
+                users_logged = False
 
     def slow_line(self, label: str, seconds: float, now: float) -> str | None:
         """Return the log line about a call that took `seconds` and ended at `now`; None if it was not slow, or code of
@@ -241,11 +241,11 @@ class RunningCalls:
         """
         if seconds < self._slow_s:
             return None
-        if now - self._said_at.get(label, -REPEAT_S) < REPEAT_S:
-            self._unsaid[label] += 1
+        if now - self._logged_at.get(label, -REPEAT_S) < REPEAT_S:
+            self._not_logged[label] += 1
             return None
-        self._said_at[label] = now
-        more = self._unsaid.pop(label, 0)
+        self._logged_at[label] = now
+        more = self._not_logged.pop(label, 0)
         before = f", and {more} more of its calls were slow since the last such line" if more else ""
         return f"{label} took {seconds:.3g} s{before}"
 
@@ -291,7 +291,7 @@ def built(group: str, plugin: PluginConfig, base: type, **supplied: object) -> A
     return made
 
 
-def place_of(
+def run_in_of(
     group: str, config: AgentConfig | EnvConfig | RewardConfig | ToolConfig, found: object, called: Callable[..., Any]
 ) -> RunIn:
     """Return where the code `found` of the setting `<group>.path` runs: as `<group>.run_in` says, or as it is marked.
@@ -302,18 +302,18 @@ def place_of(
     Raises:
         ConfigError: it is to run in a thread, and `called` is asynchronous.
     """
-    place = config.run_in if config.run_in != RunIn.auto else marked_run_in(found)
-    if place == RunIn.thread and is_async(called):
+    run_in = config.run_in if config.run_in != RunIn.auto else marked_run_in(found)
+    if run_in == RunIn.thread and is_async(called):
         form = "is `async def`" if called is found else f"has an `async def {called.__name__}`"
         raise ConfigError(
             f"{group}.run_in=thread: {config.path!r} {form}, which runs on an event loop; leave it at auto"
         )
-    return place
+    return run_in
 
 
-def target_in(place: RunIn, path: str, args: Mapping[str, Any]) -> CodeTarget | None:
+def target_in(run_in: RunIn, path: str, args: Mapping[str, Any]) -> CodeTarget | None:
     """Return what a process of the pool loads, for code that runs in one; None for other code."""
-    if place != RunIn.process:
+    if run_in != RunIn.process:
         return None
     from asyncrl.rollout.user_code_pool.child import CodeTarget
 

@@ -12,7 +12,7 @@ again from it: at the newest complete version, with the queued rollouts. Nothing
 
 So no process outside the brain ever sees a version or a trained rollout that a new brain does not know. Tokens of a
 forgotten version are never mistaken for those of a new version with the same number. If the folder lacks the announced
-version (memory was full, or the setting is off), the whole run must begin again: `can_go_on`.
+version (memory was full, or the setting is off), the whole run must begin again: `can_resume`.
 
 If ranks run on other hosts than the launcher, each of their hosts has its own folder, with all that its ranks hold
 (`weights/checkpoints.py`). Their inboxes lie in the run's folder, which all hosts see. The MasterWorker then asks
@@ -199,7 +199,7 @@ class MemoryCheckpoint:
             (self.folder / _INVALID).touch()
         retry_write_blocking(partial(self._mark.unlink, missing_ok=True), f"the removal of {self._mark}", _log)
 
-    def can_go_on(self, announced: int) -> bool:
+    def can_resume(self, announced: int) -> bool:
         """True if successors may resume from the folder when version `announced` is known to other processes."""
         if self.invalid or not self.folder.is_dir():
             return False

@@ -205,8 +205,10 @@ def continuation(run_dir: Path, config: ExperimentConfig, check: CheckFolder | N
     damaged: list[str] = []
     progress, changes = newest_progress(run_dir, check, damaged.append), changed_settings(run_dir, config)
     if progress is None and damaged:
-        told = "\n  ".join(damaged)
-        raise TrialError(f"trial_name={config.trial_name!r}: none of its checkpoints can be used:\n  {told}\n{ADVICE}")
+        reasons = "\n  ".join(damaged)
+        raise TrialError(
+            f"trial_name={config.trial_name!r}: none of its checkpoints can be used:\n  {reasons}\n{ADVICE}"
+        )
     if progress is None:
         return []
     version, prompts_used, *_ = progress
@@ -228,16 +230,16 @@ def continuation(run_dir: Path, config: ExperimentConfig, check: CheckFolder | N
 
 def _learning_rates(config: ExperimentConfig, version: int) -> Iterator[str]:
     """Yield a line for each learning rate that a schedule sets: its value in the step from `version`."""
-    place = f"in step {version + 1} of {config.total_train_steps}"
+    when = f"in step {version + 1} of {config.total_train_steps}"
     critic = config.algorithm.critic.optimizer
     for policy in ("", *config.trained_policies):
         own = config_of_policy(config, policy)
         if own.optimizer.is_scheduled:
             rate = own.learning_rate(version, first=own.algorithm.critic.warmup_steps)
-            yield f"learning rate{f' of {policy}' if policy else ''}: {rate:.4g} {place}, by optimizer.schedule"
+            yield f"learning rate{f' of {policy}' if policy else ''}: {rate:.4g} {when}, by optimizer.schedule"
     if critic.is_scheduled:
         rate = config.critic_learning_rate(version)
-        yield f"learning rate of the critic: {rate:.4g} {place}, by algorithm.critic.optimizer.schedule"
+        yield f"learning rate of the critic: {rate:.4g} {when}, by algorithm.critic.optimizer.schedule"
 
 
 def _listed(changes: list[Change]) -> str:

@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 class RunOutput:
-    """Shows rows of metrics, remarks and what the processes of the run in `run_dir` do."""
+    """Shows rows of metrics, notices and what the processes of the run in `run_dir` do."""
 
     def __init__(self, run_dir: Path, display: Display) -> None:
         self._run_dir, self._display = run_dir, display
@@ -59,7 +59,7 @@ class RunOutput:
             tasks.create_task(_reported("notes on waits", self._watch_processes(sizes)))
 
     def show_new_rows(self) -> None:
-        """Show rows and remarks that were written since the last call."""
+        """Show rows and notices that were written since the last call."""
         for row in self._rows.read():
             self._display.row(row)
             self._stepped.set()
@@ -67,7 +67,7 @@ class RunOutput:
             self._display.note(line["remark"])
 
     def show_last_rows(self) -> None:
-        """Show new rows and remarks at the end of the run; a failure is logged, so that it does not hide how the run
+        """Show new rows and notices at the end of the run; a failure is logged, so that it does not hide how the run
         ended.
         """
         try:

@@ -34,7 +34,7 @@ from asyncrl.config.run_dir import (
     run_dir_of,
     write_run_config,
 )
-from asyncrl.inference.settings import guests_of
+from asyncrl.inference.settings import colocated_servers
 from asyncrl.runtime.plan import PROCESS_KINDS
 from asyncrl.runtime.settings import Resume
 from asyncrl.runtime.supervisor import end_marked
@@ -142,9 +142,9 @@ class Trial:
                     self._memory_checkpoint.begin()
                 except OSError as error:
                     folder = self._memory_checkpoint.folder
-                    room = f"free {folder.parent} (df -h {folder.parent}), or " if error.errno == errno.ENOSPC else ""
+                    advice = f"free {folder.parent} (df -h {folder.parent}), or " if error.errno == errno.ENOSPC else ""
                     raise TrialError(
-                        f"checkpoint.in_memory=true: {folder}: {error}; {room}set checkpoint.in_memory=false"
+                        f"checkpoint.in_memory=true: {folder}: {error}; {advice}set checkpoint.in_memory=false"
                     ) from error
         try:
             with self._changing(HURRY_S) as resolver:  # a user waits for this
@@ -182,7 +182,7 @@ class Trial:
             return False
         if trains_elsewhere(self.config):  # the ranks report it to the MasterWorker
             return not self._memory_checkpoint.invalid
-        return self._memory_checkpoint.can_go_on(announced)
+        return self._memory_checkpoint.can_resume(announced)
 
     def fence(self, workers: Mapping[tuple[str, int], int], killed: Collection[tuple[str, int]] = frozenset()) -> None:
         """Fence these workers, given as incarnation by kind and index: their names now belong to later incarnations.
@@ -202,7 +202,7 @@ class Trial:
                 resolver.add(names.incarnation_key(kind, index), str(incarnation), replace=True)
 
     def forget_brain(self) -> None:
-        """Remove the addresses of the brain and of the guests of its devices, with their turn, from name resolution:
+        """Remove the addresses of the brain and of its colocated servers, with their turn, from name resolution:
         their successors would wait for dead processes.
 
         Raises:
@@ -210,8 +210,8 @@ class Trial:
         """
         self._remove_meetings()
         trees = (f"{names.WORKERS}/{names.MODEL_WORKER}", names.PULLERS, names.SERVER_MEMORY)
-        guests = map(names.gen_server_key, guests_of(self.config.generation))
-        keys = {*guests, names.TRAINING_WORLD_KEY, names.TRAINER_TURN_KEY, names.MANAGER_KEY}
+        colocated = map(names.gen_server_key, colocated_servers(self.config.generation))
+        keys = {*colocated, names.TRAINING_WORLD_KEY, names.TRAINER_TURN_KEY, names.MANAGER_KEY}
         with self._changing() as resolver:
             _delete(resolver, lambda key: key in keys or any(is_below(key, tree) for tree in trees))
 

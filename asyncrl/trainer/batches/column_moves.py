@@ -40,8 +40,8 @@ def move_columns(request: MoveColumns, world: World, shares: Shares, batches: Ma
         column = batches[source][key].cpu() if source in batches else None  # all ranks compute a deferred column
         arrived = _exchange_column(key, column, (source, target), world, shares, batches)
         if target in batches:
-            batch, place = batches[target], world.places[target]
-            batch[key] = _hand_down_column(arrived, batch, place.copy).to(batch.device)
+            batch, position = batches[target], world.positions[target]
+            batch[key] = _hand_down_column(arrived, batch, position.copy).to(batch.device)
 
 
 def _exchange_column(
@@ -57,10 +57,10 @@ def _exchange_column(
     sends: dict[int, list[Tensor]] = {}
     wanted: dict[int, list[int]] = {}  # places of rollouts in this rank's target batch, by the head they come from
     here, grids_of_all = world.worker, world.placement.distinct
-    if column is not None and world.places[source].copy.leads:
+    if column is not None and world.positions[source].copy.leads:
         for at, worker in enumerate(shares[source].heads[grids_of_all.index(target)]):
             sends.setdefault(worker, []).append(_rows(column, batches[source], at, key))
-    if target in batches and world.places[target].copy.leads:
+    if target in batches and world.positions[target].copy.leads:
         for to, worker in enumerate(shares[target].heads[grids_of_all.index(source)]):
             wanted.setdefault(worker, []).append(to)
     kind = _header(column, batches[source], key) if column is not None else None

@@ -53,7 +53,7 @@ class MicroBatch:
         seqs: positions of this micro-batch's sequences in the step's batch.
         model_inputs: keyword arguments of the trunk.
         sources_I: position of each input token in the step's batch.
-        places_I: position of each input token's output in the trunk's flattened result [rows * width].
+        indices_I: position of each input token's output in the trunk's flattened result [rows * width].
         targets_N: position of each wanted token in the step's batch.
         tokens_N: the wanted tokens.
         predictors_N: the outputs that predict the wanted tokens, as positions in I.
@@ -68,7 +68,7 @@ class MicroBatch:
     seqs: list[int]
     model_inputs: dict[str, Any]
     sources_I: Tensor
-    places_I: Tensor
+    indices_I: Tensor
     targets_N: Tensor
     tokens_N: Tensor
     predictors_N: Tensor
@@ -142,8 +142,8 @@ def micro_batches(
         else:
             stream = lay_out(tree)
             sources, positions = (np.empty(stream.size, dtype=np.int64) for _ in range(2))
-            sources[stream.places_I], positions[stream.places_I] = sources_I, offsets_I
-            layout = _Layout(sources[None], positions[None], stream.places_I, stream.blocks)
+            sources[stream.indices_I], positions[stream.indices_I] = sources_I, offsets_I
+            layout = _Layout(sources[None], positions[None], stream.indices_I, stream.blocks)
         yield _on_device(layout, members, sources_I, rows_I, chosen, tokens_T, routing, shown)
 
 
@@ -152,13 +152,13 @@ class _Layout:
     """The input of a micro-batch, on the host.
 
     `sources` and `positions` have an entry for each place of the input, [rows, width]: the index of its token in the
-    step's batch, and its position in its sequence. `places_I` is the place of every input token in the flattened
+    step's batch, and its position in its sequence. `indices_I` is the place of every input token in the flattened
     result. `ends` are the ends of sequences that are packed, from 0 on, the longest of which has `longest` tokens.
     """
 
     sources: Ints
     positions: Ints
-    places_I: Ints
+    indices_I: Ints
     blocks: list[Block[Ints]] = field(default_factory=list)
     ends: Ints | None = None
     longest: int = 0
@@ -179,9 +179,9 @@ def _on_device(
         "sources": layout.sources,
         "positions": layout.positions if shown is None else shown.positions(layout.sources, layout.positions),
         "sources_I": sources_I,
-        "places_I": layout.places_I,
+        "indices_I": layout.indices_I,
         "targets_N": sources_I[chosen] + 1,
-        "predictors_N": layout.places_I[chosen],
+        "predictors_N": layout.indices_I[chosen],
         "seq_ids_N": rows_I[chosen],
     }
     if layout.ends is not None:
@@ -194,7 +194,7 @@ def _on_device(
     inputs: dict[str, Any] = {"input_ids": ids_T[there["sources"]], "position_ids": there["positions"]}
     if shown is not None and shown.types_T is not None:
         types = torch.zeros_like(there["sources"])
-        types.view(-1)[there["places_I"]] = shown.types_T[there["sources_I"]]  # padding belongs to no picture
+        types.view(-1)[there["indices_I"]] = shown.types_T[there["sources_I"]]  # padding belongs to no picture
         inputs["token_type_ids"] = types
     if layout.ends is not None:
         inputs |= packing_arguments(there["ends"].int(), layout.longest, there["row_ids"].int())
@@ -204,12 +204,12 @@ def _on_device(
             for number, block in enumerate(layout.blocks)
         ]
     computed = np.zeros(layout.positions.size, dtype=np.bool_)
-    computed[layout.places_I] = True
+    computed[layout.indices_I] = True
     return MicroBatch(
         seqs=members.tolist(),
         model_inputs=inputs,
         sources_I=there["sources_I"],
-        places_I=there["places_I"],
+        indices_I=there["indices_I"],
         targets_N=there["targets_N"],
         tokens_N=tokens_T[there["targets_N"]],
         predictors_N=there["predictors_N"],
@@ -275,10 +275,10 @@ def _side_by_side(sources_I: Ints, rows_I: Ints, offsets_I: Ints, lengths: Ints,
     """
     if kind == AttentionKind.padded:
         width = int(lengths.max())
-        places_I = rows_I * width + offsets_I
+        indices_I = rows_I * width + offsets_I
         sources = np.zeros((len(lengths), width), dtype=np.int64)
-        sources.flat[places_I] = sources_I
-        return _Layout(sources, np.broadcast_to(np.arange(width), sources.shape).copy(), places_I)
+        sources.flat[indices_I] = sources_I
+        return _Layout(sources, np.broadcast_to(np.arange(width), sources.shape).copy(), indices_I)
     return _Layout(
         sources_I[None],
         offsets_I[None],

@@ -182,10 +182,10 @@ def blocks(lengths: Sequence[int]) -> list[Block[Ints]]:
     for rows in block_rows(lengths):
         part = lengths[first : first + rows]
         sizes = np.asarray(part, dtype=np.int64)
-        places = np.arange(part[0])
-        real = places < sizes[:, None]
+        positions = np.arange(part[0])
+        real = positions < sizes[:, None]
         starts = start + np.cumsum(sizes) - sizes
-        gather = (real * (starts[:, None] + places)).flatten()
+        gather = (real * (starts[:, None] + positions)).flatten()
         made.append(Block(rows, part[0], gather, np.flatnonzero(real)))
         first, start = first + rows, start + sum(part)
     return made
@@ -218,11 +218,11 @@ class PrefixOrder:
         keys = [sequence.tobytes() for sequence in sequences]
         order = sorted(range(len(keys)), key=keys.__getitem__)
         shared = np.zeros(len(keys), dtype=np.int64)
-        for place in range(1, len(order)):
-            before, own = sequences[order[place - 1]], sequences[order[place]]
+        for index in range(1, len(order)):
+            before, own = sequences[order[index - 1]], sequences[order[index]]
             size = min(len(before), len(own))
             differ = np.flatnonzero(before[:size] != own[:size])
-            shared[place] = differ[0] if len(differ) else size
+            shared[index] = differ[0] if len(differ) else size
         rank = np.empty(len(order), dtype=np.int64)
         rank[order] = np.arange(len(order))
         return cls(np.array(order, dtype=np.int64), shared, rank)
@@ -335,10 +335,10 @@ def _fitting(group: Branches, budget: int) -> list[Branches]:
     if group.tokens <= budget:
         return [group]
     units, first, cost = [], 0, 0
-    for place, (length, shared) in enumerate(zip(group.lengths.tolist(), group.shared.tolist(), strict=True)):
+    for index, (length, shared) in enumerate(zip(group.lengths.tolist(), group.shared.tolist(), strict=True)):
         if cost and cost + length - shared > budget:
-            units.append(group[first:place])
-            first, cost = place, length
+            units.append(group[first:index])
+            first, cost = index, length
         else:
             cost += length - shared
     return [*units, group[first:]]
@@ -348,12 +348,12 @@ def _fitting(group: Branches, budget: int) -> list[Branches]:
 class Stream:
     """Positions of the tokens in the stream that attention reads, of `size` tokens.
 
-    `places_I` has the position of every token of every sequence, in the order of the sequences. `blocks` are the rows
+    `indices_I` has the position of every token of every sequence, in the order of the sequences. `blocks` are the rows
     of attention; their outputs, one after the other, are the stream.
     """
 
     size: int
-    places_I: Ints
+    indices_I: Ints
     blocks: list[Block[Ints]]
 
 

@@ -250,10 +250,10 @@ class ValueEngine(TrainingEngine):
 
 
 class EngineLoader(ABC):
-    """Loads models from folders onto `device` and makes engines of them, for the rank at `place`."""
+    """Loads models from folders onto `device` and makes engines of them, for the rank at `position`."""
 
     @abstractmethod
-    def __init__(self, config: ExperimentConfig, place: RankPosition, device: torch.device) -> None: ...
+    def __init__(self, config: ExperimentConfig, position: RankPosition, device: torch.device) -> None: ...
 
     @abstractmethod
     def policy(self, path: str, dtype: Dtype, optimizer: OptimizerConfig | None) -> PolicyEngine:

@@ -173,7 +173,7 @@ class FlatEngine(RoleEngine[FlatOptimizer]):
         gradient_checkpointing: True if a trained role's layers recompute their activations.
         activations_on_host: True if the inputs of such layers are kept in host memory.
         compiled: True if the token-wise parts of the layers are compiled.
-        role: see `RoleEngine`; gradients are summed over the data-parallel ranks of its `place`.
+        role: see `RoleEngine`; gradients are summed over the data-parallel ranks of its `position`.
     """
 
     def __init__(
@@ -182,13 +182,13 @@ class FlatEngine(RoleEngine[FlatOptimizer]):
         trunk: PreTrainedModel,
         *,
         optimizer: FlatOptimizer | None = None,
-        place: RankPosition | None = None,
+        position: RankPosition | None = None,
         gradient_checkpointing: bool = False,
         activations_on_host: bool = False,
         compiled: bool = False,
         **role: Any,
     ) -> None:
-        super().__init__(device=trunk.device, optimizer=optimizer, place=place or RankPosition(), **role)
+        super().__init__(device=trunk.device, optimizer=optimizer, position=position or RankPosition(), **role)
         self.module = module
         self._trunk = trunk
         self._as_written: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -220,7 +220,7 @@ class FlatEngine(RoleEngine[FlatOptimizer]):
         return dict(self.module.named_parameters())
 
     def step(self, lr: float) -> StepOutcome:
-        self._place.data.all_reduce_sum(self.optimizer.grad)
+        self._position.data.all_reduce_sum(self.optimizer.grad)
         return super().step(lr)
 
     def _run(self, own: Iterable[MicroBatch], finish: Finish, **outputs: Any) -> None:
@@ -274,11 +274,11 @@ class FlatPolicyEngine(FlatEngine, RolePolicy[FlatOptimizer]):
         super().__init__(model, trunk_of(model), **engine)
         self._model = model
         if lora is None:
-            self._published = WholeModel(model, self._place.worker)
+            self._published = WholeModel(model, self._position.worker)
         else:
             from asyncrl.trainer.model.lora import published_whole  # only with model.lora
 
-            self._published = published_whole(model, self._place.worker, lora, merge=merge)
+            self._published = published_whole(model, self._position.worker, lora, merge=merge)
         self._logits_of = logits_function(model)
 
     @property
@@ -359,12 +359,12 @@ class FlatValueEngine(FlatEngine, RoleValue[FlatOptimizer]):
 
     @cached_property
     def _published(self) -> Published:
-        return super()._published if self._classifier is None else WholeModel(self._classifier, self._place.worker)
+        return super()._published if self._classifier is None else WholeModel(self._classifier, self._position.worker)
 
     def outputs_of(self, micro_batch: MicroBatch, *, everywhere: bool = False) -> Outputs:
         """Return the value of the prefix before each wanted token, or up to each input token (`everywhere`)."""
-        places = micro_batch.places_I if everywhere else micro_batch.predictors_N
-        return (self._critic.values(self._hidden(micro_batch).index_select(0, places)),)
+        indices = micro_batch.indices_I if everywhere else micro_batch.predictors_N
+        return (self._critic.values(self._hidden(micro_batch).index_select(0, indices)),)
 
     @property
     def network(self) -> PreTrainedModel:
@@ -382,7 +382,7 @@ class FlatValueEngine(FlatEngine, RoleValue[FlatOptimizer]):
 
     def together(self, sequences: Sequence[Tokens]) -> Sequence[Tensor]:
         packed = one_micro_batch(sequences, self.attention, self.device, wanted=False, pictures=self.pictures)
-        hidden_IH = self._hidden(packed).index_select(0, packed.places_I)
+        hidden_IH = self._hidden(packed).index_select(0, packed.indices_I)
         in_order = hidden_IH.index_select(0, packed.sources_I.argsort())
         return torch.split(in_rms(in_order), [len(tokens) for tokens in sequences])
 
@@ -391,21 +391,21 @@ Engine = TypeVar("Engine", FlatPolicyEngine, FlatValueEngine)
 
 
 class FlatLoader(EngineLoader):
-    """Loads whole models onto `device`, as `config` sets them, for the rank at `place`. All ranks of a grid load a
+    """Loads whole models onto `device`, as `config` sets them, for the rank at `position`. All ranks of a grid load a
     model together, so that they fail together.
 
     Each model is proven before it is returned (`trainer.model.layout_parity`); a model that cannot be trained right
     raises `UnsupportedModelError`, a ValueError.
     """
 
-    def __init__(self, config: ExperimentConfig, place: RankPosition, device: torch.device) -> None:
-        self._config, self._place, self._device = config, place, device
+    def __init__(self, config: ExperimentConfig, position: RankPosition, device: torch.device) -> None:
+        self._config, self._position, self._device = config, position, device
         self._attention = config.model.attn_implementation
         self._dtype, self._vision = config.model.dtype.on(device.type), config.model.vision
         self._engine: dict[str, Any] = {
             "attention": first_layout(self._attention).kind,
             "tokens_per_micro_batch": config.trainer.tokens_per_micro_batch,
-            "place": place,
+            "position": position,
             "gradient_checkpointing": config.trainer.gradient_checkpointing,
             "activations_on_host": config.trainer.activations_on == KeptOn.host,
             "compiled": config.trainer.compile,
@@ -483,7 +483,7 @@ class FlatLoader(EngineLoader):
             )
             return engine
 
-        return self._place.everyone.together(proven, f"loading {path}")
+        return self._position.everyone.together(proven, f"loading {path}")
 
     def _optimizer(self, module: nn.Module, config: OptimizerConfig | None) -> FlatOptimizer | None:
         if config is None:

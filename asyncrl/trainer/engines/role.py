@@ -60,7 +60,7 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
         attention: how sequences are laid out.
         tokens_per_micro_batch: budget of one forward and backward pass.
         optimizer: None for a frozen role.
-        place: position of this rank.
+        position: position of this rank.
         routers: routers that replay the expert choices of a batch's routing; None: choices are not replayed.
         pictures: picture processing of the model; None: the model is used for text alone.
     """
@@ -72,13 +72,13 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
         attention: AttentionKind,
         tokens_per_micro_batch: int,
         optimizer: Optimizer | None,
-        place: RankPosition,
+        position: RankPosition,
         routers: Routers | None = None,
         pictures: Pictures | None = None,
     ) -> None:
         self.device, self.attention = device, attention
         self.routers, self.pictures = routers, pictures
-        self._budget, self._optimizer, self._place = tokens_per_micro_batch, optimizer, place
+        self._budget, self._optimizer, self._position = tokens_per_micro_batch, optimizer, position
         tower = () if pictures is None or optimizer is None else pictures.tower.parameters()
         self._trains_tower = any(parameter.requires_grad for parameter in tower)
         self._shown: WeakKeyDictionary[StepBatch, ShownTokens] = WeakKeyDictionary()
@@ -189,7 +189,7 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
         if self._flops is not None:
             work = ForwardPass(micro_batch.depths, len(micro_batch.targets_N))
             backward = self.trained and torch.is_grad_enabled()
-            self._flops.add(work, backward=backward, share=1.0 / self._place.context.world)
+            self._flops.add(work, backward=backward, share=1.0 / self._position.context.world)
 
     @property
     def flops(self) -> float | None:

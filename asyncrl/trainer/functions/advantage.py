@@ -9,7 +9,7 @@ from torch import Tensor
 
 from asyncrl.algorithms.arithmetic import Stats, count_stat, mean_stat
 from asyncrl.algorithms.inputs import AdvantageInputs, KLInputs
-from asyncrl.algorithms.registry import KLPlace
+from asyncrl.algorithms.registry import KLIn
 from asyncrl.api.trajectory import GREEDY_REWARD, role_of
 from asyncrl.config.plugin_code.catalog import resolve
 from asyncrl.trainer.batches.step_batch import StepBatch
@@ -32,10 +32,10 @@ def advantage(ctx: CallContext, batch: StepBatch) -> StatValues:
     mask_T = batch["loss_mask"]
     if "keep" in ctx.reads:
         mask_T = mask_T & batch["keep"][batch.seq_ids_T]
-    place = algorithm.kl_in
+    kl_in = algorithm.kl_in
     penalty_T, stats = _kl_penalty(ctx, batch, mask_T)
     token_rewards_T = batch["token_rewards"]
-    if penalty_T is not None and place == KLPlace.reward:
+    if penalty_T is not None and kl_in == KLIn.reward:
         token_rewards_T = token_rewards_T + penalty_T
     values_T = bootstrap_S = None
     if "values" in ctx.reads:
@@ -72,7 +72,7 @@ def advantage(ctx: CallContext, batch: StepBatch) -> StatValues:
         )
     )
     advantages_T = output.advantages_T
-    if penalty_T is not None and place == KLPlace.advantage:
+    if penalty_T is not None and kl_in == KLIn.advantage:
         advantages_T = advantages_T + penalty_T
     for teacher in algorithm.teachers:
         from asyncrl.trainer.functions.frozen_models import of_teacher  # only with teachers
@@ -88,7 +88,7 @@ def advantage(ctx: CallContext, batch: StepBatch) -> StatValues:
     stats["advantage/abs_mean"] = mean_stat(advantages_T.abs(), mask_T)
     reduced = ctx.reduce({**stats, "samples": count_stat(torch.tensor(batch.num_seqs, device=batch.device))})
     samples = int(reduced.pop("samples"))  # of all ranks
-    if place == KLPlace.reward and "kl/reference" in reduced:  # for kl_in=loss, `actor_train` reports it
+    if kl_in == KLIn.reward and "kl/reference" in reduced:  # for kl_in=loss, `actor_train` reports it
         ctx.state.kl.update(reduced["kl/reference"], samples)
     return reduced
 
@@ -98,7 +98,7 @@ def _kl_penalty(ctx: CallContext, batch: StepBatch, mask_T: Tensor) -> tuple[Ten
     reference.
     """
     algorithm = ctx.config.algorithm
-    if algorithm.kl_in == KLPlace.loss or algorithm.kl_coef == 0.0:
+    if algorithm.kl_in == KLIn.loss or algorithm.kl_coef == 0.0:
         return None, {}
     if "ref_logprobs" not in ctx.reads:
         raise KeyError(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from asyncrl.algorithms.arithmetic import Stats, all_reduce_stats, stat_values
 from asyncrl.algorithms.inputs import AdvantageInputs, AdvantageOutput
 from asyncrl.algorithms.objective import KLController, Objective
-from asyncrl.algorithms.registry import Choice, KLPlace, ObjectiveSpec, ValueNormalisation
+from asyncrl.algorithms.registry import Choice, KLIn, ObjectiveSpec, ValueNormalisation
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.plugin_code.catalog import MODEL_FUNCTION, resolve
 from asyncrl.config.setting import ChoiceConfig
@@ -186,7 +186,7 @@ class TrainState:
 
 def objective_spec(algorithm: AlgorithmConfig) -> ObjectiveSpec:
     """Return the actor's objective as `algorithm` sets it."""
-    kl_in_loss = algorithm.kl_coef > 0.0 and algorithm.kl_in == KLPlace.loss
+    kl_in_loss = algorithm.kl_coef > 0.0 and algorithm.kl_in == KLIn.loss
     return ObjectiveSpec(
         policy_loss=_choice(algorithm.policy_loss),
         correction=_choice(algorithm.correction),

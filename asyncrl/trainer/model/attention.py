@@ -262,9 +262,9 @@ def all_pairs(
     """
     if enable_gqa:
         key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
-    places = torch.arange(len(query), device=query.device, dtype=torch.int32)
-    sequence = torch.bucketize(places, cu_seq_q, right=True)
-    age = places[:, None] - places
+    indices = torch.arange(len(query), device=query.device, dtype=torch.int32)
+    sequence = torch.bucketize(indices, cu_seq_q, right=True)
+    age = indices[:, None] - indices
     visible = (sequence[:, None] == sequence) & (age >= 0)
     if window_size[0] >= 0:
         visible &= age <= window_size[0]

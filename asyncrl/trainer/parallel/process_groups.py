@@ -202,7 +202,7 @@ def training_world(
         meeting = Path(resolver.wait(TRAINING_WORLD_KEY, config.system.start_timeout_s))
     timeout = timedelta(seconds=max(config.trainer.collective_timeout_s, start_s))
     collectives = collectives or Collectives()
-    places: dict[WorkerGrid, RankPosition] = {}
+    positions: dict[WorkerGrid, RankPosition] = {}
     try:
         with collectives.making(device):
             dist.init_process_group(
@@ -217,15 +217,15 @@ def training_world(
             dist.all_reduce(torch.zeros(1, device=device))
             groups = _Groups(worker, placement.workers, timeout)
             for grid in placement.distinct:
-                if (place := _lay_out(worker, grid, groups, device)) is not None:
-                    places[grid] = place
+                if (position := _lay_out(worker, grid, groups, device)) is not None:
+                    positions[grid] = position
             everyone = Ranks(worker, placement.workers)
             hosts = tuple(host.decode() for host in everyone.all_gather_bytes(config.system.host.encode()))
-        yield World(worker, placement, everyone, places, hosts)
+        yield World(worker, placement, everyone, positions, hosts)
     finally:
-        for place in places.values():  # torch's caches keep meshes alive, and meshes the threads of their groups
-            if place.mesh is not None:
-                place.mesh._pg_registry.clear()
+        for position in positions.values():  # torch's caches keep meshes alive, and meshes the threads of their groups
+            if position.mesh is not None:
+                position.mesh._pg_registry.clear()
         collectives.leave()
         meeting.unlink(missing_ok=True)  # after torch's store, which recreates the file if another rank was first
 

@@ -61,27 +61,27 @@ class World:
 
     Attributes:
         everyone: all ranks, numbered by worker index.
-        places: this worker's position, by grid; only the grids that it is in.
+        positions: this worker's position, by grid; only the grids that it is in.
         rank_hosts: addresses of the ranks' hosts.
     """
 
     worker: int = 0
     placement: Placement = field(default_factory=lambda: Placement({ACTOR: WorkerGrid()}))
     everyone: Ranks = field(default_factory=Ranks)
-    places: Mapping[WorkerGrid, RankPosition] = field(default_factory=lambda: {WorkerGrid(): RankPosition()})
+    positions: Mapping[WorkerGrid, RankPosition] = field(default_factory=lambda: {WorkerGrid(): RankPosition()})
     rank_hosts: tuple[str, ...] = ("",)
 
     def hosts(self, role: str) -> bool:
         """True if this worker holds a part of `role`."""
-        return self.placement.grid(role) in self.places
+        return self.placement.grid(role) in self.positions
 
-    def place(self, role: str) -> RankPosition:
+    def position(self, role: str) -> RankPosition:
         """Return this worker's position in the grid of `role`.
 
         Raises:
             KeyError: this worker has no part of the role.
         """
-        return self.places[self.placement.grid(role)]
+        return self.positions[self.placement.grid(role)]
 
     @property
     def takes_trajectories(self) -> bool:

@@ -50,7 +50,7 @@ from asyncrl.trainer.messages import PollBuffer, PolledBuffer, RolloutRecord
 from asyncrl.trainer.rank.inbox_store import InboxStore, StoredTrajectoryDamaged
 from asyncrl.trainer.settings import TrainerConfig, VisionMode
 
-_ROOM_S = 30.0  # time that a trajectory waits for room; then it is not acknowledged, and its sender sends it again
+_SPACE_S = 30.0  # time that a trajectory waits for room; then it is not acknowledged, and its sender sends it again
 _log = logging.getLogger(__name__)
 
 
@@ -147,7 +147,7 @@ class TrajectoryReceiver:
                 self._kept = None
                 self._cannot_keep(error)
         try:
-            self.inbox.put(trajectory, timeout_s=_ROOM_S)
+            self.inbox.put(trajectory, timeout_s=_SPACE_S)
         except InboxFull:
             self._forget([trajectory.rollout_id])
             raise
@@ -334,7 +334,7 @@ class Inbox:
         self._capacity = capacity
         self._on_arrival = on_arrival
         self._memory_bytes, self._spilled = memory_bytes, spilled
-        self._room = threading.Condition()
+        self._space = threading.Condition()
         self._held: dict[str, _Held] = {}
         self.bytes_held = 0
         """Bytes of the tokens in memory, and of all scores computed ahead."""
@@ -351,11 +351,11 @@ class Inbox:
             OSError: the trajectory does not fit into memory, and cannot be written to the disk.
         """
         record = self._record(trajectory)  # before the lock, as it looks at every token
-        with self._room:
+        with self._space:
             if trajectory.rollout_id in self._held:
                 return
-            self._room.wait_for(lambda: self._closed or self._has_room, timeout_s)
-            if not self._has_room:
+            self._space.wait_for(lambda: self._closed or self._has_space, timeout_s)
+            if not self._has_space:
                 until = "until the end of this process" if self._closed else f"for {timeout_s:g} s"
                 raise InboxFull(
                     f"{self._capacity} rollouts wait for training (trainer.buffer_capacity) and none was taken {until}"
@@ -365,12 +365,12 @@ class Inbox:
 
     def close(self) -> None:
         """Stop waiting for room: no trajectory will be removed any more."""
-        with self._room:
+        with self._space:
             self._closed = True
-            self._room.notify_all()
+            self._space.notify_all()
 
     @property
-    def _has_room(self) -> bool:
+    def _has_space(self) -> bool:
         return len(self._held) < self._capacity
 
     def restore(self, trajectory: Trajectory) -> None:
@@ -382,7 +382,7 @@ class Inbox:
         if self._spilled is not None and self.bytes_held + size > self._memory_bytes:
             spilled = self._spilled
             spilled.write(trajectory)
-        with self._room:
+        with self._space:
             self._held[trajectory.rollout_id] = _Held(trajectory if spilled is None else None, record)
             self.bytes_held += size if spilled is None else 0
             self._last += 1
@@ -390,7 +390,7 @@ class Inbox:
 
     def keep_scores(self, scores: Mapping[str, Scores]) -> None:
         """Keep scores computed ahead, by rollout id, with the trajectories that are still held."""
-        with self._room:
+        with self._space:
             for rollout_id, own in scores.items():
                 held = self._held.get(rollout_id)
                 if held is not None and held.scores is None:
@@ -399,12 +399,12 @@ class Inbox:
 
     def arrived_after(self, cursor: int) -> int:
         """Return the number of rollouts that a poll after `cursor` would return."""
-        with self._room:
+        with self._space:
             return len(self._arrivals) - bisect_right(self._arrivals, cursor, key=itemgetter(0))
 
     def poll(self, cursor: int) -> PolledBuffer:
         """Return the records that came after `cursor`, the last number that the caller has processed."""
-        with self._room:
+        with self._space:
             self._arrivals = [entry for entry in self._arrivals if entry[0] > cursor]
             return PolledBuffer(self._last, tuple(record for _, record in self._arrivals))
 
@@ -414,7 +414,7 @@ class Inbox:
         Raises:
             OSError, StoredTrajectoryDamaged: a spilled trajectory cannot be read.
         """
-        with self._room:
+        with self._space:
             kept = {key: self._held[key] for key in rollout_ids if key in self._held}
             found = {key: (held.trajectory, held.scores) for key, held in kept.items()}
         complete = {}
@@ -429,18 +429,18 @@ class Inbox:
         try:
             return self._spilled.load(rollout_id)
         except (KeyError, FileNotFoundError):
-            with self._room:
+            with self._space:
                 if rollout_id in self._held:
                     raise
             return None
 
     def remove(self, rollout_ids: Sequence[str]) -> None:
         """Forget trajectories; unknown ids are ignored, so that a repeated call does no harm."""
-        with self._room:
+        with self._space:
             for rollout_id in rollout_ids:
                 if (held := self._held.pop(rollout_id, None)) is not None:
                     self.bytes_held -= held.bytes
-            self._room.notify_all()
+            self._space.notify_all()
         # Outside the lock, as polls wait for it. No `put` adds one of these ids again meanwhile and so relies on a file
         # that is deleted here: the puller drops repetitions of what it accepted.
         if self._spilled is not None:

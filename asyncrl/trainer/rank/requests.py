@@ -98,7 +98,7 @@ class ModelCalls:
             args=call.args,
             config=self._of_policies[settings],
             engines=self._engines[policy],
-            ranks=self._world.place(call.role).data,
+            ranks=self._world.position(call.role).data,
             state=self._states[policy],
             roles=self._hosted[policy],
         )
@@ -226,9 +226,9 @@ class QueuedRequests:
         """Score rollouts that wait for their step by frozen models. The head of each copy has received them, and keeps
         the scores. Called by all ranks of the actor.
         """
-        place, inbox = self._world.place(ACTOR), self._receiver.inbox
-        held = inbox.get(request.rollout_ids[place.coordinates.data]) if place.copy.leads else {}
-        trajectories, _ = detach(hand_down(list(held.values()), place.copy))
+        position, inbox = self._world.position(ACTOR), self._receiver.inbox
+        held = inbox.get(request.rollout_ids[position.coordinates.data]) if position.copy.leads else {}
+        trajectories, _ = detach(hand_down(list(held.values()), position.copy))
         no_steps, version = [0] * len(trajectories), request.version
         batch = build_step_batch(
             trajectories, no_steps, version=version, num_minibatches=1, own=self._columns, device=self._device
@@ -237,7 +237,7 @@ class QueuedRequests:
             for call in request.calls:
                 self._calls.run(call, batch)
             scores = scores_of(batch, [key for call in request.calls for key in call.writes])
-        if place.copy.leads:
+        if position.copy.leads:
             inbox.keep_scores(scores)
         return Done()
 
@@ -248,14 +248,14 @@ class QueuedRequests:
         held = self._receiver.inbox.get(step.leaving)
         self._shares = {}
         for grid, targets, share in zip(self._world.placement.distinct, step.targets, step.shares, strict=True):
-            place = self._world.places.get(grid)
+            position = self._world.positions.get(grid)
             leaving = dict(zip(step.leaving, targets, strict=True))
             expected = {}
-            if share is not None and place is not None and place.copy.leads:
+            if share is not None and position is not None and position.copy.leads:
                 expected = dict(zip(share.rollout_ids, share.sources, strict=True))
             arrived = exchange_trajectories(leaving, expected, held, self._world.everyone)
-            if share is not None and place is not None:
-                self._build(step, grid, share, hand_down(arrived, place.copy))
+            if share is not None and position is not None:
+                self._build(step, grid, share, hand_down(arrived, position.copy))
         self._receiver.begin_step(step.leaving)
         return Done()
 

@@ -126,9 +126,9 @@ def open_sample_logs(config: ExperimentConfig, world: World, run_dir: Path) -> d
     decode = load_tokenizer(str(config.model.path)).decode
     opened = {}
     for policy in here:
-        place = world.place(role_of_policy(policy, ACTOR))
-        ranks, max_bytes = place.data, int(samples.max_gb * 1e9 / place.data.world / len(policies))
+        position = world.position(role_of_policy(policy, ACTOR))
+        ranks, max_bytes = position.data, int(samples.max_gb * 1e9 / position.data.world / len(policies))
         name = "-".join([f"head-{ranks.rank}", *([policy] if policy else [])])
-        writer = name if place.copy.leads else None
+        writer = name if position.copy.leads else None
         opened[policy] = SampleLog(run_dir / SAMPLES_DIR, samples.every, max_bytes, writer, decode)
     return opened

@@ -191,7 +191,9 @@ def build_rank(config: ExperimentConfig, graph: Graph, world: World, device: tor
     make = engine_loader(engine_of(config))
     configs = {name: config_of_policy(config, name) for name in ("", *config.trained_policies)}
     loaders = {
-        (name, grid): make(own, place, device) for name, own in configs.items() for grid, place in world.places.items()
+        (name, grid): make(own, position, device)
+        for name, own in configs.items()
+        for grid, position in world.positions.items()
     }
     for role in filter(world.hosts, roles):
         actor = engines.get(ACTOR)
@@ -302,16 +304,16 @@ class Versions:
                 self.to_servers.hold(request.version, published.gather(owners))
             if request.role not in self._shared:
                 self._shared[request.role] = self._shared_files(policy)
-            place = self._world.place(request.role)
+            position = self._world.position(request.role)
             return publishing.publish(
                 published,
                 self._run_dir / (WEIGHTS_DIR if request.to_disk else ANNOUNCED_DIR),
                 role=request.role,
                 version=request.version,
-                ranks=place.everyone,
+                ranks=position.everyone,
                 shared=self._shared[request.role] if request.to_disk else None,
                 probe=probe,
-                first_worker=place.grid.first,
+                first_worker=position.grid.first,
             )
 
     def collect(self, request: CollectWeights) -> None:

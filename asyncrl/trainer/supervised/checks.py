@@ -10,7 +10,7 @@ from asyncrl.config.plugin_code import catalog
 from asyncrl.config.plugin_code.import_paths import PluginError
 from asyncrl.config.setting import ChoiceConfig, ConfigError, Device, did_you_mean
 from asyncrl.data.checks import source_problems
-from asyncrl.data.datasets import Placed
+from asyncrl.data.datasets import Located
 from asyncrl.data.demonstrations import conversation_of, judged_answers, load_demonstrations, wrong_conversation
 from asyncrl.data.files import FileDataset
 from asyncrl.data.settings import TrainOn, is_data_path
@@ -177,7 +177,8 @@ def _check_rows(config: SFTConfig, path: str, args: Mapping[str, Any], fields: M
         return
     dataset = load_demonstrations(path, args, fields, split, config.seed, judged=kind is not None)
     for index in range(len(dataset) if isinstance(dataset, FileDataset) else 1):
-        place, row = dataset.place(index) if isinstance(dataset, Placed) else f"{path}, row {index}", dataset.row(index)
+        location = dataset.location(index) if isinstance(dataset, Located) else f"{path}, row {index}"
+        row = dataset.row(index)
         wrong = None
         try:
             if kind is None:
@@ -187,4 +188,4 @@ def _check_rows(config: SFTConfig, path: str, args: Mapping[str, Any], fields: M
         except ValueError as error:
             wrong = str(error)
         if wrong is not None:
-            raise ValueError(f"{place}: {wrong}")
+            raise ValueError(f"{location}: {wrong}")

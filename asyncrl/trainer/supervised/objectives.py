@@ -56,8 +56,8 @@ class Measures(NamedTuple):
 class Imitation:
     """Cross entropy of the tokens that carry loss. All ranks call the methods together, with the same batch."""
 
-    def __init__(self, engine: PolicyEngine, place: RankPosition, device: torch.device) -> None:
-        self.engine, self._place, self._device = engine, place, device
+    def __init__(self, engine: PolicyEngine, position: RankPosition, device: torch.device) -> None:
+        self.engine, self._position, self._device = engine, position, device
 
     def compute_gradients(self, batch: Sequence[Demonstration]) -> Measures:
         """Compute the gradients of the loss, which replace earlier ones. Return the figures of `batch`."""
@@ -68,16 +68,16 @@ class Imitation:
 
         mine = self._mine(batch)
         loss, _ = self.engine.compute_gradients(mine, mine["loss_mask"], range(mine.num_seqs), share)
-        return Measures(self._place.data.all_reduce_sum(loss.double()).item())
+        return Measures(self._position.data.all_reduce_sum(loss.double()).item())
 
     def measure(self, batch: Sequence[Demonstration]) -> Measures:
         """Return the figures of `batch` without computing gradients."""
         mine = self._mine(batch)
         total = -self.engine.logprobs(mine, mine["loss_mask"]).double().sum()
-        return Measures(self._place.data.all_reduce_sum(total).item() / sum(item.answer_length for item in batch))
+        return Measures(self._position.data.all_reduce_sum(total).item() / sum(item.answer_length for item in batch))
 
     def _mine(self, batch: Sequence[Demonstration]) -> StepBatch:
-        data = self._place.data
+        data = self._position.data
         return step_batch(batch[data.rank :: data.world], self._device)
 
 
@@ -93,8 +93,8 @@ class JudgedObjective(ABC):
     _width: ClassVar[int] = 2
     """Number of answers per loss: 2 for a pair, 1 for a labelled answer."""
 
-    def __init__(self, loss: Callable[[Any], Tensor], place: RankPosition, device: torch.device) -> None:
-        self._loss, self._place, self._device = loss, place, device
+    def __init__(self, loss: Callable[[Any], Tensor], position: RankPosition, device: torch.device) -> None:
+        self._loss, self._position, self._device = loss, position, device
         self._losses([], self._tensor([]))  # refuses wrong parameters before the first step
 
     def compute_gradients(self, batch: Sequence[Demonstration]) -> Measures:
@@ -127,7 +127,7 @@ class JudgedObjective(ABC):
 
     def _own(self, batch: Sequence[JudgedAnswer]) -> list[JudgedAnswer]:
         """Return this rank's part of `batch`; pairs stay together."""
-        data, width = self._place.data, self._width
+        data, width = self._position.data, self._width
         return [item for index, item in enumerate(batch) if index // width % data.world == data.rank]
 
     def _measured(
@@ -139,7 +139,7 @@ class JudgedObjective(ABC):
         found_S, preferred_S = scores_S.detach(), self._tensor([item.preferred for item in own], torch.bool)
         right = (found_S[0::2] > found_S[1::2]).sum() if self._width == 2 else found_S.new_zeros(())
         sums = [loss.detach(), right, found_S[preferred_S].sum(), found_S[~preferred_S].sum()]
-        total, right, chosen, rejected = self._place.data.all_reduce_sum(
+        total, right, chosen, rejected = self._position.data.all_reduce_sum(
             torch.stack([s.double() for s in sums])
         ).tolist()
         liked = sum(item.preferred for item in batch)
@@ -154,9 +154,9 @@ class RewardModelling(JudgedObjective):
     """A loss on a reward model's scores of pairs. An answer's score is the head's output at its last token."""
 
     def __init__(
-        self, engine: ValueEngine, loss: Callable[[ScoredPairs], Tensor], place: RankPosition, device: torch.device
+        self, engine: ValueEngine, loss: Callable[[ScoredPairs], Tensor], position: RankPosition, device: torch.device
     ) -> None:
-        super().__init__(loss, place, device)
+        super().__init__(loss, position, device)
         self.engine: ValueEngine = engine
 
     def _scores(self, own: Sequence[JudgedAnswer], batch: Sequence[JudgedAnswer]) -> Tensor:
@@ -190,10 +190,10 @@ class PolicyPreference(JudgedObjective):
         engine: PolicyEngine,
         reference: PolicyEngine,
         loss: Callable[[Any], Tensor],
-        place: RankPosition,
+        position: RankPosition,
         device: torch.device,
     ) -> None:
-        super().__init__(loss, place, device)
+        super().__init__(loss, position, device)
         self.engine: PolicyEngine = engine
         self._reference = reference
 
@@ -234,7 +234,7 @@ class LabelPreference(PolicyPreference):
     def _scores(self, own: Sequence[JudgedAnswer], batch: Sequence[JudgedAnswer]) -> Tensor:
         others = [with_answer_of(item, batch[(index + 1) % len(batch)]) for index, item in enumerate(batch)]
         total = super()._scores(self._own(others), batch).sum()
-        self._kl = (self._place.data.all_reduce_sum(total) / len(batch)).clamp(min=0.0)
+        self._kl = (self._position.data.all_reduce_sum(total) / len(batch)).clamp(min=0.0)
         return super()._scores(own, batch)
 
     def _losses(self, own: Sequence[JudgedAnswer], scores_S: Tensor) -> Tensor:
@@ -278,7 +278,7 @@ MUON_DECAY = 0.01
 
 
 def make_objective(
-    config: SFTConfig, settings: ExperimentConfig, place: RankPosition, device: torch.device
+    config: SFTConfig, settings: ExperimentConfig, position: RankPosition, device: torch.device
 ) -> Imitation | JudgedObjective:
     """Return the objective of `loss`, with the engine of the model in `model.path` of `settings`.
 
@@ -286,17 +286,17 @@ def make_objective(
         ValueError: the model cannot be trained correctly, or a parameter of the loss is wrong.
     """
     path, optimizer = str(settings.model.path), settings.optimizer
-    loader = engine_loader(engine_of(settings))(settings, place, device)
+    loader = engine_loader(engine_of(settings))(settings, position, device)
     kind = loss_kind(config.loss)
     if kind is None:
-        return Imitation(loader.policy(path, Dtype.float32, optimizer), place, device)
+        return Imitation(loader.policy(path, Dtype.float32, optimizer), position, device)
     loss = resolve(kind, config.loss.name, config.loss.params)
     if kind == REWARD_LOSS:
-        return RewardModelling(loader.reward_model(path, optimizer), loss, place, device)
+        return RewardModelling(loader.reward_model(path, optimizer), loss, position, device)
     engine = loader.policy(path, Dtype.float32, optimizer)
     reference = LoraReference(engine) if config.model.lora.rank else loader.policy(path, Dtype.float32, None)
     objective = PairPreference if kind == PAIR_LOSS else LabelPreference
-    return objective(engine, reference, loss, place, device)
+    return objective(engine, reference, loss, position, device)
 
 
 def engine_settings(config: SFTConfig, model: Path, total: int) -> ExperimentConfig:

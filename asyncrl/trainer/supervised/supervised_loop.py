@@ -41,7 +41,7 @@ from asyncrl.comm.names import ACTOR
 from asyncrl.comm.typed import decode_json
 from asyncrl.config.run_dir import CHECKPOINTS_DIR, LOCK_FILE, METRICS_FILE, NAMES_DIR, WEIGHTS_DIR, write_run_config
 from asyncrl.config.setting import Device
-from asyncrl.data.datasets import DemonstrationDataset, Placed
+from asyncrl.data.datasets import DemonstrationDataset, Located
 from asyncrl.data.demonstrations import (
     Demonstration,
     DemonstrationFormat,
@@ -105,7 +105,7 @@ class EngineLearner:
     ) -> None:
         self._model, self._run_dir, self._checkpoint, self._world = model, run_dir, config.checkpoint, world
         settings = self._settings = engine_settings(config, model, total)
-        self._objective = make_objective(config, settings, world.place(ACTOR), device)
+        self._objective = make_objective(config, settings, world.position(ACTOR), device)
         self._engine = self._objective.engine
         engines = {ACTOR: self._engine}
         state = restore_newest(engines, run_dir / CHECKPOINTS_DIR, world.everyone)
@@ -317,7 +317,7 @@ def _batches(
 
 def _encoded(dataset: DemonstrationDataset, form: RowFormat, max_tokens: int, name: str, tell: NoteCallback) -> Rows:
     """Encode the rows of a file now, and those of a dataset class on demand."""
-    if not isinstance(dataset, Placed):
+    if not isinstance(dataset, Located):
         return LazyRows(dataset, form)
     encoded = EncodedRows.of(dataset, form, max_tokens)
     for line in encoded.notes:

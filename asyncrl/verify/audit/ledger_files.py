@@ -41,7 +41,7 @@ class Entry:
     """A line of the ledger, its number over all files (from 1), and its place."""
 
     number: int
-    place: str
+    location: str
     line: Line
 
 
@@ -62,26 +62,26 @@ def read_ledger(folder: Path, report: Report, note: Report | None = None) -> lis
             report(f"{folder.name}/{file.name}", f"it cannot be read: {error.strerror}")
             continue
         for index, raw in enumerate(lines, 1):
-            place = f"{folder.name}/{file.name}:{index}"
+            location = f"{folder.name}/{file.name}:{index}"
             if not raw.endswith(b"\n") and file == files[-1]:
                 if note is not None:
-                    note(place, f"the last line is torn after {len(raw)} bytes; the next launch removes it")
+                    note(location, f"the last line is torn after {len(raw)} bytes; the next launch removes it")
                 break
             try:
                 line = _decode(raw)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                report(place, f"not a line of a ledger: {error}")
+                report(location, f"not a line of a ledger: {error}")
                 unsealed.update(raw)
                 continue
-            entries.append(Entry(len(entries) + 1, place, line))
+            entries.append(Entry(len(entries) + 1, location, line))
             if not isinstance(line, Begin | Step | End):
                 unsealed.update(raw)
                 continue
             unsealed.update(raw[: -SEAL_BYTES - len(SEAL_END)])
             if not raw.endswith(line.seal.encode() + SEAL_END) or line.seal != unsealed.hexdigest():
-                report(place, "the seal does not match the lines since the previous seal: a line was changed")
+                report(location, "the seal does not match the lines since the previous seal: a line was changed")
             if line.line != len(entries):
-                report(place, f"is numbered {line.line}, but is line {len(entries)}")
+                report(location, f"is numbered {line.line}, but is line {len(entries)}")
             unsealed = hashlib.sha256(line.seal.encode())
     return entries
 
@@ -93,11 +93,11 @@ def surviving(entries: Sequence[Entry], report: Report) -> Iterator[Entry]:
         line = entry.line
         if isinstance(line, Begin):
             if line.lineage != len(begins):
-                report(entry.place, f"begins lineage {line.lineage}, expected {len(begins)}")
+                report(entry.location, f"begins lineage {line.lineage}, expected {len(begins)}")
             _check_begin(entry, line, entries, begins, report)
             begins.append(entry)
         elif entry.number == 1:
-            report(entry.place, "the first line does not begin a launch")
+            report(entry.location, "the first line does not begin a launch")
     yield from leading_to(entries, len(entries))
 
 
@@ -121,24 +121,26 @@ def is_ruled_out(entry: Entry, later: Iterable[Entry]) -> bool:
 
 def _check_begin(entry: Entry, begin: Begin, entries: Sequence[Entry], begins: Iterable[Entry], report: Report) -> None:
     """Check that a lineage begins at version 0, after a step's line, or with counts carried from elsewhere."""
-    place, after = entry.place, begin.after
+    location, after = entry.location, begin.after
     if begin.carried is not None:
-        report(place, f"lineage {begin.lineage} begins at version {begin.version} without the ledger of earlier steps")
+        report(
+            location, f"lineage {begin.lineage} begins at version {begin.version} without the ledger of earlier steps"
+        )
         return
     if not after:
         if begin.version:
-            report(place, f"begins at version {begin.version} without a checkpoint")
+            report(location, f"begins at version {begin.version} without a checkpoint")
         return
     if not 0 < after < entry.number:
-        report(place, f"continues after line {after}, which does not exist")
+        report(location, f"continues after line {after}, which does not exist")
         return
     origin = entries[after - 1]
     if not isinstance(origin.line, Step):
-        report(place, f"continues after line {after} ({origin.place}), which is not the end of a step")
+        report(location, f"continues after line {after} ({origin.location}), which is not the end of a step")
     elif is_ruled_out(origin, begins):
-        report(place, f"continues after line {after} ({origin.place}), which was ruled out")
+        report(location, f"continues after line {after} ({origin.location}), which was ruled out")
     elif origin.line.step != begin.version:
-        report(place, f"begins at version {begin.version} after step {origin.line.step} ({origin.place})")
+        report(location, f"begins at version {begin.version} after step {origin.line.step} ({origin.location})")
 
 
 @dataclass(slots=True)
@@ -212,7 +214,7 @@ class Outcome:
     tokens: dict[str, int] = field(default_factory=dict)
     """All tokens of each finished rollout."""
     counts_at: dict[int, RolloutCounts] = field(default_factory=dict)
-    """By step, the books in its line."""
+    """By step, the rollout counts in its line."""
     begun: int = 0
     """The version at which the last lineage began."""
     steps_of_launch: int = 0

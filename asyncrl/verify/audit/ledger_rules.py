@@ -2,7 +2,7 @@
 
 - Exactly once: no prompt of an epoch is trained twice, or after it was dropped for good; a prompt has one live rollout
   at most, and none once it is used; a rollout has one end. The number of an attempt follows from the earlier ones.
-- Books: at every line with the gate's counters, they are the totals of the lines; at the end no rollout is left over.
+- Counts: at every line with the gate's counters, they are the totals of the lines; at the end no rollout is left over.
 - Ages: the step from version v to v + 1 trains no token older than v - max_head_offpolicyness (under `on_stale=mask`:
   none but such tokens), none of a version that did not exist, and none older than the rollout's admission.
 - Times, by the clock of the GserverManager, which writes the ledger: it goes forward, or is set back for good, after
@@ -11,7 +11,7 @@
   clock that is set back during a long pause looks the same.
 - Order: steps are numbered without a gap and have train_batch_size rollouts each, in the data order; a prompt's id is
   the one that the seed gives its place in the data order; no prompt was passed over.
-- Policies: opponents' versions existed, and no policy is trained on more tokens than its servers generated for the
+- Policies: policy servers' versions existed, and no policy is trained on more tokens than its servers generated for the
   rollout, or on samples that belong to another one.
 """
 
@@ -55,10 +55,10 @@ class Clock:
     def __init__(self) -> None:
         self._times: list[tuple[str, float]] = []
 
-    def told(self, place: str, line: Line) -> None:
-        """Add the time of the line at `place`, if it has one."""
+    def note_time(self, location: str, line: Line) -> None:
+        """Add the time of the line at `location`, if it has one."""
         if not isinstance(line, Trained):
-            self._times.append((place, line.at))
+            self._times.append((location, line.at))
 
     def check(self, report: Report, note: Report) -> None:
         """Report lines whose time cannot be right; note where the clock was set back."""
@@ -72,14 +72,14 @@ class Clock:
             back = times[number - 1] - times[number]
             if back <= CLOCKS_S:
                 continue
-            place = self._times[number][0]
+            location = self._times[number][0]
             after, before = times[number : number + 2], times[max(0, number - 2) : number]
             if len(after) > 1 and after[1] - after[0] >= back - CLOCKS_S and is_longest(after[1] - after[0]):
-                report(place, f"its time is {back:.0f} s before that of the lines around it")
+                report(location, f"its time is {back:.0f} s before that of the lines around it")
             elif len(before) > 1 and before[1] - before[0] >= back - CLOCKS_S and is_longest(before[1] - before[0]):
                 report(self._times[number - 1][0], f"its time is {back:.0f} s after that of the lines around it")
             else:
-                note(place, f"the clock of the GserverManager was set back by {back:.0f} s")
+                note(location, f"the clock of the GserverManager was set back by {back:.0f} s")
 
 
 RUNNING, FINISHED, TRAINED, ABANDONED, DROPPED = "running", "finished", "trained", "abandoned", "dropped"
@@ -90,7 +90,7 @@ class AuditedRollout:
     """A rollout as of the current line.
 
     Attributes:
-        place: line of its admission.
+        location: line of its admission.
         fate: empty before it is counted.
         reason: reason of its drop.
         step: step that trained it.
@@ -100,7 +100,7 @@ class AuditedRollout:
     prompt: str
     order: int
     version: int
-    place: str
+    location: str
     attempt: int = 0
     fate: str = ""
     reason: str = ""
@@ -167,8 +167,8 @@ class Rollouts:
             "finished_untrained": self._counts[FINISHED],
         }
         for name, value in added.items():
-            if (told := getattr(counts, name)) != value:
-                yield f"the books have {name} {told}, the lines add up to {value}"
+            if (stated := getattr(counts, name)) != value:
+                yield f"the rollout counts have {name} {stated}, the lines add up to {value}"
 
 
 class PromptAttempts:
@@ -218,12 +218,12 @@ class PromptAttempts:
         """Expect a later attempt of the prompt, which may come after the rest of the epoch."""
         self._put_off.add(prompt)
 
-    def use(self, prompt: str, how: str, place: str) -> bool:
-        """Count the prompt as used at `place`; return False if it was used before."""
+    def use(self, prompt: str, how: str, location: str) -> bool:
+        """Count the prompt as used at `location`; return False if it was used before."""
         if prompt in self._used:
             self._report(f"prompt {prompt} is {how}, and was {self._used[prompt]}")
             return False
-        self._used[prompt] = f"{how} ({place})"
+        self._used[prompt] = f"{how} ({location})"
         return True
 
 
@@ -288,8 +288,8 @@ class DataOrder:
             return
         seen = {order for order in self._admitted | self._used_before if 0 <= order < newest}
         if (missing := newest - len(seen)) > 0:  # counted, since a forged place may be beyond all bounds
-            places = list(islice((order for order in range(newest) if order not in seen), 5))
-            some = f"{places}{' ...' if missing > 5 else ''}"
+            orders = list(islice((order for order in range(newest) if order not in seen), 5))
+            some = f"{orders}{' ...' if missing > 5 else ''}"
             self._report(
                 f"places {some} of the data order ({missing}) were passed over in lineage {self._lineage}: "
                 "their prompts were neither run nor used before"
@@ -317,10 +317,10 @@ class Replay:
         note: called with events of the run that are not errors in its files.
     """
 
-    def __init__(self, rows: int | None, report: Report, note: Report = lambda place, what: None) -> None:
+    def __init__(self, rows: int | None, report: Report, note: Report = lambda location, what: None) -> None:
         self.outcome = Outcome()
         self._report_to, self._note_to = report, note
-        self._place = ""
+        self._location = ""
         self._clock = Clock()
         self._data_order = DataOrder(rows, self._report)
         self._prompts = PromptAttempts(self._report)
@@ -333,7 +333,7 @@ class Replay:
     def run(self, entries: Iterable[Entry]) -> Outcome:
         """Replay `entries`."""
         for entry in entries:
-            self._place = entry.place
+            self._location = entry.location
             self._take(entry.line)
         self._check_data_order()
         self._clock.check(self._report_to, self._note_to)
@@ -347,10 +347,10 @@ class Replay:
         return outcome
 
     def _report(self, what: str) -> None:
-        self._report_to(self._place, what)
+        self._report_to(self._location, what)
 
     def _take(self, line: Line) -> None:
-        self._clock.told(self._place, line)
+        self._clock.note_time(self._location, line)
         if self.outcome.ended and not isinstance(line, Begin):
             self._report("a line after the end of its lineage")
         match line:
@@ -394,7 +394,7 @@ class Replay:
         rollouts = self._rollouts
         before = rollouts.by_id.get(line.rollout)
         if before is not None:
-            self._report(f"rollout {line.rollout} was admitted before, at {before.place}")
+            self._report(f"rollout {line.rollout} was admitted before, at {before.location}")
             return
         self._data_order.check_prompt(line.prompt, line.order)
         if not 0 <= line.version <= self.outcome.version:
@@ -412,7 +412,7 @@ class Replay:
         self._data_order.admit(line)
         rollouts.submitted += 1
         self.outcome.admitted |= bool(self.outcome.settings and self.outcome.settings.workers)
-        known = AuditedRollout(line.prompt, line.order, line.version, self._place, line.attempt)
+        known = AuditedRollout(line.prompt, line.order, line.version, self._location, line.attempt)
         rollouts.by_id[line.rollout] = known
         rollouts.move(known, RUNNING)
 
@@ -479,11 +479,11 @@ class Replay:
         if (line.prompt, line.order) != (known.prompt, known.order):
             self._report(
                 f"rollout {line.rollout} is of prompt {line.prompt} (order {line.order}), and was admitted "
-                f"({known.place}) for {known.prompt} (order {known.order})"
+                f"({known.location}) for {known.prompt} (order {known.order})"
             )
         self._check_lineage(line.lineage)
         self._check_ages(line, known)
-        for wrong in (*_wrong_opponents(line), *_wrong_policies(line)):
+        for wrong in (*_wrong_policy_servers(line), *_wrong_policies(line)):
             self._report(wrong)
         self._rollouts.move(known, TRAINED)
         self._prompts.end(known.prompt, line.rollout)
@@ -526,16 +526,16 @@ class Replay:
         if orders != sorted(orders):
             self._report(f"the rollouts of step {line.step} are not in the data order")
         self.outcome.version = line.step
-        self.outcome.steps[line.step], self.outcome.counts_at[line.step] = self._totals, line.books
+        self.outcome.steps[line.step], self.outcome.counts_at[line.step] = self._totals, line.counts
         self.outcome.steps_of_launch += 1
         self._batch, self._totals = [], StepTotals()
-        self._check_counts(line.books)
+        self._check_counts(line.counts)
 
     def _end(self, line: End) -> None:
         self._check_lineage(line.lineage)
         if line.version != self.outcome.version:
             self._report(f"the launch ended at version {line.version}, after step {self.outcome.version}")
-        self._check_counts(line.books)
+        self._check_counts(line.counts)
         if live := self._rollouts.live:
             self._report(f"the launch ended, and {live} rollouts have no end")
         self.outcome.ended = True
@@ -545,7 +545,7 @@ class Replay:
             self._report(wrong)
 
     def _use(self, prompt: str, how: str) -> None:
-        if self._prompts.use(prompt, how, self._place):
+        if self._prompts.use(prompt, how, self._location):
             self.outcome.used.append(prompt)
 
     def _check_lineage(self, lineage: int) -> None:
@@ -563,9 +563,9 @@ class Replay:
         return known
 
 
-def _wrong_opponents(line: Trained) -> Iterator[str]:
-    """Yield a message for each opponent of a version that did not exist."""
-    for policy, (oldest, newest) in line.opponents.items():
+def _wrong_policy_servers(line: Trained) -> Iterator[str]:
+    """Yield a message for each policy server of a version that did not exist."""
+    for policy, (oldest, newest) in line.policy_servers.items():
         if not 0 <= oldest <= newest < line.step:
             yield (
                 f"rollout {line.rollout}, trained at step {line.step}, met versions {oldest} to {newest} of policy "

@@ -1,4 +1,5 @@
-"""Files of a run besides ledger and rows: settings, summary, books, data record; folders of checkpoints and weights.
+"""Files of a run besides ledger and rows: settings, summary, rollout counts, data record; folders of checkpoints and
+weights.
 
 Each small file is read once and checked for its format. One that cannot be read is a finding and counts as missing from
 then on. The folders are compared with their manifests and with the ledger's history.
@@ -116,7 +117,7 @@ class Summary(msgspec.Struct, frozen=True):
 
     steps: int
     total_steps: int
-    books: Counts
+    counts: Counts = msgspec.field(name="books")
     eval: dict[str, dict[str, Any]]
     evaluations: list[dict[str, Any]]
     evaluations_failed: list[dict[str, Any]]
@@ -126,7 +127,7 @@ class LastCounts(msgspec.Struct, frozen=True):
     """`books.json`."""
 
     step: int
-    books: Counts
+    counts: Counts = msgspec.field(name="books")
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ class Documents:
     there: frozenset[str]
     settings: Settings | None
     summary: Summary | None
-    books: LastCounts | None
+    counts: LastCounts | None
     data: DataRecord | None
 
     @classmethod
@@ -167,7 +168,7 @@ class Documents:
     def check_there(self, outcome: Outcome, report: Report) -> None:
         """Report the files that a run with this history must have.
 
-        A launch removes the summary and books of the previous one, so if both are missing a later launch has begun.
+        A launch removes the summary and counts of the previous one, so if both are missing a later launch has begun.
         """
         settings, outcome.summed_up = self.settings, SUMMARY_FILE in self.there
         if CONFIG_FILE not in self.there:
@@ -199,18 +200,18 @@ class Documents:
                 report(CONFIG_FILE, f"{name} is {value}, the ledger's last launch had {stated}")
 
     def check_counts(self, outcome: Outcome, report: Report) -> None:
-        """Check the books in `books.json` and those in the summary."""
-        if (last := self.books) is not None:
-            if last.books.submitted != last.books.accounted_for:
-                stated = last.books.accounted_for
-                report(COUNTS_FILE, f"has {last.books.submitted} submitted rollouts and accounts for {stated}")
+        """Check the rollout counts in `books.json` and those in the summary."""
+        if (last := self.counts) is not None:
+            if last.counts.submitted != last.counts.accounted_for:
+                stated = last.counts.accounted_for
+                report(COUNTS_FILE, f"has {last.counts.submitted} submitted rollouts and accounts for {stated}")
             if not 0 <= last.step <= outcome.version + (not outcome.ended):
                 report(COUNTS_FILE, f"is of step {last.step}; the ledger's last step is {outcome.version}")
             elif outcome.ended and outcome.steps_of_launch and last.step != outcome.version:
                 report(COUNTS_FILE, f"is of step {last.step}; the run ended at {outcome.version}")
             known = outcome.counts_at.get(last.step)
             if known is not None and outcome.ended and outcome.steps_of_launch:
-                self._compare(COUNTS_FILE, last.books, msgspec.structs.asdict(known), report)
+                self._compare(COUNTS_FILE, last.counts, msgspec.structs.asdict(known), report)
         if (summary := self.summary) is None or not outcome.ended:
             return
         if summary.steps != outcome.version:
@@ -231,7 +232,7 @@ class Documents:
             "running": 0,
             "finished_untrained": 0,
         }
-        self._compare(SUMMARY_FILE, summary.books, counted, report)
+        self._compare(SUMMARY_FILE, summary.counts, counted, report)
 
     def _is_used_up(self, settings: Settings, summary: Summary, outcome: Outcome) -> bool:
         """True if the run ended before its last step since too few prompts of its epochs were left."""
@@ -240,11 +241,11 @@ class Documents:
         rows = None if self.data is None else int(settings.total_epochs * self.data.rows)
         return rows is None or rows - len(outcome.used) < settings.train_batch_size
 
-    def _compare(self, place: str, stated: Counts, counted: dict[str, Any], report: Report) -> None:
+    def _compare(self, location: str, stated: Counts, counted: dict[str, Any], report: Report) -> None:
         for name, value in counted.items():
             has = getattr(stated, name)
             if ({key: count for key, count in has.items() if count} if isinstance(has, dict) else has) != value:
-                report(place, f"has {name} {has}, the ledger {value}")
+                report(location, f"has {name} {has}, the ledger {value}")
 
 
 def read_as(file: Path, kind: type[_T], report: Report, parse: Callable[[bytes], Any] = json.loads) -> _T | None:
@@ -410,15 +411,15 @@ def check_weights(
 def check_folder(folder: Path, role: str, report: Report) -> bool:
     """Compare the files of `folder` with its manifest: names, sizes, checksums, tensors; return True if all agree."""
     weights = folder.parent.parent.name == "weights"
-    place = "/".join(folder.parts[-3:] if weights else folder.parts[-2:])
+    location = "/".join(folder.parts[-3:] if weights else folder.parts[-2:])
     try:
         manifest = convert(json.loads((folder / MANIFEST_FILE).read_bytes()), Manifest)
     except FileNotFoundError:
         if folder.exists():  # otherwise the run continues and has removed it
-            report(place, f"has no {MANIFEST_FILE}")
+            report(location, f"has no {MANIFEST_FILE}")
         return False
     except (OSError, ValueError, RecursionError, msgspec.ValidationError) as error:
-        report(place, f"{MANIFEST_FILE} cannot be read: {one_line(error)}")
+        report(location, f"{MANIFEST_FILE} cannot be read: {one_line(error)}")
         return False
     wrong = []
     if f"v{manifest.version}" != folder.name:
@@ -437,41 +438,41 @@ def check_folder(folder: Path, role: str, report: Report) -> bool:
     if wrong and not folder.exists():  # removed while it was read
         return False
     for what in wrong:
-        report(place, what)
+        report(location, what)
     return not wrong
 
 
 def _check_state(folder: Path, outcome: Outcome, entries: Sequence[Entry], report: Report) -> None:
-    place = f"{folder.parent.name}/{folder.name}"
+    location = f"{folder.parent.name}/{folder.name}"
     try:
         state = CheckpointState.read(folder)
         master = state.master_state
         used = master.gate.used.ids()
     except (OSError, ValueError, RecursionError, zlib.error) as error:
-        report(place, f"{STATE_FILE} cannot be read: {one_line(error)}")
+        report(location, f"{STATE_FILE} cannot be read: {one_line(error)}")
         return
     version = master.version
     if not f"v{version}" == f"v{state.version}" == folder.name:
-        report(place, f"is of version {version}, its ranks are of {state.version}")
+        report(location, f"is of version {version}, its ranks are of {state.version}")
     if len(used) != master.gate.used.count:
-        report(place, f"has {len(used)} used prompts where count says {master.gate.used.count}")
+        report(location, f"has {len(used)} used prompts where count says {master.gate.used.count}")
     number = master.gate.line
     entry = entries[number - 1] if 0 < number <= len(entries) else None
     if entry is None or not isinstance(entry.line, Step) or is_ruled_out(entry, entries):
-        report(place, f"continues after line {number} of the ledger, which is not a step that counts")
+        report(location, f"continues after line {number} of the ledger, which is not a step that counts")
         return
     line = entry.line
     if line.step != version:
-        report(place, f"is of version {version}; its line of the ledger is of {line.step}")
+        report(location, f"is of version {version}; its line of the ledger is of {line.step}")
     stated = {reason: count for reason, count in master.gate.dropped.items() if count}
-    if stated != line.books.dropped:
-        report(place, f"has dropped {stated}, its line of the ledger {line.books.dropped}")
+    if stated != line.counts.dropped:
+        report(location, f"has dropped {stated}, its line of the ledger {line.counts.dropped}")
     if outcome.whole:
-        _check_prompts(place, used, master.gate.retries, leading_to(entries, number), report)
+        _check_prompts(location, used, master.gate.retries, leading_to(entries, number), report)
 
 
 def _check_prompts(
-    place: str, used: set[str], retries: Iterable[tuple[int, int, int]], entries: Iterable[Entry], report: Report
+    location: str, used: set[str], retries: Iterable[tuple[int, int, int]], entries: Iterable[Entry], report: Report
 ) -> None:
     """Compare used prompts, and the tries of the others, with the lines that lead to the checkpoint."""
     admitted: dict[str, Admitted] = {}
@@ -493,13 +494,13 @@ def _check_prompts(
                     tries[began.order] = line.attempt or 0, line.failures
     if used != recorded:
         report(
-            place,
+            location,
             f"has {len(used)} used prompts and the ledger {len(recorded)}; {len(used ^ recorded)} are in one only, "
             f"for example {min(used ^ recorded)}",
         )
     tried = {(order, *each) for order, each in tries.items() if any(each)}
     if different := {each for each in retries if any(each[1:])} ^ tried:
-        report(place, f"has other tries (order, attempt, failures) than the ledger, for example {min(different)}")
+        report(location, f"has other tries (order, attempt, failures) than the ledger, for example {min(different)}")
 
 
 def _wrong_with(file: Path, name: str, entry: FileEntry) -> str | None:

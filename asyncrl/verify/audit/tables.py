@@ -47,18 +47,18 @@ def check_metrics(
     written = [*_written_rows(file, report)]
     newest = written[-1][1]["step"] if written else -1
     held = [] if summary is None or summary.steps >= summary.total_steps else held_rows(checkpoints, outcome)
-    rows = written + [(place, row) for place, row in held if row["step"] > newest]
+    rows = written + [(location, row) for location, row in held if row["step"] > newest]
     last: int | None = None
-    for place, row in rows:
+    for location, row in rows:
         step, version = row["step"], row["policy_version"]
         if step != version:
-            report(place, f"the row of step {step} is of policy version {version}")
+            report(location, f"the row of step {step} is of policy version {version}")
         if (last is None and step not in (0, 1)) or (last is not None and step != last + 1):
-            report(place, f"the row of step {step} comes after {'nothing' if last is None else f'that of {last}'}")
+            report(location, f"the row of step {step} comes after {'nothing' if last is None else f'that of {last}'}")
         last = step
         if step in outcome.steps:
-            _check_row(place, row, outcome.steps[step], report)
-            _check_drops(place, row, outcome, report)
+            _check_row(location, row, outcome.steps[step], report)
+            _check_drops(location, row, outcome, report)
     _check_end(file.name, -1 if last is None else last, settings, outcome, report)
     if summary is not None and outcome.ended:
         _check_evaluations(file.name, rows, outcome, summary, report)
@@ -80,11 +80,11 @@ def held_rows(checkpoints: Path, outcome: Outcome) -> list[Row]:
 
 def _written_rows(file: Path, report: Report) -> Iterator[Row]:
     for number, raw in enumerate(Appended(file).read(), 1):
-        place = f"{file.name}:{number}"
+        location = f"{file.name}:{number}"
         try:
-            yield place, _checked(json.loads(raw))
+            yield location, _checked(json.loads(raw))
         except (ValueError, LookupError, TypeError, RecursionError) as error:
-            report(place, f"not a row of metrics: {one_line(error)}")
+            report(location, f"not a row of metrics: {one_line(error)}")
 
 
 def _checked(row: dict[str, Any]) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def _checked(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def _check_row(place: str, row: Mapping[str, Any], totals: StepTotals, report: Report) -> None:
+def _check_row(location: str, row: Mapping[str, Any], totals: StepTotals, report: Report) -> None:
     samples = max(1, totals.samples)
     means = {
         "reward/mean": totals.reward / max(1, totals.episodes),
@@ -111,9 +111,9 @@ def _check_row(place: str, row: Mapping[str, Any], totals: StepTotals, report: R
         means["rollout/context_len_mean"] = (totals.whole_tokens - totals.tokens) / samples
     for name, value in means.items():
         if not _close(recorded := row.get(name), value):
-            report(place, f"step {row['step']} has {name} {recorded}, its rollouts in the ledger have {value:.6g}")
+            report(location, f"step {row['step']} has {name} {recorded}, its rollouts in the ledger have {value:.6g}")
     for wrong in _wrong_row(row, totals):
-        report(place, wrong)
+        report(location, wrong)
 
 
 def _wrong_row(row: Mapping[str, Any], totals: StepTotals) -> Iterator[str]:
@@ -130,8 +130,8 @@ def _wrong_row(row: Mapping[str, Any], totals: StepTotals) -> Iterator[str]:
             yield f"step {row['step']} trained policy {policy!r} on {recorded:g} tokens, the ledger has {tokens}"
 
 
-def _check_drops(place: str, row: Mapping[str, Any], outcome: Outcome, report: Report) -> None:
-    """Check the drops since the previous step that someone has to look into, by the books of both steps."""
+def _check_drops(location: str, row: Mapping[str, Any], outcome: Outcome, report: Report) -> None:
+    """Check the drops since the previous step that someone has to look into, by the rollout counts of both steps."""
     now, before = (outcome.counts_at.get(row["step"] - back) for back in (0, 1))
     if now is None or before is None:
         return
@@ -140,26 +140,26 @@ def _check_drops(place: str, row: Mapping[str, Any], outcome: Outcome, report: R
         if reason == name:
             continue
         if not _close(recorded, added := now.dropped.get(reason, 0) - before.dropped.get(reason, 0)):
-            report(place, f"step {row['step']} has {name} {recorded}, the books of the ledger {added}")
+            report(location, f"step {row['step']} has {name} {recorded}, the rollout counts of the ledger {added}")
 
 
-def _check_end(place: str, last: int, settings: Settings | None, outcome: Outcome, report: Report) -> None:
+def _check_end(location: str, last: int, settings: Settings | None, outcome: Outcome, report: Report) -> None:
     """Check the last row. Rows of a run that still runs, or was killed, may wait for an evaluation."""
     if last > outcome.version + (not outcome.ended):
-        report(place, f"has a row of step {last}; the ledger's last step is {outcome.version}")
+        report(location, f"has a row of step {last}; the ledger's last step is {outcome.version}")
     if last >= outcome.version or not outcome.version:
         return
     if outcome.is_over:
-        report(place, f"ends with step {last}; the run ended at {outcome.version}")
+        report(location, f"ends with step {last}; the run ended at {outcome.version}")
     elif settings is not None and not settings.eval.is_due(last + 1, settings.total_train_steps):
         report(
-            place,
+            location,
             f"ends with step {last}; the ledger's last step is {outcome.version}, and version {last + 1} waits for no "
             "evaluation",
         )
 
 
-def _check_evaluations(place: str, rows: list[Row], outcome: Outcome, summary: Summary, report: Report) -> None:
+def _check_evaluations(location: str, rows: list[Row], outcome: Outcome, summary: Summary, report: Report) -> None:
     """Check that rows and summary have the same evaluations."""
     recorded: dict[Any, dict[str, Any]] = {}
     newest: dict[str, dict[str, Any]] = {}
@@ -186,7 +186,7 @@ def _check_evaluations(place: str, rows: list[Row], outcome: Outcome, summary: S
     last = rows[-1][1]["step"] if rows else -1
     for version in recorded:  # a row that is still held may have its evaluation
         if not isinstance(version, int) or not last < version <= outcome.version:
-            report(_SUMMARY, f"has an evaluation of version {version}, and {place} has none")
+            report(_SUMMARY, f"has an evaluation of version {version}, and {location} has none")
 
 
 def _close(one: Any, other: Any) -> bool:
@@ -248,20 +248,20 @@ def check_samples(
             _check_all_there(f"{folder.name}/step-{step:08d}", step, every, {*kept.rollouts}, outcome, report)
 
 
-def _read(file: Path, place: str, report: Report) -> _Rows | None:
+def _read(file: Path, location: str, report: Report) -> _Rows | None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         table = pq.read_table(file, use_threads=False)
         if missing := sorted(_COLUMNS - {*table.column_names}):
-            report(place, f"has no column {missing[0]}")
+            report(location, f"has no column {missing[0]}")
             return None
         read = _COLUMNS.union(per_token_columns(), _NOT_IN_ALL)  # the texts are not checked
         rows: _Rows = table.select([name for name in table.column_names if name in read]).to_pylist()
         return rows
     except (OSError, ValueError, pa.ArrowException) as error:
-        report(place, f"is not a file of samples: {one_line(error)}")
+        report(location, f"is not a file of samples: {one_line(error)}")
         return None
 
 
@@ -287,31 +287,33 @@ class _KeptStep:
             self._head[row["rollout"]] = head
             self.rollouts[row["rollout"]].setdefault(policy, []).append(row)
             if wrong := _wrong_with(row):
-                self._report(self._place(head, policy), f"sample {row['sample']} of rollout {row['rollout']}: {wrong}")
+                self._report(
+                    self._location(head, policy), f"sample {row['sample']} of rollout {row['rollout']}: {wrong}"
+                )
 
     def check(self) -> None:
         """Compare the rollouts with the ledger; only policy by policy if another policy's file is missing."""
         for rollout, parts in self.rollouts.items():
             trained, head = self._outcome.rollouts.get(rollout), self._head[rollout]
-            place = self._place(head, next(iter(parts)))
+            location = self._location(head, next(iter(parts)))
             if trained is None or trained.step != self._step:
-                self._report(place, f"rollout {rollout} was not trained at step {self._step}")
+                self._report(location, f"rollout {rollout} was not trained at step {self._step}")
                 continue
             policies = [policy for policy, share in trained.policies.items() if share.samples]
             for policy in sorted({*policies, *parts}) if policies else ():
                 if (head, policy) in self._files:
-                    self._check_policy(self._place(head, policy), policy, parts.get(policy, []), trained)
+                    self._check_policy(self._location(head, policy), policy, parts.get(policy, []), trained)
             if all(policy in parts for policy in policies):
-                self._check_rollout(place, [*parts.values()], trained)
+                self._check_rollout(location, [*parts.values()], trained)
 
-    def _place(self, head: str, policy: str) -> str:
+    def _location(self, head: str, policy: str) -> str:
         return f"{self._folder}/step-{self._step:08d}.{head}{'' if policy == _OWN else f'-{policy}'}.parquet"
 
-    def _check_policy(self, place: str, policy: str, rows: _Rows, trained: Trained) -> None:
+    def _check_policy(self, location: str, policy: str, rows: _Rows, trained: Trained) -> None:
         """Check that the rows are samples of the file's policy, as many as in the ledger."""
         if strange := _strangers({row.get("group") or "" for row in rows}, policy, trained.policies):
             self._report(
-                place,
+                location,
                 f"rollout {trained.rollout} has samples of the comparison group {strange[0]!r}, and policy {policy!r} "
                 "was trained on them",
             )
@@ -320,10 +322,11 @@ class _KeptStep:
         if share is None or found != (share.trained, share.samples):
             recorded = f"{share.trained} in {share.samples}" if share else "no such policy"
             self._report(
-                place, f"rollout {trained.rollout} has {found[0]} tokens in {found[1]} samples, the ledger {recorded}"
+                location,
+                f"rollout {trained.rollout} has {found[0]} tokens in {found[1]} samples, the ledger {recorded}",
             )
 
-    def _check_rollout(self, place: str, parts: Sequence[_Rows], trained: Trained) -> None:
+    def _check_rollout(self, location: str, parts: Sequence[_Rows], trained: Trained) -> None:
         """Check the rows of a rollout whose files are complete; `parts` has the rows of each policy."""
         rollout, samples = trained.rollout, [row for part in parts for row in part]
         numbers = [number for part in parts[:-1] for number in range(len(part))]
@@ -336,18 +339,18 @@ class _KeptStep:
         }
         for name, values in recorded.items():
             if (found := [row[name] for row in samples]) != values:
-                self._report(place, f"rollout {rollout} has {name} {found}, the ledger {values}")
+                self._report(location, f"rollout {rollout} has {name} {found}, the ledger {values}")
         versions = Counter(version for row in samples for version in row["versions"] if version >= 0)
         if versions != trained.versions:
             self._report(
-                place, f"rollout {rollout} has tokens {dict(versions)} by version, the ledger {trained.versions}"
+                location, f"rollout {rollout} has tokens {dict(versions)} by version, the ledger {trained.versions}"
             )
         tokens, known = sum(len(row["tokens"]) for row in samples), self._outcome.tokens
         if tokens != known.get(rollout, tokens):
-            self._report(place, f"rollout {rollout} has {tokens} tokens, the ledger {known[rollout]}")
+            self._report(location, f"rollout {rollout} has {tokens} tokens, the ledger {known[rollout]}")
         if not _same_reward(samples, trained.episodes, trained.reward):
             self._report(
-                place,
+                location,
                 f"rollout {rollout} does not have the reward {trained.reward:.6g} over {trained.episodes} episodes",
             )
 
@@ -402,11 +405,11 @@ def _without_files(every: int, steps: Collection[int], outcome: Outcome) -> list
     return sorted(step for step in wanted - set(steps) if step <= last)
 
 
-def _check_all_there(place: str, step: int, every: int, kept: set[str], outcome: Outcome, report: Report) -> None:
+def _check_all_there(location: str, step: int, every: int, kept: set[str], outcome: Outcome, report: Report) -> None:
     """Check that a step of the last launch, all of whose files exist, saved the samples that its settings require."""
     stray = [name for name in sorted(kept & outcome.rollouts.keys()) if outcome.rollouts[name].order % every]
     if stray:
-        report(place, f"has {len(stray)} rollouts that samples.every={every} does not keep, for example {stray[0]}")
+        report(location, f"has {len(stray)} rollouts that samples.every={every} does not keep, for example {stray[0]}")
     missing = [
         rollout
         for rollout, line in outcome.rollouts.items()
@@ -414,7 +417,7 @@ def _check_all_there(place: str, step: int, every: int, kept: set[str], outcome:
     ]
     if missing:
         report(
-            place, f"lacks {len(missing)} of the rollouts that samples.every={every} keeps, for example {missing[0]}"
+            location, f"lacks {len(missing)} of the rollouts that samples.every={every} keeps, for example {missing[0]}"
         )
 
 

@@ -538,7 +538,9 @@ def table(watched: Watched) -> Table:
 
 
 def verdict(watched: Watched, wrong_counts: str | None, findings: Sequence[str]) -> list[str]:
-    """Return all reasons why the run failed; empty if it passed. `wrong_counts`: the error in the books, if any."""
+    """Return all reasons why the run failed; empty if it passed. `wrong_counts`: the error in the rollout counts, if
+    any.
+    """
     wrong = []
     if watched.interrupted:
         wrong.append("it was interrupted")

@@ -169,10 +169,10 @@ async def respond_tools(at: Clients) -> None:
         await at.openai.responses.create(model="m", input=results, tools=FLAT, previous_response_id=first.id),
     ):
         assert second.output_text == "The answer is 4."
-        said = policy.asked[-1]["messages"]
-        assert [message["role"] for message in said] == ["user", "assistant", "tool", "tool"]
-        assert [call["id"] for call in said[1]["tool_calls"]] == ["call0", "call1"]
-        assert [message["tool_call_id"] for message in said[2:]] == ["call0", "call1"]
+        turns = policy.asked[-1]["messages"]
+        assert [message["role"] for message in turns] == ["user", "assistant", "tool", "tool"]
+        assert [call["id"] for call in turns[1]["tool_calls"]] == ["call0", "call1"]
+        assert [message["tool_call_id"] for message in turns[2:]] == ["call0", "call1"]
 
 
 async def respond_stream(at: Clients) -> None:
@@ -231,9 +231,9 @@ async def message_tools(at: Clients) -> None:
     second: Any = await at.anthropic.messages.create(model="m", max_tokens=5, messages=again, tools=ANTHROPICS)
     assert second.content[0].text == "The answer is 4."
     policy: Any = at.session.client
-    said = policy.asked[-1]["messages"]
-    assert [message["role"] for message in said] == ["user", "assistant", "tool", "tool", "user"]
-    assert [message.get("tool_call_id") for message in said[2:4]] == ["call0", "call1"]
+    turns = policy.asked[-1]["messages"]
+    assert [message["role"] for message in turns] == ["user", "assistant", "tool", "tool", "user"]
+    assert [message.get("tool_call_id") for message in turns[2:4]] == ["call0", "call1"]
 
 
 async def message_stream(at: Clients) -> None:
@@ -409,8 +409,8 @@ async def test_what_the_policy_thought_is_told_apart(clients: Clients) -> None:
     assert response.output[0].content[0].text == "two and two"
     async with clients.openai.responses.stream(model="m", input="2+2?") as stream:
         assert (await stream.get_final_response()).output_text == "The answer is 4."
-    said: Any = [*QUESTION, *(item.model_dump(exclude_none=True) for item in response.output)]
-    await clients.openai.responses.create(model="m", input=[*said, *QUESTION])
+    turns: Any = [*QUESTION, *(item.model_dump(exclude_none=True) for item in response.output)]
+    await clients.openai.responses.create(model="m", input=[*turns, *QUESTION])
     assert policy.asked[-1]["messages"][1] == {
         "role": "assistant",
         "content": "The answer is 4.",

@@ -31,13 +31,13 @@ ONE, TWO = (Picture.from_array(np.random.default_rng(seed).integers(0, 256, (56,
 class Policy:
     """Says "red" and ends."""
 
-    said: list[int]
+    turns: list[int]
     asked: list[GenerationRequest] = field(default_factory=list)
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         self.asked.append(request)
-        count = len(self.said)
-        answer = Completion(self.said, [-0.5] * count, [0] * count, FinishReason.stop)
+        count = len(self.turns)
+        answer = Completion(self.turns, [-0.5] * count, [0] * count, FinishReason.stop)
         return GenerationResult(request.request_id, (answer,) * request.n)
 
 
@@ -68,8 +68,8 @@ def source(picture: Picture) -> dict[str, Any]:
     return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
 
 
-def text(said: str) -> dict[str, Any]:
-    return {"type": "text", "text": said}
+def text(turns: str) -> dict[str, Any]:
+    return {"type": "text", "text": turns}
 
 
 async def test_each_api_records_what_a_native_agent_records(form: Any, endpoint: Endpoint) -> None:
@@ -88,18 +88,18 @@ async def test_each_api_records_what_a_native_agent_records(form: Any, endpoint:
         session = await endpoint.open(client, SamplingParams(max_new_tokens=8, seed=3))
         if api == "messages":
             at = anthropic.AsyncAnthropic(base_url=session.root_url, api_key=session.api_key, max_retries=0)
-            said: list[Any] = [{"role": "user", "content": [source(ONE), text("how many?")]}]
-            answer = await at.messages.create(model="m", max_tokens=8, messages=said)
-            said += [{"role": "assistant", "content": answer.content}]
-            said += [{"role": "user", "content": [text("left"), source(TWO)]}]
-            await at.messages.create(model="m", max_tokens=8, messages=said)
+            turns: list[Any] = [{"role": "user", "content": [source(ONE), text("how many?")]}]
+            answer = await at.messages.create(model="m", max_tokens=8, messages=turns)
+            turns += [{"role": "assistant", "content": answer.content}]
+            turns += [{"role": "user", "content": [text("left"), source(TWO)]}]
+            await at.messages.create(model="m", max_tokens=8, messages=turns)
         elif api == "chat":
             of_openai = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0)
-            said = [{"role": "user", "content": [url(ONE), text("how many?")]}]
-            made = await of_openai.chat.completions.create(model="m", messages=said)
-            said += [{"role": "assistant", "content": made.choices[0].message.content}]
-            said += [{"role": "user", "content": [text("left"), url(TWO)]}]
-            await of_openai.chat.completions.create(model="m", messages=said)
+            turns = [{"role": "user", "content": [url(ONE), text("how many?")]}]
+            made = await of_openai.chat.completions.create(model="m", messages=turns)
+            turns += [{"role": "assistant", "content": made.choices[0].message.content}]
+            turns += [{"role": "user", "content": [text("left"), url(TWO)]}]
+            await of_openai.chat.completions.create(model="m", messages=turns)
         else:
             of_openai = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0)
 
@@ -128,9 +128,9 @@ async def test_what_cannot_be_shown_is_refused_by_name(form: Any, endpoint: Endp
         ({"type": "image_url", "image_url": {"url": ONE.data_url[:90]}}, "damaged"),
         ({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, "reads text and pictures"),
     ):
-        said: Any = [{"role": "user", "content": [text("a"), part]}]
+        turns: Any = [{"role": "user", "content": [text("a"), part]}]
         with pytest.raises(openai.BadRequestError, match=why):
-            await at.chat.completions.create(model="m", messages=said)
+            await at.chat.completions.create(model="m", messages=turns)
     of_anthropic = anthropic.AsyncAnthropic(base_url=session.root_url, api_key=session.api_key, max_retries=0)
     away: Any = [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}]}]
     with pytest.raises(anthropic.BadRequestError, match="nothing is fetched"):
@@ -143,12 +143,12 @@ async def test_tools_results_with_pictures(form: Any, endpoint: Endpoint) -> Non
     client, policy = client_of(form)
     session = await endpoint.open(client, SamplingParams(max_new_tokens=8, seed=3))
     at = anthropic.AsyncAnthropic(base_url=session.root_url, api_key=session.api_key, max_retries=0)
-    said: Any = [
+    turns: Any = [
         {"role": "user", "content": "look"},
         {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "look", "input": {}}]},
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [source(TWO)]}]},
     ]
-    await at.messages.create(model="m", max_tokens=8, messages=said)
+    await at.messages.create(model="m", max_tokens=8, messages=turns)
     assert [placed.picture for placed in policy.asked[0].pictures] == [TWO]
     session.close()
 
@@ -159,7 +159,7 @@ async def test_a_model_that_takes_none_refuses_them(chat: ChatFormat, endpoint: 
     client = EpisodeClient(policy, prompt, chat)
     session = await endpoint.open(client, prompt.sampling)
     at = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0)
-    said: Any = [{"role": "user", "content": [url(ONE)]}]
+    turns: Any = [{"role": "user", "content": [url(ONE)]}]
     with pytest.raises(openai.BadRequestError, match="takes none"):
-        await at.chat.completions.create(model="m", messages=said)
+        await at.chat.completions.create(model="m", messages=turns)
     session.close()

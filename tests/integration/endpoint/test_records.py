@@ -130,18 +130,18 @@ async def through_openai(at: openai.AsyncOpenAI, number: int, tools: Any = (), s
 
 
 async def through_responses(at: openai.AsyncOpenAI, number: int, tools: Any = (), stored: bool = False) -> None:
-    said: Any = [question(number)]
+    turns: Any = [question(number)]
     more: Any = {"tools": [{"type": "function", **tool["function"]} for tool in tools]} if tools else {}
     for turn in range(3):
-        answer: Any = await at.responses.create(model="m", input=said, **more)
+        answer: Any = await at.responses.create(model="m", input=turns, **more)
         if stored:
-            more["previous_response_id"], said = answer.id, []
+            more["previous_response_id"], turns = answer.id, []
         else:
-            said += [item.model_dump(exclude_none=True) for item in answer.output]
+            turns += [item.model_dump(exclude_none=True) for item in answer.output]
         calls = [item for item in answer.output if item.type == "function_call"]
-        said += [{"type": "function_call_output", "call_id": call.call_id, "output": "5"} for call in calls]
+        turns += [{"type": "function_call_output", "call_id": call.call_id, "output": "5"} for call in calls]
         if turn < 2 and not calls:
-            said.append({"role": "user", "content": FEEDBACK[turn]})
+            turns.append({"role": "user", "content": FEEDBACK[turn]})
 
 
 async def through_anthropic(at: anthropic.AsyncAnthropic, number: int, tools: Any = ()) -> None:
@@ -201,10 +201,10 @@ async def test_episodes_of_three_turns_that_are_under_way_at_once_drift_by_no_to
         await native(expected, number)
         (sample,) = client.samples()
         assert_equal([sample], expected.samples())
-        said = [turn.completion for turn in client.turns]
+        turns = [turn.completion for turn in client.turns]
         mask = sample.loss_mask.astype(bool)
-        assert sample.tokens[mask].tolist() == [token for each in said for token in each.token_ids]
-        assert sample.versions[mask].tolist() == [version for each in said for version in each.versions]
+        assert sample.tokens[mask].tolist() == [token for each in turns for token in each.token_ids]
+        assert sample.versions[mask].tolist() == [version for each in turns for version in each.versions]
         assert client.metrics["chat/extended"] == 2, "one conversation, extended twice"
 
     await asyncio.gather(*(episode(number) for number in range(48)))
@@ -231,8 +231,8 @@ async def test_answers_that_nobody_got_are_in_no_sample(world: World) -> None:
     for turn in client.turns[1:]:
         client.forget(turn.completion)
     assert len(client.samples()) == 1
-    said: Any = [question(0), {"role": "assistant", "content": first.choices[0].message.content}]
-    await there.chat.completions.create(model="m", messages=[*said, {"role": "user", "content": "so?"}])
+    turns: Any = [question(0), {"role": "assistant", "content": first.choices[0].message.content}]
+    await there.chat.completions.create(model="m", messages=[*turns, {"role": "user", "content": "so?"}])
     assert client.metrics["chat/extended"] == 1
     client.forget(client.turns[0].completion)
     assert len(client.turns) == 2, "what was gone on from stays"
@@ -306,8 +306,8 @@ async def test_what_a_client_stitches_together_by_tokenize_is_what_a_conversatio
 
     async def tokenize(*messages: Any, **more: Any) -> list[int]:
         body = {"messages": messages, **more}
-        told: Any = await there.post(f"{session.root_url}/tokenize", cast_to=object, body=body)
-        return list(told["tokens"])
+        reported: Any = await there.post(f"{session.root_url}/tokenize", cast_to=object, body=body)
+        return list(reported["tokens"])
 
     first = await there.chat.completions.create(model="m", messages=[question(0)])
     answer = {"role": "assistant", "content": first.choices[0].message.content}
@@ -326,12 +326,12 @@ async def test_what_a_client_stitches_together_by_tokenize_is_what_a_conversatio
 
 
 async def test_the_model_says_how_long_a_conversation_may_be(world: World) -> None:
-    for limits, told in ((ChatLimits(max_context=77), 77), (ChatLimits(), None)):
+    for limits, reported in ((ChatLimits(max_context=77), 77), (ChatLimits(), None)):
         session = await world.open(world.client(0, ChatPolicy(limits=limits)), 0)
         there = world.openai.with_options(base_url=session.base_url, api_key=session.api_key)
         model: Any = await there.models.retrieve("policy")
         (listed,) = (await there.models.list()).data
-        assert getattr(model, "max_model_len", None) == told
+        assert getattr(model, "max_model_len", None) == reported
         assert listed == model
 
 

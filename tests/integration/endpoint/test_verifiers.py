@@ -304,7 +304,7 @@ def classic_env(tmp_path: Path) -> Path:
 async def assert_scored(world: World, agent: VerifiersAgent, env: Path, row: int, *texts: str) -> None:
     """A conversation that ends in "4" is sampled and scored by the rubric, and one that does not as well."""
     (sample,) = await world.run(agent, env, row, *texts)
-    assert [said.removesuffix("<|im_end|>") for said in world.says(sample)[1::2]] == list(texts)
+    assert [turns.removesuffix("<|im_end|>") for turns in world.says(sample)[1::2]] == list(texts)
     assert sample.reward == pytest.approx(1.1)
     assert sample.reward_parts == {"right": 1.0, "half": 0.5}
     assert sample.metrics["length"] > 0
@@ -416,7 +416,7 @@ async def test_v1_tasks_are_run_by_their_harness_and_scored(world: World, tmp_pa
     agent = world.agent(python, file)
     runs = [world.run(agent, file, 0, "it is 5", "no, 4"), world.run(agent, file, 0, "it is 4", "or 5")]
     (right,), (wrong,) = await asyncio.gather(*runs)
-    assert [said.removesuffix("<|im_end|>") for said in world.says(right)[1::2]] == ["it is 5", "no, 4"]
+    assert [turns.removesuffix("<|im_end|>") for turns in world.says(right)[1::2]] == ["it is 5", "no, 4"]
     assert (right.reward, wrong.reward) == (pytest.approx(1.1), pytest.approx(0.1))
     assert right.reward_parts == {"right": 1.0, "half": 0.5}
     assert right.metrics["nodes"] == 4.0
@@ -435,7 +435,7 @@ async def test_each_agent_of_a_v1_environment_has_its_own_reward_and_comparison_
     first, second = await asyncio.gather(
         world.run(agent, file, 0, "2+2?", "4", "it is 5", "4"), world.run(agent, file, 0, "1+1?", "3", "no", "2")
     )
-    assert [[said.removesuffix("<|im_end|>") for said in world.says(sample)[1::2]] for sample in first] == [
+    assert [[turns.removesuffix("<|im_end|>") for turns in world.says(sample)[1::2]] for sample in first] == [
         ["2+2?"],
         ["4"],
         ["it is 5"],
@@ -534,7 +534,7 @@ class Spells(Speaker):
         return GenerationResult(request.request_id, (completion,))
 
 
-async def told_by(
+async def reported_by(
     python: str, program: str, world: World, what: Sequence[Any], texts: Sequence[str]
 ) -> tuple[Any, ServedEpisodeClient]:
     """Return what `program` prints of an episode in which the policy spells `texts`, and the episode's client."""
@@ -562,7 +562,7 @@ async def test_the_token_client_of_the_classic_api_extends_what_was_sampled(
     world: World, classic_env: Path, python: str, kind: str, texts: list[str]
 ) -> None:
     """It stitches a conversation's ids itself, from what /tokenize says of the new messages."""
-    steps, client = await told_by(python, CLASSIC_TOKEN_CLIENT, world, [str(classic_env), {"kind": kind}], texts)
+    steps, client = await reported_by(python, CLASSIC_TOKEN_CLIENT, world, [str(classic_env), {"kind": kind}], texts)
     (sample,) = client.samples()
     assert client.metrics["chat/extended"] == 1
     assert world.endpoint.refused == {}
@@ -584,7 +584,7 @@ async def test_the_train_client_of_the_v1_api_is_recorded_in_the_ids_that_it_sen
     file = tmp_path / "sums_v1.py"
     file.write_text(TASKSET)
     what, texts = [str(file), str(tokenizer_folder), thinks], ["the answer is 5", "the answer is 4"]
-    ((ids, logprobs, sampled),), client = await told_by(python, V1_TRAIN_CLIENT, world, what, texts)
+    ((ids, logprobs, sampled),), client = await reported_by(python, V1_TRAIN_CLIENT, world, what, texts)
     assert world.endpoint.refused == {}
     first, *others = client.samples()
     spelt = [world.says(sample)[1::2] for sample in (first, *others)]

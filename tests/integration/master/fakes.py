@@ -277,7 +277,7 @@ class FakeManager:
 
     Attributes:
         number: counts the managers of a launch; `start` makes the next one.
-        told: what the master brought it.
+        reported: what the master brought it.
         reports: version, trained rollouts and drops of each report.
         dead, silent: it refuses calls, or does not answer them.
         lost: rollouts that it does not account for at the end.
@@ -286,7 +286,7 @@ class FakeManager:
     run_dir: Path
     config: ExperimentConfig
     number: int = -1
-    told: m.RunBegin | None = None
+    reported: m.RunBegin | None = None
     reports: list[tuple[int, list[str], list[m.DroppedRollout]]] = field(default_factory=list)
     expiring: list[list[str]] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)
@@ -296,7 +296,7 @@ class FakeManager:
     silent: bool = False
     versions_in_use: list[int] = field(default_factory=list)
     resting: list[list[str]] = field(default_factory=list)
-    rests: list[int] = field(default_factory=list)
+    asked_asleep: list[int] = field(default_factory=list)
     others: int = 0
     wake_s: float = 0.0
     seen: m.StatusReply = status_reply()
@@ -309,7 +309,7 @@ class FakeManager:
         """Be the next manager, which knows nothing; the one before is dead."""
         self.die()
         config, curriculum = self.config, self.config.dataset.curriculum
-        self.number, self.told = self.number + 1, None
+        self.number, self.reported = self.number + 1, None
         self._later: list[Callable[[], Any]] = []
         self.ledger, self._disk = Ledger.of_run(self.run_dir, config), SlowDisk()
         self.ledger._files._thread = cast(Any, self._disk)
@@ -391,7 +391,7 @@ class FakeManager:
 
     async def begin_run(self, begin: m.RunBegin) -> m.Session:
         await self._answers()
-        self.told = begin
+        self.reported = begin
         await self.service.begin_run(begin)
         await self.service.open_session(m.HeldReport(WORKER))
         for does in self._later:
@@ -413,7 +413,7 @@ class FakeManager:
         return m.WaitExpiringReply(self.expiring.pop(0) if self.expiring else [])
 
     async def wait_resting(self, request: m.WaitAsleepRequest) -> m.WaitAsleepReply:
-        self.rests.append(request.turn)
+        self.asked_asleep.append(request.turn)
         return m.WaitAsleepReply(self.resting.pop(0) if self.resting else [], self.others, self.wake_s)
 
     async def close_gate(self, request: m.CloseGate) -> m.Done:
@@ -580,8 +580,8 @@ def check_history(run_dir: Path, steps: int) -> None:
     """The surviving lines of the ledger have each step and each prompt once; the audit finds nothing."""
     findings: list[str] = []
 
-    def find(place: str, what: str) -> None:
-        findings.append(f"{place}: {what}")
+    def find(location: str, what: str) -> None:
+        findings.append(f"{location}: {what}")
 
     entries = list(surviving(read_ledger(run_dir / "ledger", find), find))
     outcome = Replay(None, find).run(entries)

@@ -1,9 +1,9 @@
 """The brain dies between any two points of a step's end, its successor between any two of its beginning.
 
 Each goes on after the last step whose state is whole. The run ends with every row once, nothing lost and nothing
-trained twice, balanced books and a ledger in which the audit finds nothing; and no process outside the brain ever sees
-a step whose state is not whole. The master, the manager and its ledger are real, and one RolloutWorker outlives them.
-Another falls silent, its rollouts are played again, and come late.
+trained twice, balanced rollout counts and a ledger in which the audit finds nothing; and no process outside the brain
+ever sees a step whose state is not whole. The master, the manager and its ledger are real, and one RolloutWorker
+outlives them. Another falls silent, its rollouts are played again, and come late.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ async def test_a_stall_names_a_worker_that_is_silent(tmp_path: Path) -> None:
     run = Run(tmp_path, make_config())
     run.loop.stall.limit_s = 0.3
     async with running(run) as task:
-        await until(lambda: run.manager.told is not None)
+        await until(lambda: run.manager.reported is not None)
         run.loop.collector._heads[0].silent = True
         with pytest.raises(Stalled, match=r"data head 0 \(a ModelWorker\) is silent"):
             await task
@@ -162,7 +162,7 @@ async def test_rollouts_that_cannot_arrive_are_no_sign_of_life(tmp_path: Path, s
     run = Run(tmp_path, make_config())
     run.manager.seen, run.loop.stall.limit_s = seen, 0.3
     async with running(run) as task:
-        await until(lambda: run.manager.told is not None)
+        await until(lambda: run.manager.reported is not None)
         run.loop.collector._heads[0].silent = "head" in why
         with pytest.raises(Stalled, match=why):
             await task
@@ -292,7 +292,7 @@ async def test_a_step_that_the_manager_did_not_record_is_not_saved(tmp_path: Pat
         ("checkpoints", "begin"),
     ],
 )
-async def test_what_is_saved_after_a_failure_at_a_steps_end_is_what_the_books_have(
+async def test_what_is_saved_after_a_failure_at_a_steps_end_is_what_the_counts_have(
     tmp_path: Path, of: str, fails: str
 ) -> None:
     """Without an in-memory checkpoint, a step is complete once it is trained; the run goes on as if nothing was."""
@@ -393,6 +393,6 @@ async def test_a_run_whose_prompts_are_used_up_ends_with_the_last_whole_batch(tm
     assert summary["eval"]["held_out"]["version"] == 1, "the last version is evaluated"
     assert (summary["steps"], summary["total_steps"]) == (1, 1)
     assert summary["books"]["abandoned"] == left
-    (told,) = [json.loads(line)["remark"] for line in (tmp_path / "remarks.jsonl").read_text().splitlines()]
-    assert "used up after step 1 of 3 (dropped: 1 failed)" in told
-    assert f": {left} are left, fewer than train_batch_size=4" in told
+    (reported,) = [json.loads(line)["remark"] for line in (tmp_path / "remarks.jsonl").read_text().splitlines()]
+    assert "used up after step 1 of 3 (dropped: 1 failed)" in reported
+    assert f": {left} are left, fewer than train_batch_size=4" in reported

@@ -53,8 +53,8 @@ async def test_a_stop_request_ends_the_wait_with_a_checkpoint(tmp_path: Path) ->
     (tmp_path / "checkpoints" / "v1" / "state.json").write_text(json.dumps(state))
     progress, master = newest_progress(tmp_path), convert(run.workers.stored, MasterState)
     assert progress is not None
-    told = progress.version, progress.used_prompts, progress.ledger_lines
-    assert told == (1, 4, master.gate.line), "as the launcher reads it"
+    reported = progress.version, progress.used_prompts, progress.ledger_lines
+    assert reported == (1, 4, master.gate.line), "as the launcher reads it"
     assert master.gate.used.ids() == {f"e0-{order}" for order in range(4)}, "as the audit reads it"
 
 
@@ -233,8 +233,10 @@ async def test_what_the_new_manager_does_not_count_is_freed_before_a_brain_that_
 
     second = Run(tmp_path, first.config, follows=first)
     await second.loop.run()
-    assert second.manager.told is not None
-    assert "r4" in [each.rollout_id for each in second.manager.told.received], "as long as nobody has said so, it waits"
+    assert second.manager.reported is not None
+    assert "r4" in [each.rollout_id for each in second.manager.reported.received], (
+        "as long as nobody has said so, it waits"
+    )
     counts, does_not = ("again4", "r4") if lost == "before the last step" else ("r4", "again4")
     assert second.workers.discarded == [does_not]
     assert second.workers.trained_rollouts()[4:] == [counts, "again5", "again6", "again7"]
@@ -355,7 +357,7 @@ async def test_where_the_last_step_is_not_whole_nobody_begins_with_what_is_left(
     run.board.versions = [2]
     with pytest.raises(StateLost, match="only a checkpoint is left"):
         await run.loop.run()
-    assert not memory_checkpoint.can_go_on(0)
+    assert not memory_checkpoint.can_resume(0)
     assert not workers.requests(LoadCheckpoint)
     assert not workers.requests(Publish)
 
@@ -382,8 +384,10 @@ async def test_a_step_that_is_not_kept_is_told_to_others_only_if_the_ranks_live(
     assert [row["step"] for row in first.rows()] == first.board.versions, "else a step has a row that is trained again"
     assert first.workers.saved() == []
     if cause == "no room":
-        said = json.loads((tmp_path / "remarks.jsonl").read_text())["remark"]
-        assert said.startswith("WARNING: in-memory checkpoints are now off: no room. A crash of the trainer would cost")
+        message = json.loads((tmp_path / "remarks.jsonl").read_text())["remark"]
+        assert message.startswith(
+            "WARNING: in-memory checkpoints are now off: no room. A crash of the trainer would cost"
+        )
 
 
 async def test_the_users_order_goes_on_over_a_restart_as_if_there_had_been_none(tmp_path: Path) -> None:

@@ -62,14 +62,14 @@ def documented(kind: str, name: str) -> dict[str, Any]:
 
 def run(kind: str, name: str, params: dict[str, Any], batch) -> Any:
     inputs, mask_T = batch.inputs(), torch.tensor(batch.mask)
-    told = (inputs.prox_logprobs_T, inputs.behave_logprobs_T, inputs.mask_T, inputs.seq_ids_T, inputs.num_seqs)
+    reported = (inputs.prox_logprobs_T, inputs.behave_logprobs_T, inputs.mask_T, inputs.seq_ids_T, inputs.num_seqs)
     generator = torch.Generator().manual_seed(0)
     both = [torch.randn(len(mask_T), 3, generator=generator).double().mul(9).log_softmax(-1) for _ in range(2)]
     ref_T = torch.tensor(batch.ref)
     given: dict[str, Any] = {
         "policy_loss": inputs,
-        "correction": CorrectionInputs(*told, inputs.logprobs_T, inputs.advantages_T),
-        "selection": SelectionInputs(*(each[mask_T] for each in (*told[:2], inputs.advantages_T))),
+        "correction": CorrectionInputs(*reported, inputs.logprobs_T, inputs.advantages_T),
+        "selection": SelectionInputs(*(each[mask_T] for each in (*reported[:2], inputs.advantages_T))),
         "kl": KLInputs(inputs.logprobs_T, ref_T, mask_T, *both, behave_logprobs_T=inputs.behave_logprobs_T),
         "advantage": advantage_inputs(batch, 0, truncated=True, token_rewards=True),
     }

@@ -36,10 +36,10 @@ def test_sampled_estimators_equal_their_definition(ragged, seed, name):
 def test_the_weighted_k3_is_k3_times_the_ratio_to_the_policy_that_sampled(ragged, seed):
     batch = ragged(seed)
     inputs = batch.inputs()
-    told = KLInputs(
+    reported = KLInputs(
         inputs.logprobs_T, torch.tensor(batch.ref), inputs.mask_T, behave_logprobs_T=inputs.behave_logprobs_T
     )
-    found = resolve("kl", "k3_unbiased", {"cap": 0.05})(told).detach().numpy()
+    found = resolve("kl", "k3_unbiased", {"cap": 0.05})(reported).detach().numpy()
     d = batch.ref - batch.logprobs
     expected = np.exp(batch.logprobs - batch.behave) * np.minimum(np.exp(d) - 1 - d, 0.05)
     np.testing.assert_allclose(found, np.where(batch.mask, expected, 0.0), rtol=1e-12, atol=1e-15)
@@ -139,8 +139,8 @@ def test_the_weighted_k3_has_the_gradient_of_the_divergence_on_tokens_of_another
         total = torch.zeros((), dtype=torch.float64)
         policy_TV = leaf.log_softmax(-1)
         for word in range(9):
-            told = (policy_TV[:, word], inputs.ref_log_probs_TV[:, word], inputs.mask_T)
-            one = KLInputs(*told, behave_logprobs_T=behave_TV[:, word])
+            reported = (policy_TV[:, word], inputs.ref_log_probs_TV[:, word], inputs.mask_T)
+            one = KLInputs(*reported, behave_logprobs_T=behave_TV[:, word])
             total = total + (behave_TV[:, word].exp() * resolve("kl", name, {"cap": math.inf})(one)).sum()
         return torch.autograd.grad(total, leaf)[0]
 

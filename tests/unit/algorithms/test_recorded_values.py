@@ -78,8 +78,8 @@ def test_clip_cov_masks_verls_tokens() -> None:
     tokens there, so that nothing is left to the draw.
     """
     inputs = batch()
-    told = (inputs.logprobs_T.detach(), inputs.behave_logprobs_T, inputs.advantages_T)
-    chosen = resolve("selection", "clip_cov", {"ratio": 0.34, "low": 0.1, "high": 0.6})(SelectionInputs(*told))
+    reported = (inputs.logprobs_T.detach(), inputs.behave_logprobs_T, inputs.advantages_T)
+    chosen = resolve("selection", "clip_cov", {"ratio": 0.34, "low": 0.1, "high": 0.6})(SelectionInputs(*reported))
     _, gradient = found(spec("ppo_clip", clip_low=1.0, clip_high=5.0))
     verl = [0.0, -0.136455125512997, 0.0, 0.033880804978383264, 0.087605924698002, 0.1678127256225397]
     assert (torch.tensor(gradient) * chosen.keep_T).tolist() == pytest.approx(verl, abs=1e-7)
@@ -187,8 +187,8 @@ def test_a_chain_keeps_verls_tokens(masks: str, bounds: str) -> None:
 )
 def test_a_chain_that_says_nothing_is_refused(masks: str, bounds: str, message: str) -> None:
     inputs = batch()
-    told = (inputs.behave_logprobs_T, inputs.behave_logprobs_T, inputs.mask_T, inputs.seq_ids_T, 2)
+    reported = (inputs.behave_logprobs_T, inputs.behave_logprobs_T, inputs.mask_T, inputs.seq_ids_T, 2)
     with pytest.raises(ValueError, match=message):
         resolve("correction", "chain", {"masks": masks, "bounds": bounds})(
-            CorrectionInputs(*told, inputs.behave_logprobs_T, inputs.advantages_T)
+            CorrectionInputs(*reported, inputs.behave_logprobs_T, inputs.advantages_T)
         )

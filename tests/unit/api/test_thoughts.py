@@ -98,12 +98,12 @@ def test_thoughts_that_the_prompt_opens_belong_to_the_answer(prompt: str, opened
 def test_marks_of_thoughts_are_kept_where_they_are_control_tokens_and_others_are_not() -> None:
     tokenizer = Words("[THINK]", "[/THINK]", "<pad>", "<|channel|>", "<|message|>", "<|end|>", "<|start|>")
     assert answer_text(tokenizer, [], tokenizer.encode("[THINK]a[/THINK]b<pad><end>")) == "[THINK]a[/THINK]b"
-    said = "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b"
-    assert answer_text(tokenizer, [], tokenizer.encode(said + "<end>")) == said
+    answered = "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b"
+    assert answer_text(tokenizer, [], tokenizer.encode(answered + "<end>")) == answered
     assert answer_text(tokenizer, [], tokenizer.encode("a<pad>b<end>")) == "ab"
 
 
 def test_marks_of_which_only_a_part_is_a_control_token_are_kept() -> None:
     tokenizer = Words("<|channel>", "<channel|>", "<pad>")
-    said = "<|channel>thought\na<channel|>b"
-    assert answer_text(tokenizer, [], tokenizer.encode(f"{said}<pad><end>")) == said
+    answered = "<|channel>thought\na<channel|>b"
+    assert answer_text(tokenizer, [], tokenizer.encode(f"{answered}<pad><end>")) == answered

@@ -55,12 +55,12 @@ def _parameters(function):
 
 
 def test_the_schema_says_what_signature_and_docstring_say():
-    told = as_tool(weather).schema()
-    assert told["type"] == "function"
-    assert told["function"]["name"] == "weather"
-    assert told["function"]["description"] == "The weather forecast of a city.\n\nIt is made up."
+    reported = as_tool(weather).schema()
+    assert reported["type"] == "function"
+    assert reported["function"]["name"] == "weather"
+    assert reported["function"]["description"] == "The weather forecast of a city.\n\nIt is made up."
     place = {"type": "object", "properties": {"lat": {"type": "number"}, "lon": {"type": "number"}}, "required": []}
-    assert told["function"]["parameters"] == {
+    assert reported["function"]["parameters"] == {
         "type": "object",
         "properties": {
             "city": {"type": "string", "description": "its name, in English."},

@@ -168,7 +168,7 @@ class FakePolicy:
     def __init__(self, end_id: int, vocab: int = 0, encode: Callable[[str], list[int]] | None = None, *texts: str):
         self._end_id, self._vocab, self._encode, self._texts = end_id, vocab, encode, list(texts)
         self.asked: list[GenerationRequest] = []
-        self.said: list[Completion] = []
+        self.sampled: list[Completion] = []
         self.answered: list[tuple[GenerationRequest, list[Completion]]] = []
         self.cut = False
 
@@ -190,7 +190,7 @@ class FakePolicy:
             logprobs = [-chance.random() for _ in ids]
             versions = [chance.randrange(5) for _ in ids]
             completions.append(Completion(ids, logprobs, versions, finish))
-        self.said += completions
+        self.sampled += completions
         self.answered.append((request, completions))
         return GenerationResult(request.request_id, tuple(completions))
 

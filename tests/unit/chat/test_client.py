@@ -70,13 +70,13 @@ def speaking(chat: ChatFormat, *texts: str) -> FakePolicy:
     return FakePolicy(ended(chat), 0, chat.tokenizer.encode, *texts)
 
 
-def assert_exact(sample: Sample, said: Sequence[Completion]) -> None:
+def assert_exact(sample: Sample, sampled: Sequence[Completion]) -> None:
     """The sample's masked stretches are these answers, one after the other, with all that belongs to them."""
     where = sample.loss_mask.astype(bool)
-    assert sample.tokens[where].tolist() == [token for each in said for token in each.token_ids]
-    assert sample.versions[where].tolist() == [version for each in said for version in each.versions]
+    assert sample.tokens[where].tolist() == [token for each in sampled for token in each.token_ids]
+    assert sample.versions[where].tolist() == [version for each in sampled for version in each.versions]
     np.testing.assert_array_equal(
-        sample.behave_logprobs[where], np.array([p for each in said for p in each.logprobs], np.float32)
+        sample.behave_logprobs[where], np.array([p for each in sampled for p in each.logprobs], np.float32)
     )
     assert (sample.versions[~where] == -1).all()
     assert (sample.behave_logprobs[~where] == 0).all()
@@ -103,11 +103,11 @@ async def test_three_turns_are_one_sample_of_the_very_ids(chat_format: MakeForma
     client = EpisodeClient(policy, prompt, chat)
     replies = await converse(client, 3)
     (sample,) = client.samples(0.5)
-    assert_exact(sample, policy.said)
-    assert sample.tokens.tolist() == [*policy.asked[2].input_ids, *policy.said[2].token_ids]
-    for before, after, said in zip(policy.asked, policy.asked[1:], policy.said, strict=False):
+    assert_exact(sample, policy.sampled)
+    assert sample.tokens.tolist() == [*policy.asked[2].input_ids, *policy.sampled[2].token_ids]
+    for before, after, sampled in zip(policy.asked, policy.asked[1:], policy.sampled, strict=False):
         assert after.input_ids[: len(before.input_ids)] == before.input_ids
-        assert list(after.input_ids[len(before.input_ids) :][: len(said.token_ids)]) == said.token_ids
+        assert list(after.input_ids[len(before.input_ids) :][: len(sampled.token_ids)]) == sampled.token_ids
     assert [reply.prompt_ids for reply in replies] == [request.input_ids for request in policy.asked]
     assert (sample.reward, sample.truncated) == (0.5, False)
     assert client.metrics == {"chat/calls": 3, "chat/branches": 1, "chat/extended": 2, "chat/malformed_calls": 0}
@@ -123,8 +123,8 @@ async def test_two_hundred_episodes_of_three_turns_do_not_drift(chat_format: Mak
         client = EpisodeClient(policy, one, chat)
         await converse(client, 3)
         (sample,) = client.samples()
-        assert_exact(sample, policy.said)
-        assert sample.tokens.tolist() == [*policy.asked[2].input_ids, *policy.said[2].token_ids]
+        assert_exact(sample, policy.sampled)
+        assert sample.tokens.tolist() == [*policy.asked[2].input_ids, *policy.sampled[2].token_ids]
         drifting += chat.tokenizer.encode(chat.tokenizer.decode_all(sample.tokens.tolist())) != sample.tokens.tolist()
     assert drifting > 180, "the policy's tokens are not those of the tokenizer, so that a drift would show"
 
@@ -151,7 +151,7 @@ def test_ids_of_what_a_tokenizer_would_say_are_those_of_the_whole_rendering(
 
     messages = asyncio.run(run())
     (sample,) = client.samples()
-    assert_exact(sample, policy.said)
+    assert_exact(sample, policy.sampled)
     whole = chat.tokenizer.decode_all(chat.begin(messages).ids)
     assert whole.startswith(chat.tokenizer.decode_all(sample.tokens.tolist()))
     assert client.metrics.get("chat/drift_text", 0) == 0
@@ -167,11 +167,11 @@ def test_every_sampled_token_is_learned_from_once_where_it_was_drawn(
     policy = random_policy(chat)
     rules = ChatPolicy(reasoning=data.draw(st.sampled_from(Reasoning)), limits=ChatLimits(max_turns=4, max_context=400))
     client = EpisodeClient(policy, prompt, chat, rules)
-    said: list[list[Any]] = [[]]
+    sampled: list[list[Any]] = [[]]
     seen: list[tuple[int, ...]] = []
 
     async def act(number: int) -> None:
-        before = data.draw(st.sampled_from(said))
+        before = data.draw(st.sampled_from(sampled))
         policy.cut = data.draw(st.booleans())
         if data.draw(st.integers(0, 4)) == 0 and seen:
             ids = (*data.draw(st.sampled_from(seen)), 5, 6)
@@ -182,7 +182,7 @@ def test_every_sampled_token_is_learned_from_once_where_it_was_drawn(
         messages = [*before, user(data.draw(st.sampled_from("ab")))]
         reply = await client.chat(messages, n=data.draw(st.integers(1, 2)))
         for each in (reply, *reply.alternatives):
-            said.append([*messages, each.message])
+            sampled.append([*messages, each.message])
             seen.append((*each.prompt_ids, *each.completion.token_ids))
 
     async def episode() -> None:
@@ -217,7 +217,7 @@ async def test_an_answer_cut_off_is_closed_by_a_token_without_loss(chat_format: 
     after = len(first.prompt_ids) + len(first.completion.token_ids)
     assert sample.tokens[after] == ended(chat)
     assert sample.loss_mask[after] == 0
-    assert_exact(sample, policy.said)
+    assert_exact(sample, policy.sampled)
     assert sample.truncated
 
 
@@ -232,13 +232,13 @@ async def test_rewritten_history_is_a_branch_and_no_token_carries_loss_twice(
     await client.chat([user("a"), first.message, user("c")])
     await client.chat([user("a"), {**first.message, "content": "edited"}, user("c")])
     samples = client.samples()
-    one, two, three, four = policy.said
-    for sample, said in zip(samples, ([one, two], [three], [four]), strict=True):
-        assert_exact(sample, said)
+    one, two, three, four = policy.sampled
+    for sample, sampled in zip(samples, ([one, two], [three], [four]), strict=True):
+        assert_exact(sample, sampled)
     texts = [chat.tokenizer.decode_all(sample.tokens.tolist()) for sample in samples]
     assert "one" in texts[1]
     assert "edited" in texts[2]
-    assert sum(int(sample.loss_mask.sum()) for sample in samples) == sum(len(each.token_ids) for each in policy.said)
+    assert sum(int(sample.loss_mask.sum()) for sample in samples) == sum(len(each.token_ids) for each in policy.sampled)
 
 
 async def test_alternatives_are_samples_each_and_any_may_go_on(chat_format: MakeFormat, prompt: Prompt) -> None:
@@ -250,9 +250,9 @@ async def test_alternatives_are_samples_each_and_any_may_go_on(chat_format: Make
     assert [reply.content, *(each.content for each in reply.alternatives)] == ["one", "two", "three"]
     await client.chat([user("a"), second.message, user("b")])
     samples = client.samples()
-    one, two, three, four = policy.said
-    for sample, said in zip(samples, ([one], [two, four], [three]), strict=True):
-        assert_exact(sample, said)
+    one, two, three, four = policy.sampled
+    for sample, sampled in zip(samples, ([one], [two, four], [three]), strict=True):
+        assert_exact(sample, sampled)
 
 
 async def test_matching_ignores_what_frameworks_change_and_minds_what_matters(
@@ -273,7 +273,7 @@ async def test_matching_ignores_what_frameworks_change_and_minds_what_matters(
     parts = {"role": "user", "content": [{"type": "text", "text": "a"}]}
     extended = client.prompt_ids([parts, changed, *results], tools=TOOLS)
     assert extended[: len(reply.prompt_ids)] == reply.prompt_ids
-    assert list(extended[len(reply.prompt_ids) :][: len(policy.said[0].token_ids)]) == policy.said[0].token_ids
+    assert list(extended[len(reply.prompt_ids) :][: len(policy.sampled[0].token_ids)]) == policy.sampled[0].token_ids
     other = [{**calls[0], "id": "another"}, calls[1]]
     for messages, tools in (
         ([parts, {**changed, "tool_calls": other}, *results], TOOLS),
@@ -285,7 +285,7 @@ async def test_matching_ignores_what_frameworks_change_and_minds_what_matters(
     last = await client.chat([parts, changed, *results], tools=TOOLS)
     assert last.prompt_ids == extended
     (sample,) = client.samples()
-    assert_exact(sample, policy.said)
+    assert_exact(sample, policy.sampled)
     assert client.turns[0].request.calls_tools
     assert (client.turns[1].request.calls_tools, client.turns[1].request.turns) == (False, 2)
     assert client.metrics["chat/tool_s"] > 0
@@ -304,8 +304,8 @@ async def test_reasoning_is_kept_or_branches_off(chat_format: MakeFormat, prompt
     branched = EpisodeClient(policy, prompt, chat, ChatPolicy(reasoning=Reasoning.branch, drift=DriftCheck.strict))
     await converse(branched, 2)
     first, second = branched.samples()
-    assert_exact(first, policy.said[:1])
-    assert_exact(second, policy.said[1:])
+    assert_exact(first, policy.sampled[:1])
+    assert_exact(second, policy.sampled[1:])
     assert "hm" not in chat.tokenizer.decode_all(second.tokens.tolist())
 
 
@@ -323,13 +323,13 @@ async def test_reasoning_that_the_template_keeps_does_not_branch(chat_format: Ma
     client = EpisodeClient(policy, prompt, chat, ChatPolicy(reasoning=Reasoning.branch))
     messages = [user("a")]
     reply = await client.chat(messages, tools=TOOLS)
-    said = {key: value for key, value in reply.message.items() if key != "reasoning_content"}
-    messages += [said, {"role": "tool", "tool_call_id": reply.tool_calls[0].id, "content": "4"}]
+    sampled = {key: value for key, value in reply.message.items() if key != "reasoning_content"}
+    messages += [sampled, {"role": "tool", "tool_call_id": reply.tool_calls[0].id, "content": "4"}]
     second = await client.chat(messages, tools=TOOLS)
     await client.chat([*messages, second.message, user("b")], tools=TOOLS)
     first, last = client.samples()
-    assert_exact(first, policy.said[:2])
-    assert_exact(last, policy.said[2:])
+    assert_exact(first, policy.sampled[:2])
+    assert_exact(last, policy.sampled[2:])
 
 
 async def test_what_is_rendered_anew_has_the_recorded_reasoning_back(chat_format: MakeFormat, prompt: Prompt) -> None:
@@ -343,8 +343,8 @@ async def test_what_is_rendered_anew_has_the_recorded_reasoning_back(chat_format
     assert chat.findings.shows_reasoning
     client = EpisodeClient(speaking(chat, "<think>hm</think>one"), prompt, chat)
     reply = await client.chat([user("a")])
-    said = {"role": "assistant", "content": reply.content}
-    later = [user("a"), said, {"role": "system", "content": "Be brief."}, user("b")]  # not a kind that is extended
+    sampled = {"role": "assistant", "content": reply.content}
+    later = [user("a"), sampled, {"role": "system", "content": "Be brief."}, user("b")]  # not a kind that is extended
     assert "<think>hm</think>one<|im_end|>" in chat.tokenizer.decode_all(client.prompt_ids(later))
 
 
@@ -419,10 +419,10 @@ async def test_calls_in_token_ids_are_recorded_and_joined_with_those_in_messages
     await client.generate(GenerationRequest("mine", ids, 2, SamplingParams(seed=1)))
     samples = client.samples()
     assert [int(sample.loss_mask.sum()) for sample in samples] == [
-        len(policy.said[0].token_ids) + len(policy.said[1].token_ids),
-        len(policy.said[2].token_ids),
+        len(policy.sampled[0].token_ids) + len(policy.sampled[1].token_ids),
+        len(policy.sampled[2].token_ids),
     ]
-    assert samples[0].tokens.tolist() == [*ids, *policy.said[1].token_ids]
+    assert samples[0].tokens.tolist() == [*ids, *policy.sampled[1].token_ids]
 
 
 async def test_seeds_are_the_conversations_whatever_else_is_under_way(chat_format: MakeFormat, prompt: Prompt) -> None:
@@ -456,7 +456,7 @@ async def test_stop_strings_end_the_text_but_not_the_ids(chat_format: MakeFormat
     assert reply.content == "the answer"
     assert policy.asked[0].sampling.stop == ("</a>",)
     assert ended(chat) in policy.asked[0].sampling.stop_token_ids
-    assert_exact(client.samples()[0], policy.said)
+    assert_exact(client.samples()[0], policy.sampled)
 
 
 async def test_what_cannot_be_asked_is_refused_by_name(chat_format: MakeFormat, prompt: Prompt) -> None:
@@ -512,7 +512,7 @@ async def test_an_answer_continues_an_assistants_text_and_is_continued_by_ids(
     await client.chat([user("2 + 2?"), reply.message, user("Sure?")])
     assert policy.asked[1].input_ids[: len(reply.prompt_ids)] == reply.prompt_ids
     (sample,) = client.samples()
-    assert_exact(sample, policy.said)
+    assert_exact(sample, policy.sampled)
 
 
 async def test_a_last_message_of_the_system_or_the_assistant_is_shown_and_answered(
@@ -553,7 +553,7 @@ async def test_two_results_of_a_turn_that_a_template_shows_one_of(chat_format: M
     results = [{"role": "tool", "tool_call_id": call.id, "content": "4"} for call in reply.tool_calls]
     await client.chat([user("a"), reply.message, *results], tools=TOOLS)
     (sample,) = client.samples()
-    assert_exact(sample, policy.said)
+    assert_exact(sample, policy.sampled)
     assert client.turns[0].request.calls_tools
 
 
@@ -572,8 +572,8 @@ async def test_conversations_of_an_episode_record_apart_and_name_their_samples(
     (own, judged), (alone,) = client.samples(1.0), judge.samples(0.25)
     assert [(own.group, own.reward), (judged.group, judged.reward)] == [("", 1.0), ("judge", 1.0)]
     assert (alone.group, alone.reward) == ("judge", 0.25)
-    assert_exact(own, policy.said[:2])
-    assert_exact(alone, policy.said[2:])
+    assert_exact(own, policy.sampled[:2])
+    assert_exact(alone, policy.sampled[2:])
     assert client.metrics["chat/calls"] == 4
     for name in ("", "x" * 65):
         with pytest.raises(ValueError, match="comparison group"):
@@ -593,7 +593,7 @@ async def test_what_another_policy_says_is_recorded_nowhere(prompt: Prompt) -> N
     assert client.samples() == past.samples() == past.conversation("role").samples() == []
     await client.generate(request)
     (sample,) = client.samples(1.0)
-    assert_exact(sample, policy.said[-1:])
+    assert_exact(sample, policy.sampled[-1:])
 
 
 async def test_the_samples_of_a_trained_policy_are_those_of_its_client(prompt: Prompt) -> None:
@@ -614,8 +614,8 @@ async def test_the_samples_of_a_trained_policy_are_those_of_its_client(prompt: P
         ("judge", 0.5),
         ("judge/round/2", 0.5),
     ]
-    for sample, said in zip(everything, policy.said, strict=False):
-        assert_exact(sample, [said])
+    for sample, sampled in zip(everything, policy.sampled, strict=False):
+        assert_exact(sample, [sampled])
     with pytest.raises(ValueError, match=r"'judge' is a trained policy, whose samples come from client\.policy"):
         client.conversation("judge/x")
     with pytest.raises(ValueError, match="at most 64 characters"):

@@ -33,7 +33,7 @@ async def test_the_agent_runs(block: str, chat_format: Callable[..., ChatFormat]
     client = EpisodeClient(policy, prompt, chat)
     assert await space["run"](prompt, None, client) == 1.0
     (sample,) = client.samples(1.0)
-    assert int(sample.loss_mask.sum()) == sum(len(each.token_ids) for each in policy.said)
+    assert int(sample.loss_mask.sum()) == sum(len(each.token_ids) for each in policy.sampled)
 
 
 def test_the_settings_that_it_names_are_there() -> None:

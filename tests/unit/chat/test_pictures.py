@@ -367,6 +367,6 @@ async def test_what_a_tool_shows_is_seen_or_named(form: Any) -> None:
     assert not client_of(replace(form(), pictures=None))[0].takes_pictures
     asked = {"role": "user", "content": "Draw it."}
     call = {"id": "a", "type": "function", "function": {"name": "draw", "arguments": "{}"}}
-    said = {"role": "assistant", "content": "", "tool_calls": [call]}
-    await client.chat([asked, said, {"role": "tool", "tool_call_id": "a", "content": seen}])
+    sampled = {"role": "assistant", "content": "", "tool_calls": [call]}
+    await client.chat([asked, sampled, {"role": "tool", "tool_call_id": "a", "content": seen}])
     assert [placed.picture for placed in policy.asked[0].pictures] == [ONE]

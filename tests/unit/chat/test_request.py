@@ -43,7 +43,7 @@ def test_a_limit_ends_it_where_the_next_answer_would_begin(
     assert not request.over
     request = request.tools_returned(tool_s).begin(tokens)
     assert request.over.startswith(over)
-    assert ChatRequest(limits, tokens=0).begin(29).room == (1 if limits.max_context else None)
+    assert ChatRequest(limits, tokens=0).begin(29).tokens_left == (1 if limits.max_context else None)
 
 
 def test_an_answer_that_fills_the_context_ends_it_and_one_that_was_cut_shorter_does_not() -> None:
@@ -73,9 +73,9 @@ def test_an_answer_begins_only_within_all_limits(steps: list[tuple[int, ChatFini
         assert (request.turns, not request.over) == (turns, within)
         if request.over:
             return
-        room = request.room
-        assert room is not None
-        request = request.answered(finish, max(1, round(room * share)))
+        tokens_left = request.tokens_left
+        assert tokens_left is not None
+        request = request.answered(finish, max(1, round(tokens_left * share)))
         if request.over:
             assert (finish, request.tokens) == (ChatFinish.length, limits.max_context)
             return

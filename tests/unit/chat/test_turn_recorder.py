@@ -17,8 +17,8 @@ USER: dict[str, Any] = {"role": "user", "content": "a"}
 ANSWER: dict[str, Any] = {"role": "assistant", "content": "b"}
 
 
-def made(given: Sequence[int], said: Sequence[int], parent: Turn | None = None, **more: Any) -> Turn:
-    completion = Completion([*said], [-0.5] * len(said), [3] * len(said), FinishReason.stop)
+def made(given: Sequence[int], sampled: Sequence[int], parent: Turn | None = None, **more: Any) -> Turn:
+    completion = Completion([*sampled], [-0.5] * len(sampled), [3] * len(sampled), FinishReason.stop)
     return Turn(parent, tuple(given), completion, **more)
 
 

@@ -27,7 +27,7 @@ class Announcer:
 
 
 class Manager:
-    """Answers with the guests that still have the devices."""
+    """Answers with the colocated servers that still have the devices."""
 
     def __init__(self, *waits_for: str) -> None:
         self._waits_for = list(waits_for)
@@ -41,7 +41,7 @@ def parts(manager: Manager) -> Any:
 
 
 @pytest.mark.parametrize("stayed", [(), ("generation_server/0", "generation_server/1")])
-async def test_guests_that_the_manager_still_names_are_a_warning(
+async def test_colocated_servers_that_the_manager_still_names_are_a_warning(
     stayed: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     turns = SharedDevices(*parts(Manager(*stayed)), asyncio.Event(), colocated=2, others=0)
@@ -53,7 +53,7 @@ async def test_guests_that_the_manager_still_names_are_a_warning(
 
 
 async def test_a_stop_request_ends_the_wait_for_a_manager_that_does_not_answer() -> None:
-    """With servers elsewhere the manager is asked before the devices are lent; the checkpoint must not wait for it."""
+    """With servers elsewhere the manager is asked before they wake; the checkpoint must not wait for it."""
 
     class Frozen(Manager):
         async def call(self, request: WaitAsleepRequest) -> WaitAsleepReply:
@@ -65,9 +65,9 @@ async def test_a_stop_request_ends_the_wait_for_a_manager_that_does_not_answer()
     turns = SharedDevices(*parts(Frozen()), stop, colocated=1, others=1)
     turns.begin()
     turns._announce(training=True)  # the trainer has the devices after a step
-    lending = asyncio.create_task(turns.lend(4))
+    wake_rule = asyncio.create_task(turns.wake(4))
     await asked.wait()
     stop.set()
     async with asyncio.timeout(3):
         with pytest.raises(StopRequested):
-            await lending
+            await wake_rule

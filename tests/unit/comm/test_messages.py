@@ -1,4 +1,4 @@
-"""Every message type of the rooms comes back from the wire as it was sent, and is named after what it asks for."""
+"""Every message type of the packages comes back from the wire as it was sent, and is named after what it asks for."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from asyncrl.trainer.messages import BeginStep, GridShare, PollBuffer
 from tests.examples import examples
 
 LIMIT = 1 << 20
-ROOMS = (asyncrl.trainer.messages, asyncrl.rollout.messages)
+PACKAGES = (asyncrl.trainer.messages, asyncrl.rollout.messages)
 TYPES = [
     kind
-    for room in ROOMS
-    for kind in vars(room).values()
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind.__module__ == room.__name__
+    for package in PACKAGES
+    for kind in vars(package).values()
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind.__module__ == package.__name__
 ]
 SCALARS = {
     int: st.integers(-(2**63), 2**63 - 1),
@@ -65,8 +65,8 @@ def test_a_message_comes_back_as_it_was_sent(kind: type[msgspec.Struct], data: s
 
 def test_every_call_is_named_after_its_type_and_knows_its_reply() -> None:
     calls = [kind for kind in TYPES if issubclass(kind, Request)]
-    assert {"poll_buffer", "begin_step", "run_call", "evaluate"} <= {call.verb for call in calls}
-    assert len({call.verb for call in calls}) == len(calls)
+    assert {"poll_buffer", "begin_step", "run_call", "evaluate"} <= {call.method for call in calls}
+    assert len({call.method for call in calls}) == len(calls)
     assert all(issubclass(call.reply_type, Reply) for call in calls)
     assert PollBuffer.reply_type is asyncrl.trainer.messages.PolledBuffer
 

@@ -129,13 +129,13 @@ def test_what_is_only_followed_raises_once_an_outage_lasts_too_long(tmp_path: Pa
     with FileResolver(tmp_path / "names", patience_s=0.1) as resolver:
         followed = resolver.follow("a")
         away.times = 1_000_000
-        told = r"Stale file handle.*failed for \d+ s"
+        reported = r"Stale file handle.*failed for \d+ s"
         resolver._wake()
         assert resolver._follower is not None
         resolver._follower.join(LIMIT_S)
-        with pytest.raises(NameResolveUnavailable, match=told):
+        with pytest.raises(NameResolveUnavailable, match=reported):
             followed.entries()
-        with pytest.raises(NameResolveUnavailable, match=told):
+        with pytest.raises(NameResolveUnavailable, match=reported):
             resolver.watch("a/b", LIMIT_S)
 
 
@@ -272,11 +272,11 @@ def test_a_defect_in_one_renewal_is_logged_and_the_other_leases_live_on(caplog: 
 
 def test_a_defect_in_following_names_reaches_the_readers(caplog: pytest.LogCaptureFixture) -> None:
     with Renewing(lambda name: "kept") as resolver:
-        told = r"names under '/names' are not followed: KeyError\('a defect'\)"
+        reported = r"names under '/names' are not followed: KeyError\('a defect'\)"
         for root in ("workers", "status"):
-            with pytest.raises(NameResolveError, match=told):
+            with pytest.raises(NameResolveError, match=reported):
                 resolver.follow(root)
-        with pytest.raises(NameResolveError, match=told):
+        with pytest.raises(NameResolveError, match=reported):
             resolver._followed["workers"].entries()
     (record,) = caplog.records
     assert (record.exc_info or [None])[0] is KeyError
@@ -349,11 +349,11 @@ def test_a_renewal_that_fails_is_made_again_long_before_the_next_one_is_due(monk
 
 def test_a_failed_call_and_a_late_renewal_are_trouble_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    hangs, goes_on = threading.Event(), threading.Event()
+    hangs, continues = threading.Event(), threading.Event()
 
     def renew(name: str) -> Literal["kept"]:
         hangs.set()
-        assert goes_on.wait(LIMIT_S)
+        assert continues.wait(LIMIT_S)
         return "kept"
 
     resolver = Renewing(renew)
@@ -370,7 +370,7 @@ def test_a_failed_call_and_a_late_renewal_are_trouble_for_a_while(monkeypatch: p
         assert hangs.wait(LIMIT_S)
         now += 1.0
         assert resolver.in_trouble
-        goes_on.set()
+        continues.set()
         renewing.result(LIMIT_S)
     assert resolver._renewal_due == now + 2.0, "a third of the lease after the renewal began"
     now += GRACE_S - 7.0
@@ -415,8 +415,8 @@ async def test_a_rollout_worker_follows_the_training_ranks_through_an_outage(
     finally:
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
-    told = [record.getMessage() for record in caplog.records if record.name == log.name]
-    assert told == ["no training rank is registered: complete trajectories wait here until one is"]
+    reported = [record.getMessage() for record in caplog.records if record.name == log.name]
+    assert reported == ["no training rank is registered: complete trajectories wait here until one is"]
 
 
 def test_a_shorter_value_replaces_a_longer_one_whose_add_failed_halfway(

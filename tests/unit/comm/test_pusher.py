@@ -122,7 +122,7 @@ async def test_calls_end_at_their_deadlines_and_only_what_had_a_place_is_still_s
     )
     with pytest.raises(PushTimeout, match=r"'rollout-0' .* an acknowledgement"):
         await held
-    with pytest.raises(PushTimeout, match=r"'rollout-1' .* a place among those held: 1 are held"):
+    with pytest.raises(PushTimeout, match=r"'rollout-1' .* a slot among those held: 1 are held"):
         await queued
     cancelled.cancel()
     assert sender.unacked_ids == ["rollout-0"]

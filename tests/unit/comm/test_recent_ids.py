@@ -40,10 +40,10 @@ def test_what_is_put_in_again_is_new_and_has_its_new_value() -> None:
 def test_the_last_ones_are_remembered_in_their_order_and_few_more(at_least: int, calls: list[tuple[str, int]]) -> None:
     remembered: RecentIds[int] = RecentIds(at_least)
     all_there_were: dict[str, int] = {}
-    for number, (verb, which) in enumerate(calls):
+    for number, (operation, which) in enumerate(calls):
         key = str(which)
         former = all_there_were.pop(key, None)
-        if verb == PUT:
+        if operation == PUT:
             remembered.put(key, number)
             all_there_were[key] = number
         else:

@@ -157,7 +157,7 @@ def test_what_the_systems_own_examples_set_is_answered_from_the_table(system: st
 
 
 @pytest.mark.parametrize(
-    ("written", "said"),
+    ("written", "message"),
     [
         ("rollout.n=8", "here it is 'group_size=8'"),
         ("algorithm.adv_estimator=grpo", "here it is 'algorithm.advantage.name=grpo'"),
@@ -197,10 +197,10 @@ def test_what_the_systems_own_examples_set_is_answered_from_the_table(system: st
         ("allocation_mode=sglang.d4m2p1+d2p1m2", "is trainer.parallel=d2t2 generation.servers=4 "),
     ],
 )
-def test_a_name_of_another_system_is_answered_with_ours_and_the_difference(written: str, said: str) -> None:
+def test_a_name_of_another_system_is_answered_with_ours_and_the_difference(written: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_experiment("async_ppo", [written])
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 SWITCHES = [alias.theirs for alias in ALIASES if "=" in alias.ours and "{" not in alias.ours.replace("[{", "")]
@@ -228,10 +228,10 @@ def test_all_names_of_a_foreign_file_are_answered_at_once_with_their_values(tmp_
     (tmp_path / "theirs.yaml").write_text(f"defaults: [async_ppo, _self_]\n{text}\n")
     with pytest.raises(ConfigError) as caught:
         load_experiment("theirs", [], tmp_path)
-    told = str(caught.value).splitlines()
-    assert len(told) == 5
+    reported = str(caught.value).splitlines()
+    assert len(reported) == 5
     for part in ("model.path=M", "optimizer.lr=1.7e-5", "clip_high: 0.4", "algorithm.kl_coef=0.0", "group_size=4"):
-        assert len([line for line in told if part in line and "in theirs.yaml" in line]) == 1, part
+        assert len([line for line in reported if part in line and "in theirs.yaml" in line]) == 1, part
 
 
 @pytest.mark.parametrize("name", ["reward_model.enable_thing", "trainer.val_only", "data.image_key", "frobnicate"])

@@ -87,11 +87,11 @@ def test_a_setting_like_no_other_is_answered_without_a_guess() -> None:
 def test_all_wrong_overrides_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         load("lr=1", "on_stale=maks", "group_size=2", "seed", "train_batch_size=many", "optimizer=3")
-    told = str(caught.value).splitlines()
-    assert [line for line in told if "group_size" in line] == []
+    reported = str(caught.value).splitlines()
+    assert [line for line in reported if "group_size" in line] == []
     for part in ("'lr'", "on_stale", "'seed'", "train_batch_size=", "optimizer is a group"):
-        assert len([line for line in told if part in line]) == 1, part
-    assert len(told) == 5
+        assert len([line for line in reported if part in line]) == 1, part
+    assert len(reported) == 5
 
 
 def test_a_misspelt_experiment_is_answered_with_the_nearest_one() -> None:
@@ -101,10 +101,10 @@ def test_a_misspelt_experiment_is_answered_with_the_nearest_one() -> None:
 
 def test_a_misspelt_command_is_answered_with_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctr", "some/run"]) == EXIT_CONFIG
-    told = capsys.readouterr().err
-    assert "no experiment 'doctr'" in told
-    assert "and no such command, did you mean 'doctor'?" in told
-    assert "commands: attach, audit" in told
+    reported = capsys.readouterr().err
+    assert "no experiment 'doctr'" in reported
+    assert "and no such command, did you mean 'doctor'?" in reported
+    assert "commands: attach, audit" in reported
 
 
 def test_a_group_of_settings_takes_no_value() -> None:
@@ -396,7 +396,7 @@ def test_config_survives_the_way_through_the_run_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "told"),
+    ("written", "reported"),
     [
         (
             "optimizer: {lr: 0.1, momentum: 0.9}\nsteps: 3",
@@ -405,9 +405,11 @@ def test_config_survives_the_way_through_the_run_folder(tmp_path: Path) -> None:
         ("optimizer: {lr: fast}", r"Expected `float`, got `str` - at `\$.optimizer.lr`"),
     ],
 )
-def test_a_run_folder_of_another_version_is_refused_by_its_settings(tmp_path: Path, written: str, told: str) -> None:
+def test_a_run_folder_of_another_version_is_refused_by_its_settings(
+    tmp_path: Path, written: str, reported: str
+) -> None:
     (tmp_path / "config.yaml").write_text(written)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=reported):
         read_run_config(tmp_path)
 
 

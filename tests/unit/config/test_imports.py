@@ -126,8 +126,8 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     grimp = pytest.importorskip("grimp", reason="it comes with import-linter")
     graph = grimp.build_graph("asyncrl", cache_dir=None)
     package = Path(asyncrl.__file__).parent
-    rooms = {file.parent.relative_to(package.parent) for file in package.rglob("*.py")} - {TEMPLATES, PLUGIN}
-    assert {".".join(room.parts) for room in rooms} <= graph.modules, (
+    subpackages = {file.parent.relative_to(package.parent) for file in package.rglob("*.py")} - {TEMPLATES, PLUGIN}
+    assert {".".join(subpackage.parts) for subpackage in subpackages} <= graph.modules, (
         "without __init__.py no import contract sees a room"
     )
     imported = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}

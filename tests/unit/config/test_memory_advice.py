@@ -29,7 +29,7 @@ def names(config: ExperimentConfig, **about: Any) -> list[str]:
 
 FIRST = ["trainer.gradient_checkpointing", "trainer.tokens_per_micro_batch"]
 THEN = ["optimizer.moments_on", "trainer.offload"]
-BESIDE = ["generation.sglang.args.mem_fraction_static", "generation.guests"]
+BESIDE = ["generation.sglang.args.mem_fraction_static", "generation.colocated"]
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_what_is_set_already_is_left_out() -> None:
     tuned = config()
     tuned.trainer.gradient_checkpointing = tuned.trainer.offload = True
     tuned.trainer.activations_on = tuned.optimizer.moments_on = KeptOn.host
-    tuned.generation.guests = "all"
+    tuned.generation.colocated = "all"
     tuned.trainer.tokens_per_micro_batch = 4000
     assert names(tuned) == [
         "rollout.sampling.max_new_tokens",

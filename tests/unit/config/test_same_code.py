@@ -78,6 +78,6 @@ def test_what_was_loaded_by_its_file_is_not_compared(tmp_path: Path) -> None:
 
 
 def test_of_a_module_that_differs_the_folder_is_told_that_code_added_to_the_path(code: Path) -> None:
-    told = f" (found here in {code / 'mine'}, which code added to sys.path: put that folder on PYTHONPATH)"
-    assert how_found("same_code_mine.helper") == how_found("same_code_mine") == told
+    reported = f" (found here in {code / 'mine'}, which code added to sys.path: put that folder on PYTHONPATH)"
+    assert how_found("same_code_mine.helper") == how_found("same_code_mine") == reported
     assert how_found("asyncrl.config.plugin_code.same_code") == how_found("sys") == how_found("same_code_nowhere") == ""

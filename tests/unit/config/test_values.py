@@ -148,7 +148,7 @@ def test_not_a_number_reaches_free_form_arguments() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "reported"),
     [
         ({"reward.path": lambda data, text: 1.0}, "the run's processes cannot import it; define it in a file"),
         ({"reward.args": {"judge": print}}, "reward.args.judge='print': the function or class print cannot be sent"),
@@ -173,10 +173,10 @@ def test_not_a_number_reaches_free_form_arguments() -> None:
         ({3: 4}, "unknown setting '3'"),
     ],
 )
-def test_python_values_that_fit_nothing_are_refused_in_words_of_settings(values: Any, told: str) -> None:
+def test_python_values_that_fit_nothing_are_refused_in_words_of_settings(values: Any, reported: str) -> None:
     with pytest.raises(ConfigError) as caught:
         from_python(values)
-    assert told in str(caught.value)
+    assert reported in str(caught.value)
 
 
 DATE = {"d": "2026-11-28", "e": None}
@@ -198,16 +198,16 @@ def test_free_form_arguments_mean_what_yaml_means(given: str, meant: object, tmp
 
 
 def test_a_word_that_may_be_a_text_or_a_switch_is_refused_where_the_setting_does_not_decide(tmp_path: Path) -> None:
-    told = r"""agent.args.mode='off': it may mean false or be a text; write false, or "off" with its quotes"""
-    with pytest.raises(ConfigError, match=told):
+    reported = r"""agent.args.mode='off': it may mean false or be a text; write false, or "off" with its quotes"""
+    with pytest.raises(ConfigError, match=reported):
         typed("agent.args.mode=off")
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=reported):
         in_file(tmp_path, "agent: {args: {mode: off}}")
     assert typed('agent.args.mode="off"', "logging.tensorboard=off").agent.args == {"mode": "off"}
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "reported"),
     [
         ("agent.args={a}", "'a' has no value"),
         ("rollout.filters=zero_variance", "a list is needed; write [{name: zero_variance}]"),
@@ -224,10 +224,10 @@ def test_a_word_that_may_be_a_text_or_a_switch_is_refused_where_the_setting_does
         ("seed=1,2", "several values; give one"),
     ],
 )
-def test_a_value_that_cannot_be_read_is_named(given: str, told: str) -> None:
+def test_a_value_that_cannot_be_read_is_named(given: str, reported: str) -> None:
     with pytest.raises(ConfigError) as caught:
         typed(given)
-    assert told in str(caught.value)
+    assert reported in str(caught.value)
 
 
 def test_an_entry_of_a_mapping_can_be_removed_and_a_later_value_wins() -> None:
@@ -266,8 +266,8 @@ def test_a_resolved_text_with_a_dollar_sign_and_a_brace_can_be_read_again(tmp_pa
 def test_all_wrong_settings_of_a_file_are_told_with_the_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         in_file(tmp_path, "optimizer: {lrr: 3, lr: fast}\ngroup_sise: 2\nalgorithm: {kl: {nam: k3}}", "seeed=3")
-    told = str(caught.value).splitlines()
-    assert len(told) == 5
+    reported = str(caught.value).splitlines()
+    assert len(reported) == 5
     for part in (
         "'optimizer.lrr' in mine.yaml",
         "optimizer.lr='fast'",
@@ -275,7 +275,7 @@ def test_all_wrong_settings_of_a_file_are_told_with_the_file(tmp_path: Path) -> 
         "'algorithm.kl.nam'",
         "'seeed'",
     ):
-        assert len([line for line in told if part in line]) == 1, part
+        assert len([line for line in reported if part in line]) == 1, part
 
 
 def test_what_an_anchor_names_can_be_merged_in(tmp_path: Path) -> None:

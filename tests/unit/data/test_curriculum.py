@@ -27,10 +27,10 @@ MEASURED = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.floats(0,
 def test_the_example_of_the_docstring() -> None:
     curriculum = Curriculum(0.1, 0.9, 2)
     curriculum.measured("e0-7", 1.0)
-    assert [epoch for epoch in range(6) if curriculum.rests(f"e{epoch}-7")] == [1, 2]
-    assert not curriculum.rests("e1-8"), "nothing is known of it"
+    assert [epoch for epoch in range(6) if curriculum.skips(f"e{epoch}-7")] == [1, 2]
+    assert not curriculum.skips("e1-8"), "nothing is known of it"
     curriculum.measured("e3-7", 0.5)
-    assert not any(curriculum.rests(f"e{epoch}-7") for epoch in range(6))
+    assert not any(curriculum.skips(f"e{epoch}-7") for epoch in range(6))
 
 
 def test_the_bounds_themselves_are_within_and_an_older_epoch_replaces_nothing() -> None:
@@ -38,10 +38,10 @@ def test_the_bounds_themselves_are_within_and_an_older_epoch_replaces_nothing() 
     for row, success in enumerate((0.25, 0.75, 0.125, 0.875)):
         curriculum.measured(f"e2-{row}", success)
         curriculum.measured(f"e1-{row}", 0.5)
-    assert [curriculum.rests(f"e3-{row}") for row in range(4)] == [False, False, True, True]
-    assert not any(curriculum.rests(f"e4-{row}") for row in range(4))
+    assert [curriculum.skips(f"e3-{row}") for row in range(4)] == [False, False, True, True]
+    assert not any(curriculum.skips(f"e4-{row}") for row in range(4))
     curriculum.measured("of my own stream", 1.0)
-    assert not curriculum.rests("of my own stream")
+    assert not curriculum.skips("of my own stream")
 
 
 def test_a_weighted_row_is_used_in_its_share_of_the_epochs() -> None:
@@ -51,12 +51,12 @@ def test_a_weighted_row_is_used_in_its_share_of_the_epochs() -> None:
         curriculum = Curriculum(0.0, 1.0, 2, least_weight=least)
         for row in rows:
             curriculum.measured(f"e0-{row}", success)
-        assert not any(curriculum.rests(f"e0-{row}") for row in rows), "it was used in this epoch"
+        assert not any(curriculum.skips(f"e0-{row}") for row in rows), "it was used in this epoch"
         for epoch in (1, 7):
-            used = sum(not curriculum.rests(f"e{epoch}-{row}") for row in rows) / len(rows)
+            used = sum(not curriculum.skips(f"e{epoch}-{row}") for row in rows) / len(rows)
             assert used == pytest.approx(share, abs=0.03)
-    resting = [{row for row in rows if curriculum.rests(f"e{epoch}-{row}")} for epoch in (1, 2)]
-    assert 0.5 < len(resting[0] & resting[1]) / len(rows) < 0.75, "each epoch draws anew"
+    skipped = [{row for row in rows if curriculum.skips(f"e{epoch}-{row}")} for epoch in (1, 2)]
+    assert 0.5 < len(skipped[0] & skipped[1]) / len(rows) < 0.75, "each epoch draws anew"
     assert CurriculumConfig(least_weight=least).is_on
 
 
@@ -67,7 +67,7 @@ def test_one_made_of_its_state_decides_as_it_does(measured: list[tuple[int, int,
         curriculum.measured(f"e{epoch}-{row}", success)
     again = Curriculum(0.2, 0.8, 2, json.loads(json.dumps(curriculum.state())), 0.5)
     ids = [f"e{epoch}-{row}" for epoch in range(10) for row in range(5)]
-    assert [again.rests(each) for each in ids] == [curriculum.rests(each) for each in ids]
+    assert [again.skips(each) for each in ids] == [curriculum.skips(each) for each in ids]
     assert again.state() == curriculum.state() == sorted(curriculum.state())
 
 
@@ -82,7 +82,7 @@ class Thirds:
         if success >= 0.5:
             self.right[row] = max(epoch, self.right.get(row, 0))
 
-    def rests(self, row, epoch):
+    def skips(self, row, epoch):
         return row in self.right and epoch > self.right[row] and epoch % 3 == self.start
 
     def state(self):
@@ -93,7 +93,7 @@ class Thirds:
 
 
 class NoBool(Thirds):
-    def rests(self, row, epoch):
+    def skips(self, row, epoch):
         return "yes"
 
 
@@ -108,7 +108,7 @@ class NumbersAsKeys(Thirds):
 
 
 class AnswersOtherwise(Thirds):
-    def rests(self, row, epoch):
+    def skips(self, row, epoch):
         return bool(self.right)
 
     def state(self):
@@ -116,7 +116,7 @@ class AnswersOtherwise(Thirds):
 
 
 class TooLate(Thirds):
-    def rests(self, row, epoch):
+    def skips(self, row, epoch):
         raise TimeoutError("of my own")
 
 
@@ -145,8 +145,8 @@ def test_a_class_of_ones_own_decides_and_goes_on_from_its_state(own: Callable[[s
     curriculum.measured("of my own stream", 1.0)
     again = make_curriculum(settings, json.loads(json.dumps(curriculum.state())))
     for each in (curriculum, again):
-        assert [epoch for epoch in range(7) if each.rests(f"e{epoch}-4")] == [2, 5]
-        assert not any(each.rests(name) for name in ("e2-5", "e2-6", "of my own stream"))
+        assert [epoch for epoch in range(7) if each.skips(f"e{epoch}-4")] == [2, 5]
+        assert not any(each.skips(name) for name in ("e2-5", "e2-6", "of my own stream"))
 
 
 @pytest.mark.timeout(60)
@@ -155,9 +155,9 @@ def test_a_method_that_hangs_holds_its_process_for_a_limit_only(
 ) -> None:
     monkeypatch.setattr("asyncrl.data.curriculum.CALL_LIMIT_S", 0.05)
     curriculum, hang = cast(OwnCurriculum, make_curriculum(own("Thirds"))), threading.Event()
-    monkeypatch.setattr(curriculum._own, "rests", lambda row, epoch: hang.wait())
-    with pytest.raises(CurriculumFailed, match=r"own\.py:Thirds': rests did not return within 0\.05 s"):
-        curriculum.rests("e0-4")
+    monkeypatch.setattr(curriculum._own, "skips", lambda row, epoch: hang.wait())
+    with pytest.raises(CurriculumFailed, match=r"own\.py:Thirds': skips did not return within 0\.05 s"):
+        curriculum.skips("e0-4")
     with pytest.raises(CurriculumFailed, match="measured is not called: an earlier call has not returned"):
         curriculum.measured("e0-4", 1.0)
     hang.set()
@@ -171,25 +171,25 @@ def test_a_state_of_another_curriculum_is_not_taken(
 ) -> None:
     built_in = Curriculum(0.1, 0.9, 2)
     built_in.measured("e0-4", 1.0)
-    assert not make_curriculum(own("Thirds"), built_in.state()).rests("e2-4")
+    assert not make_curriculum(own("Thirds"), built_in.state()).skips("e2-4")
     assert "begins anew: what was kept is of ''" in caplog.text
     settings = CurriculumConfig(low=0.1, high=0.9)
     caplog.clear()
-    assert make_curriculum(settings, built_in.state()).rests("e1-4"), "this one goes on"
+    assert make_curriculum(settings, built_in.state()).skips("e1-4"), "this one goes on"
     assert not caplog.records
     theirs = make_curriculum(own("Thirds"))
     theirs.measured("e0-4", 1.0)
-    assert not make_curriculum(settings, theirs.state()).rests("e1-4")
+    assert not make_curriculum(settings, theirs.state()).skips("e1-4")
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("NoBool", r"rests\(0, 1\) failed: TypeError\(\"it returned 'yes', which is no bool\"\)"),
+        ("NoBool", r"skips\(0, 1\) failed: TypeError\(\"it returned 'yes', which is no bool\"\)"),
         ("NotPlain", r"state\(\) failed: TypeError\('state\(\) is a set; state must be plain data for JSON"),
         ("NumbersAsKeys", r"state\(\) has the key 0, which JSON would restore as text"),
         ("AnswersOtherwise", r"restore\(state\) failed: ValueError\('it is another one afterwards'\)"),
-        ("TooLate", r"rests\(0, 1\) failed: TimeoutError\('of my own'\)"),
+        ("TooLate", r"skips\(0, 1\) failed: TimeoutError\('of my own'\)"),
         ("Forgets", r"restore\(state\) failed: ValueError\('it is another one afterwards'\)"),
         ("None_", r"defines no 'None_'"),
     ],

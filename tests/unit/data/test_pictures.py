@@ -205,9 +205,12 @@ def test_a_path_out_of_the_folder_is_refused_before_anything_starts(folder: Path
 @pytest.mark.parametrize(
     ("row", "why"),
     [
-        ({"prompt": "<image>", "images": ["one.png", "one.png"]}, "2 pictures and 1 places"),
-        ({"prompt": "<image><image>", "images": ["one.png"]}, "more places for pictures than pictures"),
-        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "more places for pictures than pictures"),
+        ({"prompt": "<image>", "images": ["one.png", "one.png"]}, "2 pictures and 1 placeholders"),
+        ({"prompt": "<image><image>", "images": ["one.png"]}, "more placeholders for pictures than pictures"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
+            "more placeholders for pictures than pictures",
+        ),
         ({"prompt": "a", "images": [{"url2": "x"}]}, "has the keys url2"),
         ({"prompt": "a", "image": "https://example.org/a.png"}, "is a URL, and nothing is fetched"),
         (

@@ -88,7 +88,7 @@ def test_labelled_answers_and_pairs_are_judged_one_by_one(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("row", "labelled", "said"),
+    ("row", "labelled", "message"),
     [
         ({"prompt": "1+1=", "chosen": "#2"}, False, "its 'rejected' is None"),
         ({"prompt": "1+1=", "chosen": "#2", "rejected": ""}, False, "its 'rejected' is ''"),
@@ -99,7 +99,9 @@ def test_labelled_answers_and_pairs_are_judged_one_by_one(tmp_path: Path) -> Non
         ({"prompt": "1+1=", "label": True}, True, "its 'completion' is None"),
     ],
 )
-def test_a_wrong_row_is_named_before_the_start(tmp_path: Path, row: dict[str, Any], labelled: bool, said: str) -> None:
+def test_a_wrong_row_is_named_before_the_start(
+    tmp_path: Path, row: dict[str, Any], labelled: bool, message: str
+) -> None:
     file = tmp_path / "rows.jsonl"
     good = {"prompt": "1+2=", "chosen": "#3", "rejected": "#4"}
     file.write_text(f"{json.dumps(good)}\n{json.dumps(row)}\n")
@@ -110,7 +112,7 @@ def test_a_wrong_row_is_named_before_the_start(tmp_path: Path, row: dict[str, An
     )
     with pytest.raises(ConfigError) as refused:
         check_data(config, None)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
     assert "rows.jsonl:2" in str(refused.value) or "line 2" in str(refused.value)
 
 

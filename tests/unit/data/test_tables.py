@@ -107,7 +107,7 @@ def test_a_folder_of_files_is_read_by_name_and_of_several_sets_one_is_chosen(tmp
         FileDataset(path=str(tmp_path))
     dataset = FileDataset(path=str(tmp_path), files="train/*")
     assert [dataset.row(i)["prompt"] for i in range(len(dataset))] == ["train0", "train1"]
-    assert dataset.place(1) == f"{tmp_path}/train/1.jsonl:1"
+    assert dataset.location(1) == f"{tmp_path}/train/1.jsonl:1"
     with pytest.raises(ValueError, match=r"no data files that args\.files='dev/\*' names"):
         FileDataset(path=str(tmp_path), files="dev/*")
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')

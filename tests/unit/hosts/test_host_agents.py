@@ -22,7 +22,7 @@ from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import read_run_config, run_dir_of, write_run_config
 from asyncrl.hosts import agent, agent_backend
-from asyncrl.hosts.agent import PLACE_VARIABLE, Agent, Refused
+from asyncrl.hosts.agent import SLOT_VARIABLE, Agent, Refused
 from asyncrl.hosts.agent_backend import AgentBackend
 from asyncrl.hosts.kubernetes import Backend as PodBackend
 from asyncrl.hosts.link import Call, Order, Parcel, Start
@@ -133,8 +133,8 @@ async def test_the_processes_of_a_host_share_one_agent_and_each_has_its_log_and_
         child for child in psutil.Process().children() if runs(child) and "hosts.agent" in " ".join(child.cmdline())
     ]
     assert len(agents) == 1
-    told = " ".join(agents[0].cmdline()) + " ".join(agents[0].environ().values())
-    assert (await asyncio.to_thread(RunSecret.load, backend.run_dir / "secret")).token not in told
+    reported = " ".join(agents[0].cmdline()) + " ".join(agents[0].environ().values())
+    assert (await asyncio.to_thread(RunSecret.load, backend.run_dir / "secret")).token not in reported
 
 
 async def test_a_process_is_asked_to_stop_and_a_killed_one_takes_what_it_started_along(backend: Backend) -> None:
@@ -404,8 +404,8 @@ def placed() -> Iterator[Callable[[str], psutil.Process]]:
     """Start a process whose environment names a place."""
     started = []
 
-    def start(place: str) -> psutil.Process:
-        environment = os.environ | {PLACE_VARIABLE: place}
+    def start(slot: str) -> psutil.Process:
+        environment = os.environ | {SLOT_VARIABLE: slot}
         started.append(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=environment))
         os.kill(started[-1].pid, signal.SIGSTOP)
         return psutil.Process(started[-1].pid)
@@ -423,16 +423,16 @@ def start_of(folder: Path, files: dict[str, str]) -> Start:
 def test_what_was_given_up_on_this_host_is_killed_and_a_start_that_comes_late_is_refused(
     tmp_path: Path, placed: Callable[[str], psutil.Process]
 ) -> None:
-    place = f"model_worker/1 {tmp_path}"
-    earlier, beside = placed(f"7 {place}"), placed(f"8 {place}0")
-    told: list[str] = []
-    agent._take_place(f"10 {place}", start_of(tmp_path, {}), told.append)
-    assert told == [f"pid {earlier.pid} was given up, and still ran: killed"]
+    slot = f"model_worker/1 {tmp_path}"
+    earlier, beside = placed(f"7 {slot}"), placed(f"8 {slot}0")
+    reported: list[str] = []
+    agent._take_slot(f"10 {slot}", start_of(tmp_path, {}), reported.append)
+    assert reported == [f"pid {earlier.pid} was given up, and still ran: killed"]
     assert not runs(earlier)
     assert runs(beside)
-    later, folder = placed(f"11 {place}"), tmp_path / "run"
-    with pytest.raises(Refused, match="a later process has its place by now"):
-        agent._take_place(f"10 {place}", start_of(folder, {"secret": "of then"}), told.append)
+    later, folder = placed(f"11 {slot}"), tmp_path / "run"
+    with pytest.raises(Refused, match="a later process has its slot by now"):
+        agent._take_slot(f"10 {slot}", start_of(folder, {"secret": "of then"}), reported.append)
     assert not folder.exists(), "the files of its successor are there by now"
     assert runs(later)
 
@@ -440,7 +440,7 @@ def test_what_was_given_up_on_this_host_is_killed_and_a_start_that_comes_late_is
 def test_on_a_host_with_a_disk_of_its_own_the_files_come_first_and_are_private(tmp_path: Path) -> None:
     folder = tmp_path / "disk" / "runs" / "mine"
     for number in range(2):  # of a run that is continued, with another secret
-        agent._take_place("", start_of(folder, {"secret": f"s{number}", "config.yaml": "c: 1"}), print)
+        agent._take_slot("", start_of(folder, {"secret": f"s{number}", "config.yaml": "c: 1"}), print)
         assert (folder / "secret").read_text() == f"s{number}"
     assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "secret"]
     modes = [path.stat().st_mode & 0o777 for path in (folder.parent, folder, folder / "secret")]
@@ -452,7 +452,7 @@ def test_nothing_is_put_into_a_folder_that_others_can_write_to(tmp_path: Path) -
     folder.mkdir()
     folder.chmod(0o777)
     with pytest.raises(Refused, match="that only they can write to"):
-        agent._take_place("", start_of(folder, {"secret": "s"}), print)
+        agent._take_slot("", start_of(folder, {"secret": "s"}), print)
     assert list(folder.iterdir()) == []
 
 
@@ -495,7 +495,7 @@ def test_what_describes_this_hosts_installation_stays_here(run_dir: Path, monkey
     plan = plan_of("")
     carried = Backend(run_dir).order_of(plan, 17).environment
     assert not [entry for entry in carried if os.fsdecode(entry).partition("=")[0] in here]
-    assert {b"MY_KEY=1", b"PYTHONPATH=/mine", os.fsencode(f"ASYNCRL_PLACE=17 {plan.name} {run_dir}")} <= set(carried)
+    assert {b"MY_KEY=1", b"PYTHONPATH=/mine", os.fsencode(f"ASYNCRL_SLOT=17 {plan.name} {run_dir}")} <= set(carried)
 
 
 def test_a_node_of_slurm_is_one_step_with_its_gpus_and_outside_of_an_allocation_a_job_with_its_cores(

@@ -279,9 +279,9 @@ def test_an_address_and_a_run_without_a_launchers_pod_are_refused() -> None:
 def test_the_launcher_runs_in_a_pod_which_has_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ASYNCRL_HOST", raising=False)
     with pytest.raises(ConfigError, match=r"^system\.launcher='kubernetes': the launcher runs in a pod; --dry-run"):
-        Backend.check_place()
+        Backend.check_host()
     monkeypatch.setenv("ASYNCRL_HOST", "10.0.0.1")
-    Backend.check_place()
+    Backend.check_host()
 
 
 SETTINGS = (

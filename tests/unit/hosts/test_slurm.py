@@ -41,11 +41,11 @@ def test_hosts_are_nodes_of_the_cluster_or_of_the_allocation(programs: Path, mon
     install(programs, "srun", "")
     install(programs, "sinfo", "echo n1; echo n2")
     install(programs, "scontrol", 'test "$*" = "show hostnames n[1-2]" && echo n1')
-    told = "system.hosts[2].name='n3': no node of this cluster, which are n1, n2; give one of them"
-    assert refusal("", "n1", "n3") == told
+    reported = "system.hosts[2].name='n3': no node of this cluster, which are n1, n2; give one of them"
+    assert refusal("", "n1", "n3") == reported
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
-    told = "name='n2': no node in this allocation (n[1-2]), which are n1; give one of them"
-    assert refusal("n1", "n2") == f"system.hosts[1].{told}"
+    reported = "name='n2': no node in this allocation (n[1-2]), which are n1; give one of them"
+    assert refusal("n1", "n2") == f"system.hosts[1].{reported}"
     config = ExperimentConfig()
     config.system.hosts = [HostConfig(), HostConfig(name="n1")]
     assert Backend.check_hosts(config) == []

@@ -93,9 +93,9 @@ def test_a_clock_that_differs_is_told(
     config: ExperimentConfig, monkeypatch: pytest.MonkeyPatch, off_s: float, side: str
 ) -> None:
     monkeypatch.setattr(ssh, "time", SimpleNamespace(time=lambda: time.time() + off_s))
-    (told,) = ssh.Backend.check_hosts(config)
-    found = re.match(rf"the clock of box2 is (\d+) s {side} this host's", told)
-    assert found, told
+    (reported,) = ssh.Backend.check_hosts(config)
+    found = re.match(rf"the clock of box2 is (\d+) s {side} this host's", reported)
+    assert found, reported
     assert 30 < int(found[1]) <= 75, "less is certain where the login is slow"
 
 

@@ -69,10 +69,10 @@ def names(code: str, *, texts: bool = True) -> Iterator[tuple[int, str]]:
                     found = attr == name
                 case ast.Import() | ast.ImportFrom():
                     package = f"{PACKAGE}.{name}"
-                    said = [alias.name for alias in node.names]
+                    reported = [alias.name for alias in node.names]
                     if isinstance(node, ast.ImportFrom):
-                        said = [node.module or "", *(f"{node.module}.{alias}" for alias in said)]
-                    found = any(f"{module}.".startswith(f"{package}.") for module in said)
+                        reported = [node.module or "", *(f"{node.module}.{alias}" for alias in reported)]
+                    found = any(f"{module}.".startswith(f"{package}.") for module in reported)
                 case ast.Constant(value=str() as text) if texts and id(node) not in docstrings:
                     found = f"generation.{name}." in text or f"backend={name}" in text or f"{PACKAGE}.{name}" in text
                 case _:
@@ -212,17 +212,17 @@ def test_what_another_back_end_cannot_do_is_refused_by_its_name(config: Experime
 
 
 def test_messages_on_another_program_name_its_own_settings(config: ExperimentConfig, program: ProgramConfig) -> None:
-    program.urls, config.generation.guests = ["http://127.0.0.1:9", "no address"], "all"
+    program.urls, config.generation.colocated = ["http://127.0.0.1:9", "no address"], "all"
     config.policies = [PolicyConfig("judge", path="/models/judge"), PolicyConfig("other", url="http://127.0.0.1:9")]
-    said = [message for message in messages_of(config) if ".urls" in message]
-    assert len(said) == 4
-    assert all("generation.pretend.urls" in message for message in said)
+    reported = [message for message in messages_of(config) if ".urls" in message]
+    assert len(reported) == 4
+    assert all("generation.pretend.urls" in message for message in reported)
 
 
 def test_servers_of_an_engine_that_is_not_chosen_are_refused(config: ExperimentConfig, program: ProgramConfig) -> None:
     config.generation.backend, program.urls = "embedded", ["http://127.0.0.1:9"]
-    said = [message for message in messages_of(config) if "urls" in message]
-    assert said == [
+    reported = [message for message in messages_of(config) if "urls" in message]
+    assert reported == [
         "generation.pretend.urls=['http://127.0.0.1:9']: servers of Pretend, which generation.backend='embedded' does "
         "not use; set generation.backend=pretend, or leave them out"
     ]

@@ -1,4 +1,4 @@
-"""The embedded engine gives its memory back while it rests, and generates the same afterwards."""
+"""The embedded engine gives its memory back while it sleeps, and generates the same afterwards."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def sample(rid: str, tokens: int = 30, prompt: tuple[int, ...] = (1, 2, 3), offs
     return GenerationInput(rid, prompt, SamplingSpec(max_new_tokens=tokens, seed=7, seed_offset=offset))
 
 
-def rest(engine: GenerationEngine) -> int:
+def sleep(engine: GenerationEngine) -> int:
     """Interrupt what runs and release everything; returns the bytes."""
     engine.pause(PauseMode.abort)
     released = engine.release_memory(EVERYTHING)
@@ -68,28 +68,28 @@ def wake(engine: GenerationEngine, folder: Path) -> None:
     going_on.result(timeout=0)
 
 
-def test_a_rest_in_the_middle_of_an_answer_changes_none_of_its_tokens(tmp_path: Path) -> None:
+def test_a_sleep_in_the_middle_of_an_answer_changes_none_of_its_tokens(tmp_path: Path) -> None:
     expected = run(engine_of(tmp_path / "m"), sample("whole"))[0]
     engine = engine_of(tmp_path / "m")
     first = engine.submit(Job((sample("first"), sample("other", prompt=(4, 5)))))
     for _ in range(11):
         engine.step()
-    rest(engine)
+    sleep(engine)
     begun = first.result(timeout=0)[0]
     assert begun.finish is not None
     assert begun.finish.reason == FinishReason.abort
     assert 0 < len(begun.output_ids) < 30
     wake(engine, tmp_path / "m")
     left, known = 30 - len(begun.output_ids), tuple(begun.output_ids)
-    rested = run(engine, sample("second", left, (1, 2, 3, *known), offset=len(known)))[0]
-    assert [*known, *rested.output_ids] == expected.output_ids
-    assert [*begun.logprobs, *rested.logprobs] == pytest.approx(expected.logprobs, abs=1e-6)
+    sleeping = run(engine, sample("second", left, (1, 2, 3, *known), offset=len(known)))[0]
+    assert [*known, *sleeping.output_ids] == expected.output_ids
+    assert [*begun.logprobs, *sleeping.logprobs] == pytest.approx(expected.logprobs, abs=1e-6)
 
 
-def test_what_arrives_while_the_engine_rests_is_answered_afterwards(tmp_path: Path) -> None:
+def test_what_arrives_while_the_engine_sleeps_is_answered_afterwards(tmp_path: Path) -> None:
     engine = engine_of(tmp_path / "m")
     expected = run(engine, sample("before"))[0].output_ids
-    rest(engine)
+    sleep(engine)
     held = engine.submit(Job((sample("held"),)))
     drain(engine)
     assert not held.done()
@@ -102,12 +102,12 @@ def test_memory_falls_by_what_is_released(tmp_path: Path) -> None:
     engine = GenerationEngine(model, model_path=str(tmp_path / "m"), saves_memory=True)
     run(engine, *(sample(f"{number}", 4, prompt=(1, 2, number)) for number in range(4)))
     before = _resident()
-    freed = rest(engine)
+    freed = sleep(engine)
     fell = before - _resident()
     assert freed > 2 * 20_000 * 512 * 4
     assert all(parameter.untyped_storage().nbytes() == 0 for parameter in model.parameters())
     assert fell > 0.9 * freed
-    assert rest(engine) == 0, "what is released stays so"
+    assert sleep(engine) == 0, "what is released stays so"
     wake(engine, tmp_path / "m")
     assert _resident() > before - 0.5 * freed
     assert len(run(engine, sample("after", 4))[0].output_ids) == 4
@@ -131,7 +131,7 @@ def test_nothing_is_released_under_running_samples_and_nothing_runs_without_weig
     drain(engine)
     with pytest.raises(MemoryStateError, match="runs nothing"):
         frozen.result(timeout=0)
-    rest(engine)
+    sleep(engine)
     assert running.done()
     for resumed, wanted in (([], "is released"), (EVERYTHING, "no values")):
         engine.resume_memory(resumed)
@@ -139,15 +139,15 @@ def test_nothing_is_released_under_running_samples_and_nothing_runs_without_weig
         drain(engine)
         with pytest.raises(MemoryStateError, match=wanted):
             going_on.result(timeout=0)
-    rest(engine)
+    sleep(engine)
     with pytest.raises(WeightUpdateError, match="resume it first"):
         engine.update_weights(str(tmp_path / "m"))
 
 
-def test_a_server_that_is_no_guest_keeps_its_memory(tmp_path: Path) -> None:
+def test_a_server_that_is_no_colocated_server_keeps_its_memory(tmp_path: Path) -> None:
     engine = engine_of(tmp_path / "m", saves_memory=False)
     engine.pause(PauseMode.abort)
     refused = engine.release_memory(EVERYTHING)
     drain(engine)
-    with pytest.raises(MemoryStateError, match=r"generation\.guests"):
+    with pytest.raises(MemoryStateError, match=r"generation\.colocated"):
         refused.result(timeout=0)

@@ -116,13 +116,13 @@ def test_groups_over_pictures_are_what_transformers_computes_through_an_update(
     after, other = _load(newer)
     mixed = 0
     for request, output in zip(held, future.result(timeout=0), strict=True):
-        told = {
+        reported = {
             "default": _expected(plain, pictures, request, output.output_ids),
             "2": _expected(after, other, request, output.output_ids),
         }
         for span in output.spans:
             assert output.logprobs[span.start : span.end] == pytest.approx(
-                told[span.version][span.start : span.end], abs=2e-4
+                reported[span.version][span.start : span.end], abs=2e-4
             )
         mixed += len(output.spans) > 1
     assert mixed

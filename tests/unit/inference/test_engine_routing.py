@@ -68,7 +68,7 @@ def sample(
     return GenerationInput(rid, prompt, SamplingSpec(max_new_tokens=tokens, **spec), routing_from=start)
 
 
-def told(output: GenerationOutput) -> NDArray[Any]:
+def reported(output: GenerationOutput) -> NDArray[Any]:
     assert output.routing is not None
     return np.sort(output.routing, -1)
 
@@ -83,7 +83,7 @@ def test_samples_that_join_share_rows_and_leave_tell_their_own_experts() -> None
     assert engine._batch.counts.decoded_rows < engine._batch.counts.generated, "no row was shared"
     for request, output in zip(inputs, future.result(timeout=0), strict=True):
         expected = plain(model, [*request.input_ids, *output.output_ids])[:-1]
-        np.testing.assert_array_equal(told(output), expected)
+        np.testing.assert_array_equal(reported(output), expected)
 
 
 def test_only_what_is_asked_for_is_told() -> None:
@@ -94,7 +94,7 @@ def test_only_what_is_asked_for_is_told() -> None:
     future = engine.submit(Job(tuple(inputs)))
     drain(engine)
     whole, late, none = future.result(timeout=0)
-    np.testing.assert_array_equal(told(late), told(whole)[4:])
+    np.testing.assert_array_equal(reported(late), reported(whole)[4:])
     assert none.routing is None
 
 
@@ -117,8 +117,8 @@ def test_an_update_leaves_the_experts_of_what_was_generated_before(tmp_path: Pat
     assert [(span.start, span.end) for span in output.spans] == [(0, 6), (6, 14)]
     tokens = [3, 4, 5, *output.output_ids]
     first = 3 + 6 - 1  # the sixth token was first computed by the new weights
-    np.testing.assert_array_equal(told(output)[:first], plain(old, tokens)[:first])
-    np.testing.assert_array_equal(told(output)[first:], plain(new, tokens)[first:-1])
+    np.testing.assert_array_equal(reported(output)[:first], plain(old, tokens)[:first])
+    np.testing.assert_array_equal(reported(output)[first:], plain(new, tokens)[first:-1])
     assert (plain(old, tokens)[:first] != plain(new, tokens)[:first]).any()
 
 
@@ -133,7 +133,7 @@ def test_an_aborted_sample_tells_what_it_has() -> None:
     aborted, whole = future.result(timeout=0)
     assert len(aborted.output_ids) == 5
     for output in (aborted, whole):
-        np.testing.assert_array_equal(told(output), plain(model, [3, 4, 5, *output.output_ids])[:-1])
+        np.testing.assert_array_equal(reported(output), plain(model, [3, 4, 5, *output.output_ids])[:-1])
 
 
 def test_an_engine_that_records_nothing_refuses_to_tell() -> None:

@@ -115,7 +115,7 @@ class AnySlots(RuleBasedStateMachine):
     def begin(self) -> None:
         self.slots = Slots()
         self.content: dict[int, tuple[int, ...]] = {}
-        self.told: dict[Sequence, tuple[int, ...]] = {}
+        self.reported: dict[Sequence, tuple[int, ...]] = {}
         self.count = 0
 
     @rule(size=st.integers(1, 4), token=st.integers(0, 2))
@@ -126,13 +126,13 @@ class AnySlots(RuleBasedStateMachine):
         sequences = [Sequence.of(job, index, index) for index in range(size)]
         slot = self.slots.enter(sequences)
         self.content[slot] = (token,)
-        self.told |= dict.fromkeys(sequences, (token,))
+        self.reported |= dict.fromkeys(sequences, (token,))
 
-    @precondition(lambda self: self.told)
+    @precondition(lambda self: self.reported)
     @rule(seed=st.integers(0, 9999))
     def draw(self, seed: int) -> None:
         random = Random(seed)
-        drawn = {sequence: random.randrange(3) for sequence in self.told}
+        drawn = {sequence: random.randrange(3) for sequence in self.reported}
         first = {index: drawn[members[0]] for index, members in enumerate(self.slots.members) if members}
         differing = [(sequence, token) for sequence, token in drawn.items() if token != first[sequence.slot]]
         copies = self.slots.part(differing)
@@ -142,14 +142,14 @@ class AnySlots(RuleBasedStateMachine):
             token = drawn[self.slots.members[target][0]]
             content[target] = (*self.content[source], token)
         self.content = content
-        self.told = {sequence: (*told, drawn[sequence]) for sequence, told in self.told.items()}
+        self.reported = {sequence: (*reported, drawn[sequence]) for sequence, reported in self.reported.items()}
 
-    @precondition(lambda self: self.told)
+    @precondition(lambda self: self.reported)
     @rule(pick=st.integers(0, 999))
     def leave(self, pick: int) -> None:
-        sequence = list(self.told)[pick % len(self.told)]
+        sequence = list(self.reported)[pick % len(self.reported)]
         self.slots.leave(sequence)
-        del self.told[sequence]
+        del self.reported[sequence]
 
     @rule()
     def pack(self) -> None:
@@ -159,13 +159,13 @@ class AnySlots(RuleBasedStateMachine):
         assert all(self.slots.members)
 
     @invariant()
-    def everyone_reads_what_it_was_told(self) -> None:
-        assert sum(map(len, self.slots.members)) == len(self.told)
+    def everyone_reads_its_message(self) -> None:
+        assert sum(map(len, self.slots.members)) == len(self.reported)
         for slot, members in enumerate(self.slots.members):
             assert bool(members) != (slot in self.slots.holes)
             for sequence in members:
                 assert sequence.slot == slot
-                assert self.content[slot] == self.told[sequence]
+                assert self.content[slot] == self.reported[sequence]
 
 
 TestAnySlots = AnySlots.TestCase

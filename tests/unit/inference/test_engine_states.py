@@ -242,7 +242,7 @@ def test_what_is_interrupted_by_new_weights_goes_on_from_states_of_the_new_ones(
 
 
 @torch.no_grad()
-def goes_on_under(old: PreTrainedModel, new: PreTrainedModel, ids: list[int], change: int) -> Tensor:
+def continued_under(old: PreTrainedModel, new: PreTrainedModel, ids: list[int], change: int) -> Tensor:
     """log p of `ids[1:]` by transformers' own cache, which from position `change` on is used by `new`."""
     state = DynamicCache(config=old.config)
     rows = []
@@ -271,7 +271,7 @@ def test_an_update_in_place_keeps_the_states_of_the_old_weights_as_it_keeps_thei
     for request, output in zip(inputs, future.result(timeout=0), strict=True):
         ids, prompt = [*request.input_ids, *output.output_ids], len(request.input_ids)
         assert [span.end for span in output.spans] == [4, 12]
-        expected = goes_on_under(model_of(family), model_of(family, seed=4), ids, prompt - 1 + 4)[prompt - 1 :]
+        expected = continued_under(model_of(family), model_of(family, seed=4), ids, prompt - 1 + 4)[prompt - 1 :]
         torch.testing.assert_close(torch.tensor(output.logprobs), expected, rtol=0, atol=TOLERANCE)
     after = group(tokens(Random(8), 5), [6], first=9)
     (output,) = run(engine, *after)

@@ -88,7 +88,7 @@ def assert_counted(engine: GenerationEngine) -> None:
         states += node.states is not None
         assert all(rows.shape[-2] == len(node.tokens) for rows in node.rows)
     assert (kept.tokens, kept.states) == (tokens, states)
-    assert kept.tokens + slots.layout.tokens <= engine._batch.prefills._room
+    assert kept.tokens + slots.layout.tokens <= engine._batch.prefills._capacity
 
 
 def draw_tokens(draw: Random, count: int) -> Tokens:
@@ -163,7 +163,7 @@ class Agents:
         return self.outputs
 
 
-ROOMS: dict[str, dict[str, int]] = {
+CAPACITIES: dict[str, dict[str, int]] = {
     "wide": {"max_running_requests": 8},
     "few rows": {"max_running_requests": 3},
     "tiny": {"max_running_requests": 8, "max_total_tokens": 420},
@@ -171,12 +171,12 @@ ROOMS: dict[str, dict[str, int]] = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "room"), [(kind, "tiny") for kind in MODELS] + [("qwen2", room) for room in ROOMS][:2]
+    ("kind", "capacity"), [(kind, "tiny") for kind in MODELS] + [("qwen2", capacity) for capacity in CAPACITIES][:2]
 )
 def test_any_schedule_of_conversations_gives_the_tokens_that_it_gives_where_nothing_is_kept(
-    kind: str, room: str
+    kind: str, capacity: str
 ) -> None:
-    mine, its = (Agents(engine_of(kind, keeps=keeps, **ROOMS[room]), 1) for keeps in (True, False))
+    mine, its = (Agents(engine_of(kind, keeps=keeps, **CAPACITIES[capacity]), 1) for keeps in (True, False))
     for _ in range(90):
         mine.step()
         its.step()
@@ -332,14 +332,14 @@ def long_requests(draw: Random) -> list[tuple[int, GenerationInput]]:
     return sorted(((draw.randrange(25), each) for each in inputs), key=lambda pair: pair[0])
 
 
-@pytest.mark.parametrize("room", ["few rows", "tiny"])
+@pytest.mark.parametrize("capacity", ["few rows", "tiny"])
 @pytest.mark.parametrize("kind", MODELS)
-def test_prompts_in_parts_give_the_tokens_that_they_give_whole(kind: str, room: str) -> None:
+def test_prompts_in_parts_give_the_tokens_that_they_give_whole(kind: str, capacity: str) -> None:
     draw = Random(len(kind))
     requests = long_requests(draw)
     plain = engine_of(kind, keeps=False)
     expected = {output.rid: output for output in run(plain, *(each for _, each in requests))}
-    engine = engine_of(kind, chunked_prefill_size=16, **ROOMS[room])
+    engine = engine_of(kind, chunked_prefill_size=16, **CAPACITIES[capacity])
     futures, step, held = [], 0, 0
     while step < 40 or engine.step():
         futures += [engine.submit(Job((each,))) for at, each in requests if at == step]

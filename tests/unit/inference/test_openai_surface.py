@@ -160,13 +160,13 @@ def test_each_parameter_of_the_clients_is_used_ignored_or_refused_with_a_reason(
 
 
 def test_an_assistants_last_text_is_continued_at_anthropics_and_on_request_at_openais() -> None:
-    said: Any = [USER, {"role": "assistant", "content": "The sum"}]
-    assert message(messages=said).continue_last
-    assert message(messages=said).messages[-1] == {"role": "assistant", "content": "The sum"}
+    answered: Any = [USER, {"role": "assistant", "content": "The sum"}]
+    assert message(messages=answered).continue_last
+    assert message(messages=answered).messages[-1] == {"role": "assistant", "content": "The sum"}
     assert not message(messages=[USER]).continue_last
-    assert not chat(messages=said).continue_last
-    assert chat(messages=said, add_generation_prompt=False, continue_final_message=True).continue_last
-    assert not respond(input=said).continue_last
+    assert not chat(messages=answered).continue_last
+    assert chat(messages=answered, add_generation_prompt=False, continue_final_message=True).continue_last
+    assert not respond(input=answered).continue_last
 
 
 def test_claude_codes_and_codex_requests_are_read() -> None:
@@ -209,7 +209,7 @@ def test_a_request_says_how_it_is_sampled_within_the_experiments_length() -> Non
 
 
 def test_an_answers_items_are_one_message_again() -> None:
-    said: Any = [
+    answered: Any = [
         USER,
         {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "so"}]},
@@ -221,7 +221,7 @@ def test_an_answers_items_are_one_message_again() -> None:
         {"role": "assistant", "content": "b"},
         {"role": "developer", "content": "c"},
     ]
-    first, answer, one, two, *rest = respond(input=said).messages
+    first, answer, one, two, *rest = respond(input=answered).messages
     assert first == USER
     assert (answer["role"], answer["content"], answer["reasoning_content"]) == ("assistant", "so", "hm")
     assert [call["id"] for call in answer["tool_calls"]] == ["1", "2"]

@@ -21,6 +21,6 @@ def test_each_token_has_the_version_that_was_in_force_when_it_was_made(
     request = GenerationInput("r", (1, 2), SamplingSpec())
     for _ in range(2):  # a reply changes nothing
         output = partial.reply(request, [0] * len(labels), [0.0] * len(labels), "now", None)
-        told = [(span.version, place) for span in output.spans for place in range(span.start, span.end)]
-        assert told == [(label, place) for place, label in enumerate(labels)]
+        reported = [(span.version, place) for span in output.spans for place in range(span.start, span.end)]
+        assert reported == [(label, place) for place, label in enumerate(labels)]
     assert (output.weight_version, output.prompt_tokens) == ("now", 2)

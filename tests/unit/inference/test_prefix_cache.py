@@ -53,16 +53,16 @@ class AnyUse(RuleBasedStateMachine):
     def begin(self, states: bool) -> None:
         self.has_states, self.epoch = states, 0
         self.cache = PrefixCache(has_states=states)
-        self.room = (30, 4)
-        self.cache.fit(*self.room)
-        self.told: list[tuple[int, Prefix, bool]] = []
+        self.capacity = (30, 4)
+        self.cache.fit(*self.capacity)
+        self.reported: list[tuple[int, Prefix, bool]] = []
 
     @rule(tokens=prefixes, ends=st.booleans(), back=st.integers(0, 1))
     def keep(self, tokens: Prefix, ends: bool, back: int) -> None:
         epoch = max(0, self.epoch - back)
         states = state_of(tokens) if self.has_states else None
         if self.cache.insert(tokens, epoch, reader(tokens), states, ends_turn=ends):
-            self.told.append((epoch, tokens, ends))
+            self.reported.append((epoch, tokens, ends))
             found = self.cache.match(tokens, epoch)
             assert found is not None
             assert found.length == len(tokens), "what was just taken in is there"
@@ -77,14 +77,14 @@ class AnyUse(RuleBasedStateMachine):
             assert found.states is not None
             assert torch.equal(found.states[0], state_of(prefix[: found.length])()[0])
         if found.epoch != self.epoch:
-            ends = [len(tokens) for epoch, tokens, ends in self.told if ends and prefix[: len(tokens)] == tokens]
+            ends = [len(tokens) for epoch, tokens, ends in self.reported if ends and prefix[: len(tokens)] == tokens]
             assert ends, "older weights only for those whose answer they computed"
             assert min(ends) <= found.length
 
     @rule(tokens=st.integers(0, 40), states=st.integers(0, 5))
     def change_room(self, tokens: int, states: int) -> None:
-        self.room = (tokens, states)
-        self.cache.fit(*self.room)
+        self.capacity = (tokens, states)
+        self.cache.fit(*self.capacity)
 
     @rule(keep=st.booleans())
     def change_weights(self, keep: bool) -> None:
@@ -95,9 +95,9 @@ class AnyUse(RuleBasedStateMachine):
     @invariant()
     def nothing_leaks(self) -> None:
         there = nodes(self.cache)
-        assert self.cache.tokens == sum(len(node.tokens) for node in there) <= self.room[0]
+        assert self.cache.tokens == sum(len(node.tokens) for node in there) <= self.capacity[0]
         assert self.cache.states == sum(node.states is not None for node in there)
-        assert not self.has_states or self.cache.states <= self.room[1]
+        assert not self.has_states or self.cache.states <= self.capacity[1]
         assert all(rows.shape[-2] == len(node.tokens) for node in there for rows in node.rows)
         assert all(root.children for root in self.cache._roots.values())
         assert not self.has_states or all(node.children or node.states for node in there)
@@ -134,7 +134,7 @@ def test_what_was_not_used_for_longest_goes_first() -> None:
     cache.match((1, 0, 0, 5), 0)
     cache.insert((4, 0), 0, reader((4, 0)), None)
     assert [cache.match((first, 0, 0), 0) is not None for first in (1, 2, 3, 4)] == [True, False, True, True]
-    assert cache.lacked_room
+    assert cache.was_full
     assert cache.evicted == 3
     assert not cache.insert(tuple(range(5, 15)), 0, reader(tuple(range(5, 15))), None), "more than all of the room"
 

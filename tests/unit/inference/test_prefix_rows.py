@@ -53,7 +53,7 @@ def test_every_prefix_goes_to_its_slots_behind_its_base(
             own = to.slots_M == slot
             assert to.positions_M[own].tolist() == list(range(row.base, len(row.prefix)))
             assert set(to.rows_M[own].tolist()) == {number}
-            places = to.places_M[own]
+            places = to.indices_M[own]
             filled[slot] = (*row.prefix[: row.base], *made.tokens_BU[number, places].tolist())
             assert made.depths_BU[number, places].tolist() == list(range(row.base, len(row.prefix)))
     assert filled == {slot: prefix for prefix, own in slots.items() for slot in own}

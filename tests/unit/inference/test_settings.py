@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.colocated.checks import check as guest_problems
+from asyncrl.colocated.checks import check as colocation_problems
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device, Dtype
 from asyncrl.inference.checks import check
@@ -221,35 +221,35 @@ def test_answers_that_leave_no_position_to_a_prompt_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("setting", "value", "said"),
+    ("setting", "value", "expected"),
     [
-        ("generation.guests", "some", "none, all, or a number of the 2 servers"),
-        ("generation.guests", "3", "use all or 1 to 2"),
+        ("generation.colocated", "some", "none, all, or a number of the 2 servers"),
+        ("generation.colocated", "3", "use all or 1 to 2"),
         ("samples.only", True, "samples.only"),
         ("samples.replay", "/somewhere", "samples.replay"),
         ("manager.update_mode", "in_place", "lose their cache"),
         ("manager.update_mode", "finish", "interrupted before each step"),
         ("manager.weight_transport", "tensor", "from the trainer's memory"),
         ("trainer.score_ahead", True, "trainer.score_ahead=false"),
-        ("policies", [PolicyConfig("past")], "do not rest"),
+        ("policies", [PolicyConfig("past")], "do not sleep"),
         ("system.shared_filesystem", False, "system.shared_filesystem=true"),
     ],
 )
-def test_what_excludes_guests_is_refused_by_name(setting: str, value: object, said: str) -> None:
+def test_what_excludes_colocated_servers_is_refused_by_name(setting: str, value: object, expected: str) -> None:
     config = config_of()
-    config.generation.guests, config.generation.servers = "all", 2
-    assert list(guest_problems(config)) == []
+    config.generation.colocated, config.generation.servers = "all", 2
+    assert list(colocation_problems(config)) == []
     group, _, leaf = setting.rpartition(".")
     setattr(vars(config)[group] if group else config, leaf, value)
-    (message,) = guest_problems(config)
-    assert message.startswith("generation.guests=")
-    assert said in message
+    (message,) = colocation_problems(config)
+    assert message.startswith("generation.colocated=")
+    assert expected in message
 
 
-def test_servers_of_others_cannot_be_guests() -> None:
+def test_servers_of_others_cannot_be_colocated_servers() -> None:
     config = config_of("sglang")
-    config.generation.guests, config.generation.sglang.urls = "all", ["http://127.0.0.1:30000"]
-    (message,) = guest_problems(config)
+    config.generation.colocated, config.generation.sglang.urls = "all", ["http://127.0.0.1:30000"]
+    (message,) = colocation_problems(config)
     assert "generation.sglang.urls" in message
 
 

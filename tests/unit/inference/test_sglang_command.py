@@ -77,27 +77,27 @@ def test_limits_that_are_set_are_kept_on_every_device(model_dir: Path, ports: Po
 
 
 @pytest.mark.parametrize(
-    ("device", "guest", "saves"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
+    ("device", "colocated", "saves"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
 )
-def test_a_guest_on_a_gpu_can_give_its_memory_back(
-    device: str, guest: bool, saves: bool, model_dir: Path, ports: PortBlock
+def test_a_colocated_server_on_a_gpu_can_give_its_memory_back(
+    device: str, colocated: bool, saves: bool, model_dir: Path, ports: PortBlock
 ) -> None:
-    built = command(ExperimentConfig(), model_dir, ports, device=Device(device), guest=guest)
+    built = command(ExperimentConfig(), model_dir, ports, device=Device(device), colocated=colocated)
     assert ("--enable-memory-saver" in built.argv) == saves
 
 
-def test_a_guest_on_a_gpu_has_no_segments_that_grow_which_its_memory_saver_refuses(
+def test_a_colocated_server_on_a_gpu_has_no_segments_that_grow_which_its_memory_saver_refuses(
     model_dir: Path, ports: PortBlock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "garbage_collection_threshold:0.8,expandable_segments:True")
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
     name, config = "PYTORCH_CUDA_ALLOC_CONF", ExperimentConfig()
-    built = command(config, model_dir, ports, device=Device.cuda, guest=True)
+    built = command(config, model_dir, ports, device=Device.cuda, colocated=True)
     assert built.env[name] == ""
     assert "PYTORCH_ALLOC_CONF" not in built.env
     assert name not in command(config, model_dir, ports, device=Device.cuda).env
     config.generation.sglang.env = {name: "backend:native"}
-    assert command(config, model_dir, ports, device=Device.cuda, guest=True).env[name] == "backend:native"
+    assert command(config, model_dir, ports, device=Device.cuda, colocated=True).env[name] == "backend:native"
 
 
 @pytest.mark.parametrize(

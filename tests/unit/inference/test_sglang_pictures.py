@@ -61,11 +61,11 @@ def test_positions_in_sglangs_process_are_transformers(kind: str, vlm_folder: Ca
 
 
 @pytest.mark.parametrize(
-    ("spans", "said"),
+    ("spans", "messages"),
     [([(2, 3)], "2 x 2 tokens, and its span 3"), ([(8, 4)], "8 to 12 of 10"), ([(2, 4), (5, 4)], "not behind token 6")],
 )
-def test_spans_that_do_not_fit_are_refused(spans: list[tuple[int, int]], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_spans_that_do_not_fit_are_refused(spans: list[tuple[int, int]], messages: str) -> None:
+    with pytest.raises(ValueError, match=messages):
         plugin_module("positions").positions(10, spans, [(2, 2)] * len(spans))
 
 
@@ -109,8 +109,8 @@ async def fault(scores: Scores, folder: Path) -> str:
 
 async def test_a_server_that_looks_at_no_picture_is_found_at_its_start(vlm_folder: Callable[[str], Path]) -> None:
     folder = vlm_folder("qwen2_vl")
-    said = await fault(Scores(lambda body: -2.0), folder)
-    assert "does not look at pictures; use generation.backend=embedded, or model.vision=none" in said
+    messages = await fault(Scores(lambda body: -2.0), folder)
+    assert "does not look at pictures; use generation.backend=embedded, or model.vision=none" in messages
     assert not await fault(Scores(lambda body: -float(len(str(body.image_data)))), folder)
 
 
@@ -154,12 +154,12 @@ def test_only_families_that_were_compared_show_pictures_to_sglang(tmp_path: Path
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl", "glm4v"])
 def test_what_sglang_would_see_otherwise_is_refused_by_name(tmp_path: Path, kind: str) -> None:
-    def said() -> list[str]:
+    def messages() -> list[str]:
         return [each for each in check(config) if "earlier versions" in each or "which SGLang reads" in each]
 
     config = config_of(described(tmp_path, kind))
     config.generation.sglang.env = {"SGLANG_VLM_CACHE_SIZE_MB": "100"}
-    *lacks, kept = said()
+    *lacks, kept = messages()
     assert kept.startswith("generation.sglang.env.SGLANG_VLM_CACHE_SIZE_MB='100': SGLang would show")
     if kind == "glm4v":
         assert not lacks
@@ -179,7 +179,7 @@ def test_what_sglang_would_see_otherwise_is_refused_by_name(tmp_path: Path, kind
     content[at] |= value
     file.write_text(json.dumps(content))
     config.model.vision = VisionMode.freeze
-    assert said() == []
+    assert messages() == []
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ def test_a_run_that_cannot_be_attached_to_is_refused_with_what_it_is(
     tmp_path: Path, where: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = ExperimentConfig(fileroot=str(tmp_path))
-    said = "no run of this user has this folder"
+    message = "no run of this user has this folder"
     if where != "nothing":
         claim = TrialClaim.take(config, detached=where == "container")
         if where == "container":
@@ -44,13 +44,13 @@ def test_a_run_that_cannot_be_attached_to_is_refused_with_what_it_is(
             os.pwrite(claim.lock.descriptor, elsewhere.encode().encode(), 0)
         if where == "ended":
             claim.release()
-        said = {
+        message = {
             "ended": "no run is active there",
             "terminal": "runs there in its own terminal",
             "container": "in another container, which this one cannot signal; attach there",
         }[where]
     assert attach.main([str(run_dir_of(config))], "asyncrl") == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     if where in ("terminal", "container"):
         claim.release()
 

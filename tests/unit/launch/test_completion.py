@@ -96,22 +96,22 @@ def typed(shell: list[str], file: Path, line: str, folder: Path) -> str:
         env={"PS1": "> ", "TERM": "dumb", "HOME": str(folder), "PATH": "/nonexistent"},
     )
     os.close(slave)
-    told = folder / "told"
+    reported = folder / "told"
     functions = "".join(
-        f'{name}() {{ [ "$1" = --version ] || echo "$*" >{told}; }}\n' for name in ("python", "asyncrl")
+        f'{name}() {{ [ "$1" = --version ] || echo "$*" >{reported}; }}\n' for name in ("python", "asyncrl")
     )
     os.write(master, f"source {file}\n{functions}{line}\n".encode())
     seen, deadline = "", time.monotonic() + LIMIT_S
     try:
-        while not (told.exists() and told.read_text()) and time.monotonic() < deadline:
+        while not (reported.exists() and reported.read_text()) and time.monotonic() < deadline:
             if select.select([master], [], [], 0.1)[0]:
                 seen += os.read(master, 65536).decode(errors="replace")
     finally:
         process.kill()
         process.wait()
         os.close(master)
-    assert told.exists(), seen
-    return told.read_text().strip()
+    assert reported.exists(), seen
+    return reported.read_text().strip()
 
 
 def test_a_tab_in_an_interactive_bash_completes(file: Path, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_a_run_on_cpus_says_so(config: ExperimentConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "dtype", "width", "said"),
+    ("flags", "dtype", "width", "message"),
     [
         ("fpu avx512_bf16 sse", "float32", 576, "training: this CPU has avx512_bf16: model.dtype=bfloat16 trains"),
         ("fpu avx512_bf16 amx_bf16", "float32", 576, "training: this CPU has amx_bf16: model.dtype=bfloat16"),
@@ -69,7 +69,7 @@ def test_a_cpu_that_trains_faster_in_bfloat16_is_said(
     flags: str,
     dtype: str,
     width: int,
-    said: str,
+    message: str,
     config: ExperimentConfig,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -82,7 +82,7 @@ def test_a_cpu_that_trains_faster_in_bfloat16_is_said(
     (model / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": width}))
     config.model.dtype, config.model.path = Dtype(dtype), str(model)
     found = [line for line in lines(config) if "this CPU" in line]
-    assert [line.startswith(said) for line in found] == ([True] if said else [])
+    assert [line.startswith(message) for line in found] == ([True] if message else [])
 
 
 def test_gpus_of_other_hosts_are_told_by_the_host(config: ExperimentConfig) -> None:
@@ -113,8 +113,8 @@ def test_a_count_of_memory_that_fails_says_why(
     python = tmp_path.with_name(f"{tmp_path.name}-python")
     python.write_text(f"#!/bin/sh\n{script}\n")
     python.chmod(0o700)
-    monkeypatch.setattr(machine, "guests_of", lambda generation: True)
+    monkeypatch.setattr(machine, "colocated_servers", lambda generation: True)
     monkeypatch.setattr(machine, "COUNT_LIMIT_S", 0.5)
     monkeypatch.setattr(machine.sys, "executable", str(python))
     with pytest.raises(ConfigError, match=why):
-        machine.check_guests_fit(config)
+        machine.check_colocated_fit(config)

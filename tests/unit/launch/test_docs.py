@@ -49,9 +49,9 @@ def test_settings_of_evaluation_are_accepted(tmp_path: Path, monkeypatch: pytest
 def test_the_table_of_evaluation_tells_the_defaults() -> None:
     (each,) = evaluation_sets(ExperimentConfig())
     page = (DOCS / "evaluation.md").read_text(encoding="utf-8")
-    told = {"interval": each.interval, "size": each.size, "n_samples": each.n_samples}
-    told |= {"sampling.temperature": int(each.temperature)}
-    for name, value in told.items():
+    reported = {"interval": each.interval, "size": each.size, "n_samples": each.n_samples}
+    reported |= {"sampling.temperature": int(each.temperature)}
+    for name, value in reported.items():
         assert f"| `{name}` | {value} |" in page
 
 

@@ -18,13 +18,13 @@ from tests.unit.observe.doctor.virtual_run import Knobs, VirtualRun
 NEAR = 0.15
 LONG_ETA = 8
 """The virtual trainer takes any rollout, however old: with it none is too old."""
-SMALL = Knobs(batch=8, group=2, eta=LONG_ETA, places=12, speed=1000.0, steps=16)
+SMALL = Knobs(batch=8, group=2, eta=LONG_ETA, slots=12, speed=1000.0, steps=16)
 KNOBS = {
     "generation-bound": SMALL,
     "trainer-bound": replace(SMALL, train_s=1.5),
     "synchronous": Knobs(eta=0),
     "slow environment": replace(SMALL, env_s=1.0),
-    "full servers": replace(SMALL, places=32, speed=500.0),
+    "full servers": replace(SMALL, slots=32, speed=500.0),
 }
 
 
@@ -40,7 +40,7 @@ def played(knobs: Knobs, folder: Path) -> tuple[MeasuredRun, float]:
 def test_the_prediction_for_a_run_as_it_was_is_near_what_it_had(name: str, tmp_path: Path) -> None:
     run, true_s = played(KNOBS[name], tmp_path / "run")
     assert run.step_s == pytest.approx(true_s, rel=0.05)
-    own = predicted(run, run.layout, run.servers, run.eta, run.places)
+    own = predicted(run, run.layout, run.servers, run.eta, run.slots)
     assert own.step_s == pytest.approx(true_s, rel=NEAR)
 
 
@@ -53,7 +53,7 @@ def test_a_run_whose_trainer_is_the_bottleneck_gets_training_ranks(tmp_path: Pat
     true = {}
     for each in found.candidates:
         speed, ranks = knobs.speed * each.servers, each.training
-        split = replace(knobs, train_s=knobs.train_s / ranks, speed=speed, places=each.places, eta=each.eta)
+        split = replace(knobs, train_s=knobs.train_s / ranks, speed=speed, slots=each.slots, eta=each.eta)
         true[each] = VirtualRun(split, tmp_path / f"{ranks}-{each.eta}").play()
         assert 0.9 * true[each] < each.step_s < 1.6 * true[each], "what the run did not show is taken to be slow"
     assert true[found.best] < 1.1 * min(true.values())
@@ -80,13 +80,13 @@ def test_the_command_prints_settings_figures_and_assumptions(
     folder = tmp_path / "exp" / "run"
     VirtualRun(KNOBS["trainer-bound"], folder).play()
     assert doctor.main([str(folder), "--plan", "2", "--json"], "asyncrl") == 0
-    told = json.loads(capsys.readouterr().out)
-    best = told["best"]
-    assert told["settings"].startswith(f"trainer.parallel={best['layout']} generation.servers={best['servers']} ")
-    assert {"sequence_s", "train_s"} <= told["rates"].keys()
+    reported = json.loads(capsys.readouterr().out)
+    best = reported["best"]
+    assert reported["settings"].startswith(f"trainer.parallel={best['layout']} generation.servers={best['servers']} ")
+    assert {"sequence_s", "train_s"} <= reported["rates"].keys()
     assert doctor.main([str(folder), "--plan", "2"], "asyncrl") == 0
     shown = capsys.readouterr().out
-    assert told["settings"] in shown
+    assert reported["settings"] in shown
     assert "assumed: " in shown
     assert "The last row is the run as it was" in shown
 

@@ -297,9 +297,9 @@ def test_what_cannot_be_exported_is_said_with_what_there_is(
     assert main(["export", str(tmp_path / "nowhere"), str(out)]) == 1
     assert "nowhere is not a run" in capsys.readouterr().err
     assert main(["export", str(run), "--step", "7", str(out)]) == 1
-    told = capsys.readouterr().err
-    assert "nothing of step 7. Steps there are, published in" in told
-    assert told.count("1, 2") == 2
+    reported = capsys.readouterr().err
+    assert "nothing of step 7. Steps there are, published in" in reported
+    assert reported.count("1, 2") == 2
     assert main(["export", str(run), str(run)]) == 1
     assert "exists; give a folder that does not" in capsys.readouterr().err
     damaged = next((run / "checkpoints" / "v1").glob("shard-*"))

@@ -81,8 +81,8 @@ def test_a_record_that_is_gone_is_written_again_only_of_the_same_data(config: Ex
     save_checkpoint(config, DataRecord.read(file))
     assert not check_same_data(config)
     file.unlink()
-    (told,) = check_same_data(config)
-    assert "data_record.json was missing, and is written again" in told
+    (reported,) = check_same_data(config)
+    assert "data_record.json was missing, and is written again" in reported
     keep_data_record(config)
     assert not check_same_data(config)
     file.unlink()
@@ -103,8 +103,8 @@ def test_a_record_of_other_data_in_place_of_the_trials_is_refused(config: Experi
 
 def test_a_trial_of_an_earlier_version_is_recorded_from_now_on(config: ExperimentConfig) -> None:
     save_checkpoint(config)
-    (told,) = check_same_data(config)
-    assert "nothing tells whether the training data are those" in told
+    (reported,) = check_same_data(config)
+    assert "nothing tells whether the training data are those" in reported
     keep_data_record(config)
     change(config)
     with pytest.raises(TrialError):

@@ -26,7 +26,7 @@ from asyncrl.launch.show_allocation import (
     _models,
     allocation,
     beside_servers,
-    guests_without_room,
+    colocation_errors,
     memory_checkpoint_bytes,
     problems,
     shared_devices,
@@ -118,13 +118,13 @@ def test_what_sglang_takes_of_a_shared_gpu_is_not_a_ranks(
     assert beside_servers(config, {"0": 80 * GIB, "1": GIB}) == {"0": 45 * GIB, "1": GIB}
 
 
-def test_guests_and_ranks_count_with_the_larger_of_both(
+def test_colocated_servers_and_ranks_count_with_the_larger_of_both(
     config: ExperimentConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "gpus" / "one").mkdir(parents=True)
     monkeypatch.setattr(hardware, "_GPUS", tmp_path / "gpus")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    config.generation.guests, config.generation.backend = "all", "sglang"
+    config.generation.colocated, config.generation.backend = "all", "sglang"
     config.generation.sglang.args = {"mem_fraction_static": 0.8}
     assert beside_servers(config, {"0": 80 * GIB}) == {"0": 80 * GIB}
     config.generation.backend, config.generation.max_total_tokens = "embedded", 1 << 24
@@ -151,8 +151,8 @@ def test_guests_and_ranks_count_with_the_larger_of_both(
     assert small.peak == small.training + 2 * GIB
     monkeypatch.setattr("asyncrl.launch.show_allocation.gpu_details", lambda: {"0": hardware.Gpu("tiny", GIB)})
     assert show_allocation(config, None) == EXIT_CONFIG
-    assert "in turns with guests" in capsys.readouterr().out
-    (refused,) = guests_without_room(config)
+    assert "in turns with colocated servers" in capsys.readouterr().out
+    (refused,) = colocation_errors(config)
     assert "GPU 0 needs" in refused
 
 

@@ -558,10 +558,10 @@ def test_a_wrong_input_is_refused_before_anything_starts(
         )
     except SystemExit as left:  # by argparse
         code = int(left.code or 0)
-    told = capsys.readouterr().err
-    assert code == 2, told
-    assert says.replace("HERE", str(here)) in told
-    assert "Traceback" not in "".join(line for line in told.splitlines(keepends=True) if "error: " in line)
+    reported = capsys.readouterr().err
+    assert code == 2, reported
+    assert says.replace("HERE", str(here)) in reported
+    assert "Traceback" not in "".join(line for line in reported.splitlines(keepends=True) if "error: " in line)
     assert not (tmp_path / "runs" / "async_ppo").exists()
 
 

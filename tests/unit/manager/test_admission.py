@@ -175,11 +175,11 @@ async def test_ids_whose_rollouts_were_lost_are_gone_and_others_that_left_are_re
 
 async def test_a_call_that_waits_for_what_the_rebuilt_state_has_ended_is_told() -> None:
     manager = Manager(begun=False)
-    told = asyncio.create_task(manager.ask("w0", "a", "b", wait_s=FAR))
+    reported = asyncio.create_task(manager.ask("w0", "a", "b", wait_s=FAR))
     waits = await manager.waiting("w1", "c")
     await asyncio.sleep(0)
     manager.admission.begin(manager.state(1, {"b": "worker_died"}, version=1))
-    reply = await told
+    reply = await reported
     assert (reply.gone, reply.granted) == (["b"], [])
     assert not waits.done()
     waits.cancel()
@@ -235,7 +235,7 @@ async def test_a_prompt_that_rests_is_granted_without_a_server() -> None:
     manager.rollouts = RolloutState(2, 0, DataOrder(1, 0), checkpoint=checkpoint, curriculum=curriculum)
     manager.admission.begin(manager.rollouts)
     reply = await manager.ask("w0", "a", "b")
-    assert [(each.prompt_id, each.rests, each.route is None) for each in reply.granted] == [
+    assert [(each.prompt_id, each.skips, each.route is None) for each in reply.granted] == [
         ("e1-0", True, True),
         ("e2-0", False, False),
     ]

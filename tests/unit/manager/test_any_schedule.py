@@ -101,7 +101,7 @@ BEGINNINGS: dict[str, Sequence[Any]] = {
     "stops_early": BOTH,
     "own": range(1, 5),
     "judged": BOTH,
-    "rests": BOTH,
+    "skips": BOTH,
     "ends_twice": BOTH,
 }
 _T = TypeVar("_T")
@@ -189,9 +189,9 @@ class Worker:
         self.ended.append(ended)
         self.held.ended([ended])
 
-    def heard(self, told: list[m.FinishedRollout]) -> None:
-        self.held.confirmed(told)
-        self.ended = [each for each in self.ended if each not in told]
+    def heard(self, reported: list[m.FinishedRollout]) -> None:
+        self.held.confirmed(reported)
+        self.ended = [each for each in self.ended if each not in reported]
         if not self.ended:
             self.delivered = set()
 
@@ -238,11 +238,11 @@ class Schedule(RuleBasedStateMachine):
         stops_early: bool,
         own: int = WORKERS,
         judged: bool = False,
-        rests: bool = False,
+        skips: bool = False,
         ends_twice: bool = False,
     ) -> None:
         self.batch, self.eta, self.on_stale, self.stops_early = batch, eta, on_stale, stops_early
-        self.own, self.rests, self.ends_twice = own, rests, ends_twice
+        self.own, self.skips, self.ends_twice = own, skips, ends_twice
         self.trained = ("", JUDGE) if judged else ("",)
         """The trained policies."""
         self.loop = asyncio.new_event_loop()  # a Runner costs a quarter of a schedule: it handles signals
@@ -348,7 +348,7 @@ class Schedule(RuleBasedStateMachine):
             number=next(self.numbers),
             first=SIZE,
             policies=["past", *self.trained[1:]],
-            curriculum=CURRICULUM if self.rests else None,
+            curriculum=CURRICULUM if self.skips else None,
             ledger=self.ledger,
         )
         service.routes.router_of("past").update(0, "http://past", 0, routable=True)
@@ -431,11 +431,11 @@ class Schedule(RuleBasedStateMachine):
 
     def call_as(self, worker: Worker, answer: Call[_T], then: Callable[[_T], None], fate: str) -> None:
         """As the client makes it: in a session, which the reply belongs to."""
-        number, told = worker.manager, list(worker.ended)
+        number, reported = worker.manager, list(worker.ended)
 
         def take(reply: _T) -> None:
             if worker.manager == number:
-                worker.heard(told)
+                worker.heard(reported)
                 then(reply)
 
         self.call(answer, take, fate)
@@ -483,10 +483,10 @@ class Schedule(RuleBasedStateMachine):
 
     def take_allocation(self, worker: Worker, reply: m.AllocateReply) -> None:
         new = [granted for granted in reply.granted if granted.rollout_id in worker.ids]  # else a reply came twice
-        worker.running |= {granted.rollout_id: granted for granted in new if not granted.rests}
+        worker.running |= {granted.rollout_id: granted for granted in new if not granted.skips}
         worker.held.granted(new)
         for granted in new:
-            if granted.rests:
+            if granted.skips:
                 worker.end(m.FinishedRollout(granted.rollout_id, False, str(DropReason.curriculum)))
         settled = {granted.rollout_id for granted in reply.granted} | set(reply.gone)
         worker.ids = [name for name in worker.ids if name not in settled]
@@ -603,7 +603,7 @@ class Schedule(RuleBasedStateMachine):
         if acknowledged:
             del worker.pushed[name]
             worker.running.pop(name)
-            success = (pick % 3 / 2) if self.rests else None
+            success = (pick % 3 / 2) if self.skips else None
             worker.end(m.FinishedRollout(name, accepted=True, success=success))
             worker.delivered.add(record.prompt_id)
 

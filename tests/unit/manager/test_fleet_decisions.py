@@ -34,8 +34,8 @@ def fleet_of(servers: int = 1, mode: UpdateMode = "interrupt", version: int = 0)
     return fleet
 
 
-def life_of(fleet: FleetDecisions, index: int = 0) -> FleetServer:
-    return next(life for life in fleet.servers if life.index == index)
+def record_of(fleet: FleetDecisions, index: int = 0) -> FleetServer:
+    return next(record for record in fleet.servers if record.index == index)
 
 
 def updates(orders: list[Order]) -> dict[int, BeginUpdate]:
@@ -61,7 +61,7 @@ def test_every_server_is_brought_to_a_published_version_by_itself() -> None:
     assert fleet.served_version is None
     fleet.succeeded(0, orders[0].attempt)
     assert fleet.served_version == 1
-    assert life_of(fleet, 1).state is ServerState.UPDATING
+    assert record_of(fleet, 1).state is ServerState.UPDATING
 
 
 def test_servers_are_updated_in_the_order_of_their_indices() -> None:
@@ -98,16 +98,16 @@ def test_a_version_is_published_once_and_the_one_before_it_stays_the_one_before(
     targets = ServerTargets()
     for version in (1, 2, 2):
         targets.publish(target(version))
-    life = FleetServer(0, "http://0", None, ServerState.ASLEEP, damaged=2, released=frozenset(MemoryTag))
-    assert targets.goal(life) == target(1)
+    record = FleetServer(0, "http://0", None, ServerState.ASLEEP, damaged=2, released=frozenset(MemoryTag))
+    assert targets.goal(record) == target(1)
 
 
 def test_a_host_that_fetched_a_version_again_has_the_new_copy_and_no_older_one_takes_its_place() -> None:
     targets = ServerTargets(staged=True)
-    life = FleetServer(0, "https://10.0.0.0:5000", 0, ServerState.SERVING)
+    record = FleetServer(0, "https://10.0.0.0:5000", 0, ServerState.SERVING)
     for arrived in (Target(2, "/v2", "/disk"), Target(2, "/v2", "/disk/again"), Target(1, "/v1", "/disk")):
         targets.arrived("10.0.0.0", arrived)
-    assert targets.available(life) == Target(2, "/v2", "/disk/again")
+    assert targets.available(record) == Target(2, "/v2", "/disk/again")
     targets.arrived("10.0.0.1", at(1, 1))
     assert (targets.on_host("10.0.0.1"), targets.on_host()) == ({1}, {1, 2})
 
@@ -132,8 +132,8 @@ def test_a_server_that_refused_a_damaged_version_serves_the_one_it_had_until_the
     assert [order.had for order in orders.values()] == [0, 0]
     fleet.succeeded(1, orders[1].attempt)
     assert fleet.refused(0, orders[0].attempt, "a file is damaged", 1.0)
-    life = life_of(fleet)
-    assert (life.state, life.version, life.reason) == (ServerState.SERVING, 0, "a file is damaged")
+    record = record_of(fleet)
+    assert (record.state, record.version, record.reason) == (ServerState.SERVING, 0, "a file is damaged")
     assert fleet.served_version == 0
     assert not fleet.refused(0, orders[0].attempt, "late", 1.0)
     assert not fleet.unhealthy(0, "http://0", "late", 1.0, gone=False)
@@ -150,7 +150,7 @@ def test_a_quarantined_server_that_refuses_a_damaged_version_serves_nothing() ->
     again = updates(fleet.poll(BACKOFF.last_s, NOTHING))[0]
     assert again.had is None
     assert not fleet.refused(0, again.attempt, "a file is damaged", BACKOFF.last_s)
-    assert life_of(fleet).state is ServerState.QUARANTINED
+    assert record_of(fleet).state is ServerState.QUARANTINED
     assert fleet.served_version is None
 
 
@@ -213,11 +213,11 @@ def test_a_failed_update_quarantines_with_growing_back_off() -> None:
         if other.server == 1:
             fleet.succeeded(1, other.attempt)
     for _ in range(9):
-        life = life_of(fleet)
-        assert life.version is None
-        fleet.failed(0, life.attempt, "no", now)
-        assert life.state is ServerState.QUARANTINED
-        assert life.reason == "no"
+        record = record_of(fleet)
+        assert record.version is None
+        fleet.failed(0, record.attempt, "no", now)
+        assert record.state is ServerState.QUARANTINED
+        assert record.reason == "no"
         assert fleet.served_version == 1
         due = fleet.next_due()
         assert due is not None
@@ -251,7 +251,7 @@ def test_servers_of_which_none_ever_agrees_are_told_from_one_that_disagrees_alon
     fleet.targets.publish(target(2))
     for _ in range(5):
         assert not fleet.never_agree()
-        now = max(life.due for life in fleet.servers)
+        now = max(record.due for record in fleet.servers)
         updated(now, 0, 1)
     assert fleet.never_agree().startswith("0 differs. So it was after ")
     assert not FleetDecisions("interrupt", LIMIT_S).never_agree()
@@ -262,12 +262,12 @@ def test_servers_that_fail_for_other_reasons_are_not_said_to_disagree() -> None:
     fleet.targets.publish(target(1))
     for _ in range(6):
         fleet.failed(0, updates(fleet.poll(now, NOTHING))[0].attempt, "no", now)
-        now = life_of(fleet).due
+        now = record_of(fleet).due
         attempt = updates(fleet.poll(now, NOTHING))[0].attempt
         fleet.succeeded(0, attempt)
         assert fleet.contradicted(0, attempt, "unreadable", now)
-        assert life_of(fleet).disagreements == 0
-        now = life_of(fleet).due
+        assert record_of(fleet).disagreements == 0
+        now = record_of(fleet).due
 
 
 def test_a_quarantined_server_is_retried_with_the_newest_version() -> None:
@@ -279,7 +279,7 @@ def test_a_quarantined_server_is_retried_with_the_newest_version() -> None:
     assert order.target.version == 2
     fleet.succeeded(0, order.attempt)
     assert fleet.served_version == 2
-    assert life_of(fleet).failures == 0
+    assert record_of(fleet).failures == 0
 
 
 def test_a_server_that_failed_gets_no_requests_though_it_had_the_version_before() -> None:
@@ -298,7 +298,7 @@ def test_a_hanging_update_is_given_up_and_its_late_outcome_ignored() -> None:
     assert fleet.next_due() == LIMIT_S
     reason = "no sign of life for 10 s (manager.update_timeout_s) in its update to v1, which began 10 s ago"
     assert fleet.poll(LIMIT_S, NOTHING) == [CancelUpdate(0, order.attempt, reason)]
-    assert life_of(fleet).reason == reason
+    assert record_of(fleet).reason == reason
     assert fleet.succeeded(0, order.attempt) is False
     assert fleet.served_version is None
     again = updates(fleet.poll(LIMIT_S + BACKOFF.first_s, NOTHING))[0]
@@ -318,7 +318,7 @@ def test_an_update_may_take_long_while_the_server_works_and_fails_once_it_is_sil
         cancelled += [(order.server, now) for order in orders if isinstance(order, CancelUpdate)]
     assert cancelled[0] == (1, LIMIT_S)
     assert [now for server, now in cancelled if server == 0] == [36 + LIMIT_S]
-    assert life_of(fleet, 0).reason.endswith("in its update to v1, which began 46 s ago")
+    assert record_of(fleet, 0).reason.endswith("in its update to v1, which began 46 s ago")
 
 
 def test_an_update_that_never_ends_fails_however_much_the_server_works() -> None:
@@ -341,9 +341,9 @@ def test_signs_of_life_of_a_server_that_is_not_updated_change_nothing() -> None:
     fleet.targets.publish(target(1))
     order = updates(fleet.poll(0.0, NOTHING))[0]
     fleet.failed(0, order.attempt, "400", 0.0)
-    due = life_of(fleet).due
+    due = record_of(fleet).due
     fleet.worked(0, 5.0)
-    assert life_of(fleet).due == due
+    assert record_of(fleet).due == due
 
 
 def test_a_restarted_server_begins_at_the_version_of_its_registration() -> None:
@@ -352,7 +352,7 @@ def test_a_restarted_server_begins_at_the_version_of_its_registration() -> None:
     for order in updates(fleet.poll(0.0, NOTHING)).values():
         fleet.succeeded(order.server, order.attempt)
     assert fleet.register(0, "http://new", 0, 5.0)
-    assert life_of(fleet).reason == "new at version 0"
+    assert record_of(fleet).reason == "new at version 0"
     assert fleet.served_version == 3
     order = updates(fleet.poll(5.0, NOTHING))[0]
     assert (order.url, order.target.version) == ("http://new", 3)
@@ -379,7 +379,7 @@ def test_a_server_whose_registration_is_gone_is_forgotten() -> None:
     fleet = fleet_of(2)
     assert fleet.deregister(0)
     assert not fleet.deregister(0)
-    assert [life.index for life in fleet.servers] == [1]
+    assert [record.index for record in fleet.servers] == [1]
 
 
 def test_one_late_answer_to_a_health_check_is_forgiven_two_in_a_row_are_not() -> None:
@@ -388,7 +388,7 @@ def test_one_late_answer_to_a_health_check_is_forgiven_two_in_a_row_are_not() ->
     fleet.healthy(0, "http://0")
     assert not fleet.unhealthy(0, "http://0", "late", 1.0, gone=False)
     assert fleet.unhealthy(0, "http://0", "late", 2.0, gone=False)
-    assert life_of(fleet).state is ServerState.QUARANTINED
+    assert record_of(fleet).state is ServerState.QUARANTINED
 
 
 def test_a_server_that_refuses_connections_leaves_at_once_and_comes_back_healthy() -> None:
@@ -475,7 +475,7 @@ def test_a_late_contradiction_quarantines_unless_the_weights_were_replaced_since
     assert not fleet.contradicted(0, first.attempt, "differs", 2.0)
     assert fleet.served_version == 2
     assert fleet.contradicted(0, second.attempt, "differs", 2.0)
-    assert (life_of(fleet).state, life_of(fleet).version, life_of(fleet).reason) == (
+    assert (record_of(fleet).state, record_of(fleet).version, record_of(fleet).reason) == (
         ServerState.QUARANTINED,
         None,
         "differs",
@@ -489,11 +489,11 @@ def test_contradictions_in_a_row_are_disagreements_also_of_a_server_that_is_drai
     fleet.succeeded(0, attempt)
     fleet.targets.publish(target(2))
     assert fleet.poll(1.0, {0: 1}) == []
-    assert life_of(fleet).state is ServerState.DRAINING
+    assert record_of(fleet).state is ServerState.DRAINING
     assert fleet.contradicted(0, attempt, "differs", 1.0, disagrees=True)
     for _ in range(4):
         assert not fleet.never_agree()
-        now = life_of(fleet).due
+        now = record_of(fleet).due
         fleet.failed(0, updates(fleet.poll(now, NOTHING))[0].attempt, "differs", now, disagrees=True)
     assert fleet.never_agree() == "differs. So it was after 5 updates in a row, and no server agrees"
 
@@ -502,7 +502,7 @@ def test_finish_lets_running_requests_end_first() -> None:
     fleet = fleet_of(mode="finish")
     fleet.targets.publish(target(1))
     assert fleet.poll(0.0, {0: 3}) == []
-    assert life_of(fleet).state is ServerState.DRAINING
+    assert record_of(fleet).state is ServerState.DRAINING
     assert fleet.poll(500.0, {0: 1}) == []
     order = updates(fleet.poll(501.0, {0: 0}))[0]
     assert order.pause == "abort"  # nothing runs; what arrives in spite of that must not
@@ -514,12 +514,12 @@ def test_finish_keeps_one_server_serving_until_another_is_back() -> None:
     fleet = fleet_of(2, mode="finish")
     fleet.targets.publish(target(1))
     assert fleet.poll(0.0, {0: 1, 1: 1}) == []
-    assert [life.state for life in fleet.servers] == [ServerState.DRAINING, ServerState.SERVING]
+    assert [record.state for record in fleet.servers] == [ServerState.DRAINING, ServerState.SERVING]
     order = updates(fleet.poll(1.0, {1: 1}))[0]
-    assert life_of(fleet, 1).state is ServerState.SERVING
+    assert record_of(fleet, 1).state is ServerState.SERVING
     fleet.succeeded(0, order.attempt)
     assert fleet.poll(2.0, {1: 1}) == []
-    assert life_of(fleet, 1).state is ServerState.DRAINING
+    assert record_of(fleet, 1).state is ServerState.DRAINING
 
 
 def test_finish_does_not_wait_for_a_quarantined_server() -> None:
@@ -528,7 +528,7 @@ def test_finish_does_not_wait_for_a_quarantined_server() -> None:
     order = updates(fleet.poll(0.0, {1: 1}))[0]
     fleet.failed(0, order.attempt, "no", 1.0)
     fleet.poll(1.0, {1: 1})
-    assert life_of(fleet, 1).state is ServerState.DRAINING
+    assert record_of(fleet, 1).state is ServerState.DRAINING
 
 
 @pytest.mark.parametrize("mode", ["interrupt", "retract", "in_place", "finish"])
@@ -541,7 +541,7 @@ def test_a_rolling_update_takes_a_fraction_at_a_time(mode: UpdateMode) -> None:
     for _ in range(5):
         orders = updates(fleet.poll(0.0, NOTHING))
         assert fleet.poll(0.0, NOTHING) == []
-        assert len([life for life in fleet.servers if life.state is ServerState.SERVING]) >= 8
+        assert len([record for record in fleet.servers if record.state is ServerState.SERVING]) >= 8
         assert fleet.served_version == 0 or len(updated) >= 8
         updated += orders
         for index, order in orders.items():
@@ -563,7 +563,7 @@ def test_servers_that_fail_do_not_hold_up_a_rolling_update() -> None:
                 fleet.failed(index, order.attempt, "no", now)
             else:
                 fleet.succeeded(index, order.attempt)
-    assert [life.version for life in fleet.servers if life.index >= 3] == [1] * 7
+    assert [record.version for record in fleet.servers if record.index >= 3] == [1] * 7
 
 
 def test_the_least_fraction_updates_one_server_at_a_time() -> None:
@@ -584,15 +584,15 @@ class AnyFaults(RuleBasedStateMachine):
         self.fleet = FleetDecisions(mode, LIMIT_S, fraction)
         self.now = 0.0
         self.version = 0
-        self.lives = 0
+        self.starts = 0
         self.orders: list[BeginUpdate] = []
         self.checks: list[CheckHealth] = []
         self.weights: dict[str, int | None] = {}
 
     @rule(index=st.integers(0, 2))
     def register(self, index: int) -> None:
-        self.lives += 1
-        url = f"http://{index}/{self.lives}"
+        self.starts += 1
+        url = f"http://{index}/{self.starts}"
         self.fleet.register(index, url, 0, self.now)
         self.weights[url] = 0
 
@@ -635,35 +635,35 @@ class AnyFaults(RuleBasedStateMachine):
 
     @rule(index=st.integers(0, 2), well=st.booleans(), gone=st.booleans())
     def health(self, index: int, well: bool, gone: bool) -> None:
-        life = next((life for life in self.fleet.servers if life.index == index), None)
-        if life is not None and well:
-            self.fleet.healthy(index, life.url)
-        elif life is not None:
-            self.fleet.unhealthy(index, life.url, "late", self.now, gone=gone)
+        record = next((record for record in self.fleet.servers if record.index == index), None)
+        if record is not None and well:
+            self.fleet.healthy(index, record.url)
+        elif record is not None:
+            self.fleet.unhealthy(index, record.url, "late", self.now, gone=gone)
 
     @invariant()
     def served_weights_are_known(self) -> None:
-        for life in self.fleet.servers:
-            if life.state in (ServerState.SERVING, ServerState.DRAINING):
-                assert life.version == self.weights[life.url]
+        for record in self.fleet.servers:
+            if record.state in (ServerState.SERVING, ServerState.DRAINING):
+                assert record.version == self.weights[record.url]
 
     @invariant()
     def nothing_happens_by_itself_before_what_is_due_next(self) -> None:
         settled = copy.deepcopy(self.fleet)
         while settled.poll(self.now, NOTHING):
             pass
-        states = [life.state for life in settled.servers]
+        states = [record.state for record in settled.servers]
         due = settled.next_due()
         assert due is None or due > self.now
         assert settled.poll(self.now + 1e6 if due is None else (self.now + due) / 2, NOTHING) == []
-        assert [life.state for life in settled.servers] == states
+        assert [record.state for record in settled.servers] == states
         assert due is None or settled.poll(due, NOTHING)
 
     @invariant()
     def something_is_due_for_every_server_that_is_behind(self) -> None:
-        for life in self.fleet.servers:
-            if life.state in (ServerState.UPDATING, ServerState.QUARANTINED) and not life.checking:
-                assert life.due - self.now <= max(LIMIT_S, BACKOFF.last_s)
+        for record in self.fleet.servers:
+            if record.state in (ServerState.UPDATING, ServerState.QUARANTINED) and not record.checking:
+                assert record.due - self.now <= max(LIMIT_S, BACKOFF.last_s)
 
     def teardown(self) -> None:
         """Once all updates succeed, every server serves the newest version."""
@@ -672,10 +672,10 @@ class AnyFaults(RuleBasedStateMachine):
             for order in self.fleet.poll(self.now, NOTHING):
                 if isinstance(order, BeginUpdate):
                     self.fleet.succeeded(order.server, order.attempt)
-            for life in self.fleet.servers:
-                self.fleet.healthy(life.index, life.url)
-        assert all(life.state is ServerState.SERVING for life in self.fleet.servers)
-        assert all(life.version == self.version for life in self.fleet.servers)
+            for record in self.fleet.servers:
+                self.fleet.healthy(record.index, record.url)
+        assert all(record.state is ServerState.SERVING for record in self.fleet.servers)
+        assert all(record.version == self.version for record in self.fleet.servers)
 
 
 AnyFaults.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=40)

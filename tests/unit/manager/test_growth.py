@@ -195,8 +195,8 @@ class Run:
 def test_no_state_machine_of_the_control_plane_grows_with_the_rollouts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for room in (service, staleness_gate, buffers, rollout_state):
-        monkeypatch.setattr(room, "ids_remembered", lambda *_: REMEMBERED)
+    for module in (service, staleness_gate, buffers, rollout_state):
+        monkeypatch.setattr(module, "ids_remembered", lambda *_: REMEMBERED)
     run = Run(tmp_path)
 
     async def play() -> tuple[dict[str, int], dict[str, int]]:

@@ -101,7 +101,11 @@ def damage(folder: Path, before: bytes, after: bytes) -> None:
 def test_a_rollout_that_is_trained_is_recorded_with_what_made_it(tmp_path: Path) -> None:
     """Two episodes, one of two samples; the judge's sample trains another policy, and a third policy was asked too."""
     metrics = {"rollout/generated/actor": 12.0, "rollout/generated/judge": 4.0, "rollout/generated/idle": 3.0}
-    metrics |= {"opponent/past/oldest_version": 2.0, "opponent/past/newest_version": 5.0, "opponent/past/version": 3.5}
+    metrics |= {
+        "policy_server/past/oldest_version": 2.0,
+        "policy_server/past/newest_version": 5.0,
+        "policy_server/past/version": 3.5,
+    }
     record = RolloutRecord(
         *("r1", "e0-1", 1, 0, 3, {3: 2, 4: 9}, (9, 9, 9), (5, 4, 2), (1.0, 0.0, 0.25), (False,) * 3, (0, 0, 1)),
         metrics=metrics,
@@ -115,16 +119,16 @@ def test_a_rollout_that_is_trained_is_recorded_with_what_made_it(tmp_path: Path)
     assert isinstance(line, Trained)
     assert (line.rollout, line.prompt, line.order, line.lineage, line.step) == ("r1", "e0-1", 1, 0, 5)
     assert (line.versions, line.episodes, line.samples, line.reward) == ({3: 2, 4: 9}, 2, 3, 0.375)
-    assert line.opponents == {"past": (2, 5)}
+    assert line.policy_servers == {"past": (2, 5)}
     assert line.policies == {
         "actor": PolicyTokens(12, 7, 2),
         "judge": PolicyTokens(4, 4, 1),
         "idle": PolicyTokens(3, 0, 0),
     }
     assert isinstance(plain, Trained)
-    assert (plain.opponents, plain.policies) == ({}, {})
+    assert (plain.policy_servers, plain.policies) == ({}, {})
     assert isinstance(step, Step)
-    assert (step.step, step.books) == (5, RolloutCounts(2, 2))
+    assert (step.step, step.counts) == (5, RolloutCounts(2, 2))
 
 
 def test_the_ledger_of_a_run_has_the_settings_by_which_it_is_judged(tmp_path: Path) -> None:

@@ -563,7 +563,7 @@ def test_a_checkpoint_that_was_being_written_as_the_brain_died_is_as_if_it_had_n
 
 def test_what_was_measured_up_to_the_last_step_survives_a_death() -> None:
     schedule = Schedule()
-    schedule.begin(batch=1, eta=2, on_stale=OnStale.drop, stops_early=False, rests=True)
+    schedule.begin(batch=1, eta=2, on_stale=OnStale.drop, stops_early=False, skips=True)
     for _ in range(3):
         schedule.fair_turn(0)
     measured = set(map(tuple, schedule.trainer.checkpoint.curriculum))

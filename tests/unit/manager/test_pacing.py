@@ -22,7 +22,7 @@ from asyncrl.manager.rollouts.pacing import (
     DRAIN,
     LARGEST_RISE,
     LEAST_MARGIN,
-    STANDING_STEPS,
+    LEFTOVER_STEPS,
     START_MARGIN,
     DeadlinePacing,
     Margin,
@@ -60,10 +60,10 @@ class Run:
             while True:
                 in_training = 0 if training_until is None else self.batch
                 live = len(ends) + len(finished) + in_training
-                room = (self.eta + version + 1) * self.batch - version * self.batch - live
+                allowance = (self.eta + version + 1) * self.batch - version * self.batch - live
                 if pacing is not None:
-                    room = min(room, pacing.room(len(finished) + in_training, self.now))
-                if min(room, self.at_once - len(ends)) <= 0:
+                    allowance = min(allowance, pacing.allowance(len(finished) + in_training, self.now))
+                if min(allowance, self.at_once - len(ends)) <= 0:
                     return
                 name = str(started)
                 started += 1
@@ -134,13 +134,13 @@ def test_durations_beyond_a_step_are_started_in_time() -> None:
 
 def test_the_start_is_two_batches() -> None:
     pacing = DeadlinePacing(8, 4)
-    assert pacing.room(0, 0.0) == 16
+    assert pacing.allowance(0, 0.0) == 16
     for number in range(10):
         pacing.started(str(number), 0.0)
-    assert pacing.room(0, 0.0) == 6
+    assert pacing.allowance(0, 0.0) == 6
     for number in range(20):
         pacing.started(str(number), 0.0)
-    assert pacing.room(0, 0.0) == 0
+    assert pacing.allowance(0, 0.0) == 0
 
 
 def test_the_margin_rises_with_waits_and_falls_with_rollouts_that_stand() -> None:
@@ -152,7 +152,7 @@ def test_the_margin_rises_with_waits_and_falls_with_rollouts_that_stand() -> Non
     for _ in range(10):
         margin.waited(1.0)
     assert margin.value == 1.0, "at most the bound"
-    for left in range(STANDING_STEPS, 0, -1):
+    for left in range(LEFTOVER_STEPS, 0, -1):
         margin.left(left + 1)
     margin.waited(0.0)
     assert margin.value == pytest.approx(1.0 - DRAIN * 2 / 4), "two stood in all of these steps"
@@ -203,25 +203,25 @@ def test_the_room_is_that_of_the_docstring() -> None:
         pacing.started(str(number), 10.01)
     wanted, of_new = 4 * (4 / 6 + margin), 4 / 8
     first = wanted - 6 * (5 / 8 - 1 / 8) / (1 - 1 / 8)  # each is 1.99 s old
-    assert pacing.room(4, 12.0) == math.ceil(first / of_new) == 3
-    assert pacing.room(4, 12.06) == 3, "ages are looked at 64 times in four seconds"
+    assert pacing.allowance(4, 12.0) == math.ceil(first / of_new) == 3
+    assert pacing.allowance(4, 12.06) == 3, "ages are looked at 64 times in four seconds"
     second = wanted - 6 * (6 / 8 - 2 / 8) / (1 - 2 / 8)  # beyond 2 s
-    assert pacing.room(4, 12.0625) == math.ceil(second / of_new) == 2
+    assert pacing.allowance(4, 12.0625) == math.ceil(second / of_new) == 2
     for _ in range(2):
         pacing.started("new", 12.0625)
-    assert pacing.room(4, 12.0625) == math.ceil((second - of_new) / of_new) == 1
-    assert pacing.room(5, 12.0625) == 0, "a rollout more is finished"
+    assert pacing.allowance(4, 12.0625) == math.ceil((second - of_new) / of_new) == 1
+    assert pacing.allowance(5, 12.0625) == 0, "a rollout more is finished"
     pacing.ended("13", 12.0625, kept=False)
     third = wanted - 8 / 9 * (5 * 2 / 3 + 1 / 2)
-    assert pacing.room(4, 12.0625) == math.ceil(third / (8 / 9 * of_new)) == 3, "a rejected one is missing at once"
+    assert pacing.allowance(4, 12.0625) == math.ceil(third / (8 / 9 * of_new)) == 3, "a rejected one is missing at once"
     pacing.asked(1, 16.0)
     assert not pacing.training
-    assert pacing.room(1, 16.0) == 0, "the older five are taken to be ready by then"
+    assert pacing.allowance(1, 16.0) == 0, "the older five are taken to be ready by then"
     pacing.observe(4, 18.0)
     assert pacing.margin.value == pytest.approx(margin + 2 / 8 - DECAY), "it waited for 2 of 8 s"
-    assert list(pacing.margin._standing) == [0, 0]
+    assert list(pacing.margin._leftover) == [0, 0]
     pacing.asked(7, 20.0)
-    assert list(pacing.margin._standing) == [0, 0, 3]
+    assert list(pacing.margin._leftover) == [0, 0, 3]
 
 
 class Schedules(RuleBasedStateMachine):
@@ -241,7 +241,7 @@ class Schedules(RuleBasedStateMachine):
 
     @rule()
     def start(self) -> None:
-        if self.pacing.room(self.finished, self.now) > 0:
+        if self.pacing.allowance(self.finished, self.now) > 0:
             self.count += 1
             self.running.append(str(self.count))
             self.pacing.started(str(self.count), self.now)
@@ -269,13 +269,13 @@ class Schedules(RuleBasedStateMachine):
 
     @invariant()
     def something_can_happen(self) -> None:
-        room = self.pacing.room(self.finished, self.now)
-        assert room >= 0
+        allowance = self.pacing.allowance(self.finished, self.now)
+        assert allowance >= 0
         assert LEAST_MARGIN <= self.pacing.margin.value <= self.most
         if not self.running and self.finished < self.batch:
-            assert room > 0
+            assert allowance > 0
         if not self.pacing.training:
-            assert room >= self.batch - len(self.running) - self.finished
+            assert allowance >= self.batch - len(self.running) - self.finished
 
 
 TestSchedules = Schedules.TestCase

@@ -83,14 +83,14 @@ def test_what_is_adopted_is_recorded_as_such_with_what_the_trainer_has_of_it() -
 
 
 def test_an_end_is_awaited_only_of_a_rollout_that_a_worker_holds() -> None:
-    told = m.FinishedRollout("r0", True, success=0.5)
+    reported = m.FinishedRollout("r0", True, success=0.5)
     for reports, awaited in (([m.HeldReport(WORKER, 0, [held("r0")])], True), ([m.HeldReport(WORKER, 0, [])], False)):
         state, _, curriculum = rebuilt(*reports, trainer=[received("r0", 0)])
         assert state.awaits_ends is awaited
-        state.finish(told)
+        state.finish(reported)
         assert not state.awaits_ends
         assert curriculum.state() == [(0, 0, 0.5)] * awaited
-    state, _, curriculum = rebuilt(m.HeldReport(WORKER, 0, [held("r0", told)]), trainer=[received("r0", 0)])
+    state, _, curriculum = rebuilt(m.HeldReport(WORKER, 0, [held("r0", reported)]), trainer=[received("r0", 0)])
     assert not state.awaits_ends
     assert curriculum.state() == [(0, 0, 0.5)]
 

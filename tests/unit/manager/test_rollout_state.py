@@ -153,14 +153,14 @@ def test_a_curriculum_that_fails_leaves_an_end_whole() -> None:
     assert (rollouts.queue.waiting(0), list(rollouts.used)) == (NextTry(0, 0, 1), ["e0-1"])
 
 
-def told(*names: str, success: float | None = None) -> list[m.FinishedRollout]:
+def reported(*names: str, success: float | None = None) -> list[m.FinishedRollout]:
     return [m.FinishedRollout(name, accepted=True, success=success) for name in names]
 
 
 def test_a_rollout_is_finished_once_the_trainer_has_it_and_not_before() -> None:
     rollouts = RecordedState()
     admit(rollouts, "a", "b")
-    for ended in told("a", "b"):
+    for ended in reported("a", "b"):
         rollouts.finish(ended)
     assert (rollouts.gate.counts().running, rollouts.tokens_finished, since(rollouts, 2)) == (2, 0, [])
     assert [rollouts.receive(*each) for each in (("a", 30), ("a", 30), ("b", 12))] == [True] * 3
@@ -178,7 +178,7 @@ def test_a_success_is_measured_once_whenever_the_worker_reports_it(before: bool)
             rollouts.receive("a", 3)
             assert rollouts.awaits_ends is not before
         else:
-            for ended in told("a", "a", success=0.5):
+            for ended in reported("a", "a", success=0.5):
                 rollouts.finish(ended)
     assert rollouts.measurements.found == [("e0-0", 0.5)]
     rollouts.finish(m.FinishedRollout("a", accepted=True, success=0.5))
@@ -217,7 +217,7 @@ def test_what_was_given_up_and_is_delivered_late_does_not_count_and_its_prompt_i
     before = [Dropped("a", "worker_died", PromptFate.returned, 5.0, 0, 0)]
     assert since(rollouts, 1) == before
     assert rollouts.next_for("w1") == NextTry(0)
-    for ended in told("a", success=0.5):
+    for ended in reported("a", success=0.5):
         rollouts.finish(ended)
     assert not rollouts.receive("a", 3)
     admit(rollouts, "b", worker="w1")
@@ -265,7 +265,7 @@ def test_only_what_the_trainer_has_not_is_lost_with_its_worker() -> None:
     assert (rollouts.gate.counts().finished_untrained, rollouts.queue.peek()) == (1, NextTry(1))
     rollouts.finish(m.FinishedRollout("b", accepted=True, success=1.0))
     assert not rollouts.measurements.found
-    assert not rollouts._ends_told, "what left the count is not remembered here"
+    assert not rollouts._ends_reported, "what left the count is not remembered here"
 
 
 def test_a_rollout_that_the_trainer_drops_as_stale_has_its_prompt_tried_again_as_before() -> None:

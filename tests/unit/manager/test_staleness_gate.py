@@ -206,7 +206,7 @@ def test_a_resumed_run_starts_at_its_version() -> None:
     assert gate.counts().balanced
 
 
-def test_what_was_dropped_up_to_the_checkpoint_stays_in_the_books_and_takes_no_room() -> None:
+def test_what_was_dropped_up_to_the_checkpoint_stays_in_the_counts_and_takes_no_room() -> None:
     gate = StalenessGate(2, 1)
     gate.resume(3, {"failed": 2, "zero_variance": 1})
     gate.advance(3)

@@ -161,7 +161,7 @@ async def test_a_steps_checkpoint_names_its_line_and_later_drops_alone_bring_non
     assert reply.checkpoint is not None
     last = lines(run.folder)[reply.checkpoint.line - 1]
     assert isinstance(last, Step)
-    assert (last.step, last.books, reply.checkpoint.prompts_used) == (1, reply.counts, 2)
+    assert (last.step, last.counts, reply.checkpoint.prompts_used) == (1, reply.counts, 2)
     later = await run.train(1, dropped=("r2",))
     assert (later.checkpoint, later.counts.dropped) == (None, {"stale": 1})
     assert run.kinds()[-1] == "Dropped r2"

@@ -66,10 +66,10 @@ class Gate:
     """The manager, which does not count the rollouts that it gave up."""
 
     def __init__(self, *given_up: str) -> None:
-        self.given_up, self.told = given_up, list[str]()
+        self.given_up, self.reported = given_up, list[str]()
 
     async def call(self, report: ReceivedReport) -> ReceivedReply:
-        self.told += [each.rollout_id for each in report.rollouts]
+        self.reported += [each.rollout_id for each in report.rollouts]
         await asyncio.sleep(0)
         return ReceivedReply([each.rollout_id for each in report.rollouts if each.rollout_id in self.given_up])
 
@@ -190,7 +190,7 @@ async def test_what_a_given_up_worker_delivers_late_is_freed_and_neither_counted
     waiting = asyncio.create_task(collector.changed(missing=1))
     workers.received[1].append(record(0, worker=1))
     await collector.refresh()
-    assert (gate.told, workers.discarded) == (["r0"], [(1, "r0")])
+    assert (gate.reported, workers.discarded) == (["r0"], [(1, "r0")])
     assert (len(buffer), buffer.received, collector.generated_tokens, collector.generated_samples) == (0, 0, 0, 0)
     await rounds()
     assert not waiting.done(), "nothing came that a step could train"
@@ -209,11 +209,11 @@ async def test_what_the_heads_hold_is_told_once_and_comes_again_when_the_manager
     workers.received[0].append(record(0))
     workers.received[1] += [record(1, worker=1), record(2, worker=1), record(0, worker=1)]
     assert sorted(each.rollout_id for each in await collector.held()) == ["r0", "r1", "r2"]
-    assert (gate.told, len(buffer)) == ([], 0), "nothing is asked or trained before the manager has begun"
+    assert (gate.reported, len(buffer)) == ([], 0), "nothing is asked or trained before the manager has begun"
     del workers.received[1][-1]
     collector.start()
     await collector.refresh()
-    assert sorted(gate.told) == ["r0", "r1", "r2"]
+    assert sorted(gate.reported) == ["r0", "r1", "r2"]
     assert [each.rollout_id for each in buffer.live()] == ["r0", "r2"]
     assert workers.discarded == [(1, "r1")]
     await collector.close()

@@ -13,8 +13,8 @@ from asyncrl.rollout.messages import EvaluatedAnswer, EvaluationResult
 def result(*answers: tuple[int, float, bool | None]) -> EvaluationResult:
     """Answers of (row, reward, verdict), of 4 tokens each; the last one is cut off."""
     last = len(answers) - 1
-    told = (EvaluatedAnswer(row, reward, right, 4, n == last) for n, (row, reward, right) in enumerate(answers))
-    return EvaluationResult(tuple(told), 0, 3, 3)
+    reported = (EvaluatedAnswer(row, reward, right, 4, n == last) for n, (row, reward, right) in enumerate(answers))
+    return EvaluationResult(tuple(reported), 0, 3, 3)
 
 
 def test_graded_rewards_are_told_as_a_mean_and_have_no_accuracy() -> None:

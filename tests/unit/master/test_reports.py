@@ -9,7 +9,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from asyncrl.api.trajectory import GENERATED, OPPONENTS
+from asyncrl.api.trajectory import GENERATED, POLICY_SERVERS
 from asyncrl.comm.ended_rollouts import PolicyTokens, RolloutCounts
 from asyncrl.comm.http_client import HttpRefused
 from asyncrl.comm.waits import Backoff
@@ -27,15 +27,15 @@ WHILE_STOPPING_S = 1 / 32
 
 
 class Ranks:
-    def __init__(self, told: list[str]) -> None:
-        self.told, self.discarded, self.has = told, list[str](), list[RolloutRecord]()
+    def __init__(self, reported: list[str]) -> None:
+        self.reported, self.discarded, self.has = reported, list[str](), list[RolloutRecord]()
 
     async def held(self) -> list[RolloutRecord]:
-        self.told.append("held")
+        self.reported.append("held")
         return self.has
 
     def start(self) -> None:
-        self.told.append("start")
+        self.reported.append("start")
 
     async def discard(self, records: list[RolloutRecord], limit_s: float) -> None:
         self.discarded += [record.rollout_id for record in records]
@@ -45,7 +45,7 @@ class Manager:
     """Answers each call after `waits`, if that is set, or with the first of `errors`."""
 
     def __init__(self) -> None:
-        self.told = list[str]()
+        self.reported = list[str]()
         self.begun = list[m.RunBegin]()
         self.reports = list[tuple[int, list[str], list[m.DroppedRollout]]]()
         self.replies = list[m.ConsumedReply]()
@@ -53,7 +53,7 @@ class Manager:
         self.waits: Callable[[], Awaitable[Any]] | None = None
 
     async def _answers(self, call: str) -> None:
-        self.told.append(call)
+        self.reported.append(call)
         if self.errors:
             raise self.errors.pop(0)
         if self.waits is not None:
@@ -88,7 +88,7 @@ class World:
 
     def __init__(self, limit_s: float = 60.0) -> None:
         self.manager, self.buffer, self.stop = Manager(), SampleBuffer(2, 1, OnStale.drop), asyncio.Event()
-        self.ranks = Ranks(self.manager.told)
+        self.ranks = Ranks(self.manager.reported)
         parts: list[Any] = [self.manager, self.ranks, self.buffer, self.stop]
         self.reports = Reports(*parts, limit_s=limit_s)
 
@@ -140,8 +140,8 @@ def test_what_the_ledger_says_of_a_trained_rollout_is_what_its_worker_and_the_ra
     alone = trained_rollout(record("r", 3, oldest=2))
     assert alone == m.TrainedRollout("r", "e0-3", 3, {2: 2}, episodes=2, samples=2, reward=0.5)
     metrics = {
-        f"{OPPONENTS}past/oldest_version": 1.0,
-        f"{OPPONENTS}past/newest_version": 2.0,
+        f"{POLICY_SERVERS}past/oldest_version": 1.0,
+        f"{POLICY_SERVERS}past/newest_version": 2.0,
         f"{GENERATED}actor": 9.0,
         f"{GENERATED}judge": 4.0,
         "agent/turns": 2.0,
@@ -150,10 +150,10 @@ def test_what_the_ledger_says_of_a_trained_rollout_is_what_its_worker_and_the_ra
         "r", "e0-3", 3, 0, 0, {0: 8}, (6, 3, 2), (5, 2, 1), (1.0, 0.0, 0.5), (False,) * 3, (0, 1, 2), metrics
     )
     several = msgspec.structs.replace(several, groups=("actor", "judge", "judge"))
-    told = trained_rollout(several)
-    assert (told.episodes, told.samples, told.reward) == (3, 3, 0.5)
-    assert told.opponents == {"past": (1, 2)}
-    assert told.policies == {"actor": PolicyTokens(9, 5, 1), "judge": PolicyTokens(4, 3, 2)}
+    reported = trained_rollout(several)
+    assert (reported.episodes, reported.samples, reported.reward) == (3, 3, 0.5)
+    assert reported.policy_servers == {"past": (1, 2)}
+    assert reported.policies == {"actor": PolicyTokens(9, 5, 1), "judge": PolicyTokens(4, 3, 2)}
 
 
 async def test_a_step_is_reported_with_what_was_dropped_and_brings_the_gates_part_of_the_state() -> None:
@@ -172,7 +172,7 @@ async def test_a_step_is_reported_with_what_was_dropped_and_brings_the_gates_par
 async def test_what_the_buffer_drops_is_reported_once_and_freed_at_the_ranks() -> None:
     world = World()
     await world.reports.dropped(3)
-    assert world.manager.told == [], "nothing is due"
+    assert world.manager.reported == [], "nothing is due"
     world.drop(1)
     await world.reports.dropped(3)
     await world.reports.dropped(3)
@@ -217,10 +217,10 @@ async def test_the_manager_gets_the_checkpoint_and_what_the_ranks_have_once_befo
     world.manager.errors = [ConnectionError()]
     with pytest.raises(ConnectionError):
         await world.reports.begin(4)
-    assert world.manager.told == ["held", "begin"], "the ranks are not polled before the manager says what counts"
+    assert world.manager.reported == ["held", "begin"], "the ranks are not polled before the manager says what counts"
     await world.reports.begin(4)
     await world.reports.begin(4)
-    assert world.manager.told[2:] == ["held", "begin", "start"]
+    assert world.manager.reported[2:] == ["held", "begin", "start"]
     (begun,) = world.manager.begun
     assert (begun.version, begun.checkpoint) == (4, checkpoint)
     assert [each.rollout_id for each in begun.received] == ["r2", "r1"]
@@ -230,19 +230,19 @@ async def test_a_status_is_asked_for_without_a_report() -> None:
     world = World()
     await world.reports.look()
     assert world.reports.idle_s == 3.0
-    assert world.manager.told == []
+    assert world.manager.reported == []
 
 
-async def test_the_books_are_closed_in_order_also_where_the_beginning_did_not_come_that_far() -> None:
+async def test_the_counts_are_closed_in_order_also_where_the_beginning_did_not_come_that_far() -> None:
     world = World()
     world.drop(1)
     await world.reports.end(3)
-    assert world.manager.told == ["held", "begin", "start", "close", "consumed", "end 3"]
+    assert world.manager.reported == ["held", "begin", "start", "close", "consumed", "end 3"]
     assert world.reports.counts == RolloutCounts(7, 4, {}, 3)
 
 
 @pytest.mark.usefixtures("while_stopping")
-async def test_a_run_that_was_not_stopped_waits_as_long_for_its_last_books_as_for_any_sign_of_life() -> None:
+async def test_a_run_that_was_not_stopped_waits_as_long_for_its_last_counts_as_for_any_sign_of_life() -> None:
     """The brain and a worker may die as the run ends: the next manager's gate is shut for the worker's lease."""
 
     async def after_more_than_the_wait_of_a_stop() -> None:

@@ -233,7 +233,7 @@ class TestRandomHistories:
                 self.buffer = SampleBuffer(2, 2, policy)
                 self.version = 0
                 self.trained: list[RolloutRecord] = []
-                self.told: list[str] = []
+                self.reported: list[str] = []
                 self.attempts = 0
 
             @rule(order=st.integers(0, 12), age=st.integers(0, 4), fresh=st.booleans(), worker=st.integers(0, 1))
@@ -262,14 +262,14 @@ class TestRandomHistories:
 
             @rule()
             def report(self) -> None:
-                self.told += [drop.record.rollout_id for drop in self.buffer.drops]
+                self.reported += [drop.record.rollout_id for drop in self.buffer.drops]
                 self.buffer.drops.clear()
 
             @invariant()
             def balanced(self) -> None:
                 left = self.buffer.trained + sum(self.buffer.dropped.values())
                 assert self.buffer.received == left + len(self.buffer)
-                ends = [*(each.rollout_id for each in self.trained), *self.told]
+                ends = [*(each.rollout_id for each in self.trained), *self.reported]
                 assert len(ends) == len(set(ends)), "a rollout has one end"
 
         History.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40)

@@ -36,7 +36,7 @@ def records(orders: range, heads: int = 1) -> list[RolloutRecord]:
 
 
 def scorer(buffer: SampleBuffer, workers: list[Worker], calls: tuple[Call, ...] = (CALL,)) -> AheadScorer:
-    ranks = RankClients(workers, 0, 1.0)  # type: ignore[arg-type]  # they have the one verb that is used
+    ranks = RankClients(workers, 0, 1.0)  # type: ignore[arg-type]  # they have the one method that is used
     return AheadScorer(calls, buffer, ranks, workers, heads=len(workers))  # type: ignore[arg-type]
 
 

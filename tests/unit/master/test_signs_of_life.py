@@ -73,7 +73,7 @@ class Rank:
         return self._pulse(self.asked)
 
 
-async def standstill(*ranks: Rank) -> str:
+async def stall(*ranks: Rank) -> str:
     with pytest.raises(Stalled) as stalled:
         await while_ranks_work(
             asyncio.Event().wait(), cast(Sequence[RequestClient], ranks), LIMIT_S, lambda: "the step"
@@ -83,13 +83,13 @@ async def standstill(*ranks: Rank) -> str:
 
 async def test_ranks_that_answer_and_do_nothing_are_believed_for_some_limits() -> None:
     rank = Rank(lambda number: RankPulse(pieces=7, cpu_s=3.0))
-    assert "the step waits: the ranks answer, but none has computed" in await standstill(rank)
+    assert "the step waits: the ranks answer, but none has computed" in await stall(rank)
     assert rank.asked == 4 * IDLE_LIMITS
 
 
 async def test_cpu_time_alone_is_believed_for_longer() -> None:
     rank = Rank(lambda number: RankPulse(pieces=7, cpu_s=3.0 + number))
-    assert "the ranks use CPU time, but no micro-batch has begun" in await standstill(rank, rank)
+    assert "the ranks use CPU time, but no micro-batch has begun" in await stall(rank, rank)
     assert rank.asked == 2 * 4 * BUSY_LIMITS
 
 
@@ -97,7 +97,7 @@ async def test_one_rank_that_begins_micro_batches_is_enough_while_the_others_wai
     last = 8 * BUSY_LIMITS
     works = Rank(lambda number: RankPulse(pieces=min(number, last)))
     waits = Rank(lambda number: RankPulse())
-    await standstill(works, waits)
+    await stall(works, waits)
     assert works.asked == last + 4 * IDLE_LIMITS
 
 
@@ -143,8 +143,8 @@ async def test_a_wait_for_rollouts_says_that_filters_drop_nearly_all_of_them(
     monkeypatch.setattr("asyncrl.master.data.stall.ASK_S", 0.0)
     run = Run(tmp_path, filtered(100), filtered(900), filtered(950))
     await run.wait(version=3)
-    (remark,) = read_rows(tmp_path / "remarks.jsonl")
-    assert "since step 3 filters dropped 800 groups (800 zero_variance) and kept 0 of the 2" in remark["remark"]
+    (notice,) = read_rows(tmp_path / "remarks.jsonl")
+    assert "since step 3 filters dropped 800 groups (800 zero_variance) and kept 0 of the 2" in notice["remark"]
 
 
 async def test_a_status_without_counters_is_not_compared_with_one_that_has_them(

@@ -42,12 +42,12 @@ class World:
         self.buffer = SampleBuffer(size, eta, on_stale)
         self.arrivals = deque[list[RolloutRecord] | Exception]()
         self.at_ranks = deque[list[RolloutRecord]]()
-        self.training, self.lends = False, deque[bool]()
+        self.training, self.wakes = False, deque[bool]()
         self.pieces, self.expiring = deque[list[RolloutRecord]](), deque[list[str]]()
         self.asked: list[Any] = []
         self.counted: list[tuple[int, float]] = []
         self.waits = 0
-        self.ranked, self.told = dict[str, float](), list[str]()
+        self.ranked, self.reported = dict[str, float](), list[str]()
         self.loop = Waits(config, self)
 
     async def next(self, version: int = 3) -> list[str]:
@@ -62,7 +62,7 @@ class World:
         self.asked.append(("changed", missing))
         for _ in range(3):
             await asyncio.sleep(0)
-        while self.lends:  # noqa: ASYNC110  # what is waited for is the loop itself
+        while self.wakes:  # noqa: ASYNC110  # what is waited for is the loop itself
             await asyncio.sleep(0)
         if isinstance(found := self.arrivals.popleft(), Exception):
             raise found
@@ -80,9 +80,9 @@ class World:
         self.waits += 1
         return await waiting
 
-    async def lend(self, missing: int) -> bool:
-        self.asked.append(("lend", missing))
-        return self.lends.popleft() if self.lends else True
+    async def wake(self, missing: int) -> bool:
+        self.asked.append(("wake", missing))
+        return self.wakes.popleft() if self.wakes else True
 
     def waited(self, rollouts: int, seconds: float) -> None:
         self.counted.append((rollouts, seconds))
@@ -106,7 +106,7 @@ class World:
         return self.ranked
 
     async def trained(self, records: list[RolloutRecord], version: int) -> None:
-        self.told += [f"{each.rollout_id} at {version}" for each in records]
+        self.reported += [f"{each.rollout_id} at {version}" for each in records]
 
 
 class Waits(TrainLoop):
@@ -125,13 +125,13 @@ async def test_a_batch_that_is_there_is_taken_at_once() -> None:
     assert world.asked == [("report", 3, [])]
 
 
-async def test_a_step_lends_the_devices_and_waits_for_what_its_batch_lacks() -> None:
+async def test_a_step_wakes_the_servers_and_waits_for_what_its_batch_lacks() -> None:
     world = World(size=3)
     world.buffer.add([record(0)])
     world.arrivals += [[record(1)], [record(2)]]
     assert await world.next() == ["r0", "r1", "r2"]
     report = ("report", 3, [])
-    assert world.asked == [report, ("lend", 2), ("changed", 2), report, ("lend", 1), ("changed", 1), report]
+    assert world.asked == [report, ("wake", 2), ("changed", 2), report, ("wake", 1), ("changed", 1), report]
     assert [rollouts for rollouts, _ in world.counted] == [1, 1]
     assert all(0 <= seconds < LIMIT_S for _, seconds in world.counted)
 
@@ -141,7 +141,7 @@ async def test_what_expired_is_reported_before_the_wait_since_it_makes_room_at_t
     world.buffer.add([record(0, version=0), record(1)])
     world.arrivals.append([record(2)])
     assert await world.next() == ["r1", "r2"]
-    assert world.asked[:2] == [("report", 3, ["r0"]), ("lend", 1)]
+    assert world.asked[:2] == [("report", 3, ["r0"]), ("wake", 1)]
 
 
 async def test_rollouts_at_the_ranks_may_spare_a_switch_of_the_devices() -> None:
@@ -151,24 +151,24 @@ async def test_rollouts_at_the_ranks_may_spare_a_switch_of_the_devices() -> None
     world.at_ranks += [[record(1)], [record(2)]]
     world.arrivals.append([])
     assert await world.next() == ["r0", "r1", "r2"]
-    waits = ["refresh", ("lend", 1), ("changed", 1)]
+    waits = ["refresh", ("wake", 1), ("changed", 1)]
     assert world.asked == [("report", 3, []), *waits, ("report", 3, []), "refresh"], "the second one completes it"
 
 
-async def test_while_the_devices_are_not_lent_the_question_is_asked_again_and_again(
+async def test_while_the_servers_are_not_woken_the_question_is_asked_again_and_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "LOOK_S", 0.0)
     world = World(size=1)
-    world.lends += [False, False, True]
+    world.wakes += [False, False, True]
     world.arrivals.append([record(0)])
     assert await world.next() == ["r0"]
     assert world.waits == 1, "so that signs of life are looked at however long this takes"
     assert [each for each in world.asked if each[0] != "report"] == [
-        ("lend", 1),
+        ("wake", 1),
         ("changed", 1),
-        ("lend", 1),
-        ("lend", 1),
+        ("wake", 1),
+        ("wake", 1),
     ]
     assert [rollouts for rollouts, _ in world.counted] == [0, 0, 1]
 
@@ -178,7 +178,7 @@ async def test_while_there_is_something_to_score_nothing_is_waited_for() -> None
     world.buffer.add([record(0)])
     world.pieces += [[record(1)], [record(2)]]
     assert await world.next() == ["r0", "r1", "r2"]
-    assert [each for each in world.asked if each[0] != "report"] == [("lend", 2), "piece", ("lend", 1), "piece"]
+    assert [each for each in world.asked if each[0] != "report"] == [("wake", 2), "piece", ("wake", 1), "piece"]
     assert world.counted == []
 
 
@@ -225,4 +225,4 @@ async def test_the_users_order_chooses_the_batch_and_hears_what_is_trained() -> 
     world.buffer.add([record(0), record(1), record(2)])
     world.ranked = {"r0": 2.0, "r1": 1.0, "r2": 0.0}
     assert await world.next() == ["r1", "r2"]
-    assert world.told == ["r1 at 3", "r2 at 3"]
+    assert world.reported == ["r1 at 3", "r2 at 3"]

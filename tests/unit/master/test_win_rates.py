@@ -15,9 +15,9 @@ POOL = VersionPoolConfig(every=2, keep=2, pick=PickVersion.prioritised)
 
 
 def rollout(won: float | None, oldest: int = 2, newest: int = 2, name: str = "past") -> RolloutRecord:
-    met = {f"opponent/{name}/oldest_version": float(oldest), f"opponent/{name}/newest_version": float(newest)}
-    told = {} if won is None else {f"agent/won/{name}": won}
-    return RolloutRecord("r", "e0-0", 0, 0, 0, {0: 1}, (2,), (1,), (1.0,), (False,), (0,), metrics=met | told)
+    met = {f"policy_server/{name}/oldest_version": float(oldest), f"policy_server/{name}/newest_version": float(newest)}
+    reported = {} if won is None else {f"agent/won/{name}": won}
+    return RolloutRecord("r", "e0-0", 0, 0, 0, {0: 1}, (2,), (1,), (1.0,), (False,), (0,), metrics=met | reported)
 
 
 def test_a_rate_is_the_mean_of_what_agents_report_between_a_half_and_that() -> None:

@@ -56,15 +56,15 @@ def test_a_chunk_in_blocks_gives_the_same(block: int, monkeypatch: pytest.Monkey
 def test_restricted_logits_score_as_a_vocabulary_of_the_allowed_tokens_alone(dtype: torch.dtype) -> None:
     hidden_NH, _, head = inputs(dtype)
     allowed_A = torch.tensor([3, 7, 8, 40])
-    places_N = torch.randint(0, 4, (N,))
+    indices_N = torch.randint(0, 4, (N,))
     small = nn.Linear(H, 4).to(dtype)
     with torch.no_grad():
         small.weight.copy_(head.weight[allowed_A])
         small.bias.copy_(head.bias[allowed_A])
-    expected = results(plain(hidden_NH, places_N, small, 0.7, EntropyMode.differentiable), hidden_NH, small)
+    expected = results(plain(hidden_NH, indices_N, small, 0.7, EntropyMode.differentiable), hidden_NH, small)
     scored = token_logprobs(
         hidden_NH,
-        allowed_A[places_N],
+        allowed_A[indices_N],
         lambda hidden: chunked_logprobs.restricted(head(hidden), allowed_A),
         temperature=0.7,
         entropy=EntropyMode.differentiable,

@@ -406,9 +406,11 @@ class TwoRanks:
         for jobs in self._jobs:
             jobs.put((str(folder), parallel))
         found = dict(self._told.get(timeout=WAIT_S) for _ in self._ranks)
-        failures = [told for told in found.values() if isinstance(told, Exception)]
-        for told in sorted(failures, key=lambda told: isinstance(told, PeerFailed)):  # the cause before its echo
-            raise told
+        failures = [reported for reported in found.values() if isinstance(reported, Exception)]
+        for reported in sorted(
+            failures, key=lambda reported: isinstance(reported, PeerFailed)
+        ):  # the cause before its echo
+            raise reported
         return [found[rank] for rank in range(2)]
 
     def close(self) -> None:
@@ -454,7 +456,7 @@ def spread(folder: str, parallel: str, rank: int, scratch: Path) -> Found:
     placed = Placement({ACTOR: WorkerGrid.of(Layout.parse(parallel))})
     names = make_resolver("file", str(scratch / "names"))
     with training_world(config, rank, placed, torch.device("cpu"), scratch, names) as world:
-        place = world.place(ACTOR)
+        place = world.position(ACTOR)
         engine = ShardedLoader(config, place, torch.device("cpu")).policy(folder, Dtype.float32, OptimizerConfig())
         batch = ragged_batch(slice(place.data.rank, None, place.data.world))
         logprobs_T = engine.logprobs(batch, batch["loss_mask"])
@@ -606,8 +608,8 @@ def test_it_is_trained_and_served_right_or_refused_as_the_page_says(name: str, t
     fix = f"; write it anew: python {Path(__file__).relative_to(PAGE.parents[1])}"
     found = {**cells, SGLANG: rows.get(name, {}).get(SGLANG, NOT_TRIED)}
     assert row(name, found) in section(page, "table"), f"{PAGE.name} is out of date{fix}"
-    told = [line for line in section(page, "reasons") if line.startswith(f"- {name}, ")]
-    assert reasons_of(name, candidate) == told, f"{PAGE.name} is out of date{fix}"
+    reported = [line for line in section(page, "reasons") if line.startswith(f"- {name}, ")]
+    assert reasons_of(name, candidate) == reported, f"{PAGE.name} is out of date{fix}"
 
 
 def test_the_page_has_these_architectures_and_no_others() -> None:

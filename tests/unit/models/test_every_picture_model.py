@@ -142,7 +142,7 @@ def spread(folder: str, parallel: str, rank: int, scratch: Path) -> Found:
     placed = Placement({ACTOR: WorkerGrid.of(Layout.parse(parallel))})
     names = make_resolver("file", str(scratch / "names"))
     with training_world(config, rank, placed, torch.device("cpu"), scratch, names) as world:
-        place = world.place(ACTOR)
+        place = world.position(ACTOR)
         try:
             engine = ShardedLoader(config, place, torch.device("cpu")).policy(folder, Dtype.float32, OptimizerConfig())
         except REFUSALS as error:

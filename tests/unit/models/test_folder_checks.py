@@ -138,8 +138,8 @@ QUANTISED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
 def test_quantised_weights_are_refused_by_their_config_and_by_their_files(
     kind: str, where: str, tmp_path: Path
 ) -> None:
-    told, tensors, says = QUANTISED[kind]
-    quantised = {"quantization_config": told} if told else {}
+    reported, tensors, says = QUANTISED[kind]
+    quantised = {"quantization_config": reported} if reported else {}
     config = CONFIG | (quantised if where == "config" else {"text_config": quantised})
     make(tmp_path, {"config.json": json.dumps(config), "model.safetensors": safetensors(tensors)})
     (message,) = hugging_face_folder("model.path", str(tmp_path))

@@ -82,6 +82,8 @@ def test_a_gpu_without_room_for_a_context_is_told_as_one_that_others_fill(monkey
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", full)
     device = torch.device("cuda", 0)
-    told = torch_device.shortage("model_worker/0", "the load of its models", device, RuntimeError("CUDA error: out of"))
-    assert "it tried to allocate more; CUDA finds no room for this process's context: other processes" in told
+    reported = torch_device.shortage(
+        "model_worker/0", "the load of its models", device, RuntimeError("CUDA error: out of")
+    )
+    assert "it tried to allocate more; CUDA finds no room for this process's context: other processes" in reported
     assert torch_device.on_gpu_with_others(device)

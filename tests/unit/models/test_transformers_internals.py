@@ -85,10 +85,12 @@ def test_models_hand_their_attention_what_ours_reads_and_what_we_hand_to_the_mod
 
     internals.register_attention("asyncrl_spy", spy)
     model = build(model_type, **settings)
-    told = internals.packing_arguments(torch.tensor([0, 3], dtype=torch.int32), 3, torch.zeros(3, dtype=torch.int32))
+    reported = internals.packing_arguments(
+        torch.tensor([0, 3], dtype=torch.int32), 3, torch.zeros(3, dtype=torch.int32)
+    )
     with internals.attention(model, "asyncrl_spy"):
-        model(input_ids=torch.tensor([[1, 2, 3]]), use_cache=False, attention_blocks=[], **told)
-    assert all(expected | {"attention_blocks", *told} <= each for each in seen[:1])
+        model(input_ids=torch.tensor([[1, 2, 3]]), use_cache=False, attention_blocks=[], **reported)
+    assert all(expected | {"attention_blocks", *reported} <= each for each in seen[:1])
     assert len(seen) == 2
 
 
@@ -143,9 +145,11 @@ def test_a_model_tells_whether_it_is_recurrent(model_type: str, settings: dict[s
 
 def test_torchs_convolution_refuses_to_keep_packed_sequences_apart_instead_of_mixing_them() -> None:
     model = build("lfm2", layer_types=["conv", "full_attention"])
-    told = internals.packing_arguments(torch.tensor([0, 3], dtype=torch.int32), 3, torch.zeros(3, dtype=torch.int32))
+    reported = internals.packing_arguments(
+        torch.tensor([0, 3], dtype=torch.int32), 3, torch.zeros(3, dtype=torch.int32)
+    )
     with pytest.raises(ValueError, match="keep packed sequences apart"):
-        model(input_ids=torch.tensor([[1, 2, 3]]), use_cache=False, **told)
+        model(input_ids=torch.tensor([[1, 2, 3]]), use_cache=False, **reported)
 
 
 @pytest.mark.parametrize(

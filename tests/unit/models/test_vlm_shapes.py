@@ -34,9 +34,9 @@ def test_a_blind_rows_picture_is_of_its_split_and_does_not_tell_its_answer() -> 
     plain, blind = shapes("held_out"), shapes("held_out", blind=True)
     rows = [(plain.row(number), blind.row(number)) for number in range(len(plain))]
     assert all((row["prompt"], row["answer"]) == (other["prompt"], other["answer"]) for row, other in rows)
-    told = {picture_from(row["images"][0]).sha256: row["answer"] for row, _ in rows}
-    swapped = [(told[picture_from(other["images"][0]).sha256], other["answer"]) for _, other in rows]
-    assert Counter(shown for shown, _ in swapped) == Counter(told.values()), "the same pictures"
+    reported = {picture_from(row["images"][0]).sha256: row["answer"] for row, _ in rows}
+    swapped = [(reported[picture_from(other["images"][0]).sha256], other["answer"]) for _, other in rows]
+    assert Counter(shown for shown, _ in swapped) == Counter(reported.values()), "the same pictures"
     assert sum(shown == answer for shown, answer in swapped) / len(swapped) < 0.25
 
 

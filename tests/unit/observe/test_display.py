@@ -105,9 +105,9 @@ def test_what_processes_did_before_the_first_step_is_not_shown_after_it() -> Non
     display.row(ROW)
     shown.print(display._panel.render())
     assert "loads the model" not in out.getvalue()
-    display.stage_lines([StatusLine("The run stands still: no step since 500 s, after step 3.")])
+    display.stage_lines([StatusLine("The run is stalled: no step since 500 s, after step 3.")])
     shown.print(display._panel.render())
-    assert "The run stands still" in out.getvalue()
+    assert "The run is stalled" in out.getvalue()
     display.close()
 
 
@@ -141,9 +141,9 @@ def test_on_80_columns_the_lines_below_the_figures_follow_the_run() -> None:
     display.row(ROW)
     display.outlook("")
     assert below("waiting") == [f"pace: {DOCTOR}"], "it fits a line"
-    stands_still = "The run stands still: no step since 500 s, after step 3; all processes wait."
-    display.stage_lines([StatusLine(stands_still)])
-    assert " ".join(below("waiting")) == stands_still
+    is_stalled = "The run is stalled: no step since 500 s, after step 3; all processes wait."
+    display.stage_lines([StatusLine(is_stalled)])
+    assert " ".join(below("waiting")) == is_stalled
     display.close()
     assert "pace: " not in out.getvalue(), "the end of a run names the command once more"
 
@@ -163,13 +163,13 @@ def test_before_the_first_step_there_is_the_accuracy_of_the_initial_model_alone(
 def test_a_failed_evaluation_is_said() -> None:
     failed = ROW | {"eval/held_out/failed": 1.0}
     del failed["eval/held_out/accuracy"]
-    said = "the evaluation of version 3 on held_out failed"
-    assert said in panel(failed)
-    assert said in panel(EVALUATION, failed)
+    message = "the evaluation of version 3 on held_out failed"
+    assert message in panel(failed)
+    assert message in panel(EVALUATION, failed)
     shown, out = console()
     PlainDisplay(shown, total_steps=10).row(failed)
     assert out.getvalue().count("\n") == 2
-    assert said in out.getvalue()
+    assert message in out.getvalue()
 
 
 def test_an_evaluation_that_was_cut_short_by_the_end_of_the_run_has_not_failed() -> None:
@@ -185,28 +185,28 @@ def test_lost_episodes_are_said_with_their_count_so_far() -> None:
     display = PlainDisplay(shown, total_steps=10)
     for step in (1, 2):
         display.row(ROW | {"step": float(step), lost: float(step)})
-    said = "2 episodes were lost, as env my.py:Game.step raised ValueError, 3 since the start"
-    assert said in out.getvalue().replace("\n", " ")
+    message = "2 episodes were lost, as env my.py:Game.step raised ValueError, 3 since the start"
+    assert message in out.getvalue().replace("\n", " ")
 
 
 def test_rollouts_that_failed_are_said_with_their_count_so_far() -> None:
     rows = [
         ROW | {"step": float(step), "rollout/dropped_failed: reward my.py:score": float(step)} for step in (0, 1, 2)
     ]
-    said = "2 rollouts failed in reward my.py:score, 3 since the start; the rollout_workers' logs say why"
+    message = "2 rollouts failed in reward my.py:score, 3 since the start; the rollout_workers' logs say why"
     shown, out = console()
     display = PlainDisplay(shown, total_steps=10)
     for row in rows:
         display.row(row)
-    assert said in out.getvalue()
+    assert message in out.getvalue()
     assert out.getvalue().count("rollouts failed") == 2
     text = panel(*rows)
-    assert said in text.replace("\n", " ")
+    assert message in text.replace("\n", " ")
     assert "3 failed: reward my.py:score" in text
     assert "failed" not in panel(ROW)
 
 
-def test_markup_in_a_remark_is_shown_as_it_is() -> None:
+def test_markup_in_a_notice_is_shown_as_it_is() -> None:
     shown, out = console()
     PlainDisplay(shown, 1).note("log [/red] line")
     assert "log [/red] line" in out.getvalue()
@@ -300,11 +300,11 @@ def test_what_processes_do_is_printed_again_only_when_it_changes() -> None:
     ]
 
 
-def test_the_panel_below_a_remark_is_drawn_as_elsewhere() -> None:
+def test_the_panel_below_a_notice_is_drawn_as_elsewhere() -> None:
     out = io.StringIO()
     display = LiveDisplay(Console(file=out, width=60, force_terminal=True, color_system=None), "run", 10, 4)
     display.note(
-        "the remark [bold]with brackets[/] and /a/path/that/is/longer/than/a/line/of/this/terminal/is/wide.log"
+        "the notice [bold]with brackets[/] and /a/path/that/is/longer/than/a/line/of/this/terminal/is/wide.log"
     )
     below = out.getvalue().partition("with brackets")[2]
     display.close()
@@ -313,7 +313,7 @@ def test_the_panel_below_a_remark_is_drawn_as_elsewhere() -> None:
     assert "/a/path/that/is/longer/than/a/line/of/this/terminal/is/wide.log\n" in below
 
 
-def test_no_frame_is_drawn_between_the_composition_of_a_remark_and_its_output() -> None:
+def test_no_frame_is_drawn_between_the_composition_of_a_notice_and_its_output() -> None:
     out = io.StringIO()
     drawn_amid: list[bool] = []
     noting = threading.Event()
@@ -334,7 +334,7 @@ def test_no_frame_is_drawn_between_the_composition_of_a_remark_and_its_output() 
     display.note("the remark")
     noting.clear()
     display.close()
-    assert drawn_amid == [False], "the remark moves the cursor by the height of a panel that is no longer there"
+    assert drawn_amid == [False], "the notice moves the cursor by the height of a panel that is no longer there"
     assert "the remark" in out.getvalue()
 
 

@@ -18,7 +18,7 @@ from asyncrl.rollout.user_code_pool.call_records import Activity
 
 PACKAGE = Path(asyncrl.__file__).parent
 METRICS, GROUPS, OBSERVED = glossary().metrics, glossary().groups, glossary().figures
-ROOMS = ("master", "colocated", "rollout", "trainer", "algorithms", "chat", "data", "plugins")
+PACKAGES = ("master", "colocated", "rollout", "trainer", "algorithms", "chat", "data", "plugins")
 _NAME = re.compile(r"[a-z_<>]+/[a-zA-Z_<>@: ]+")
 """The form of a metric's name; what an f-string fills in is `<>`."""
 
@@ -49,7 +49,7 @@ def names_in(tree: ast.AST) -> Iterator[str]:
 
 def in_code() -> set[str]:
     found = set()
-    for file in (file for room in ROOMS for file in (PACKAGE / room).rglob("*.py")):
+    for file in (file for package in PACKAGES for file in (PACKAGE / package).rglob("*.py")):
         found |= {name for name in names_in(ast.parse(file.read_text())) if _NAME.fullmatch(name)}
     return found
 

@@ -64,12 +64,12 @@ def test_both_displays_say_it(live: bool) -> None:
 
 
 def test_the_summary_counts_such_steps(tmp_path: Path) -> None:
-    def told(*rows: dict[str, Any]) -> list[str]:
+    def reported(*rows: dict[str, Any]) -> list[str]:
         (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return [line for line in summary_lines(tmp_path) if line.startswith("NO SIGNAL")]
 
-    assert told(LEARNT, LEARNT) == []
-    (line,) = told(*[ALL_RIGHT] * 3, LEARNT)
+    assert reported(LEARNT, LEARNT) == []
+    (line,) = reported(*[ALL_RIGHT] * 3, LEARNT)
     assert "nothing was learnt from 3 of 4 steps: all their rewards were equal; look at" in line
-    (line,) = told(EACH_GROUP, LEARNT, LEARNT)
+    (line,) = reported(EACH_GROUP, LEARNT, LEARNT)
     assert "nothing was learnt from 1 of 3 steps: all rewards of each group were equal; their prompts" in line

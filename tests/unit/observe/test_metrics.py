@@ -389,5 +389,5 @@ def test_a_missing_key_of_wandb_is_found_before_the_start(
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=True, env=environment
     )
-    told = "logging.wandb_project='p': there is no API key; run `wandb login`, set WANDB_API_KEY, or set"
-    assert done.stdout.startswith(told) if mode == "online" else done.stdout.strip() == ""
+    reported = "logging.wandb_project='p': there is no API key; run `wandb login`, set WANDB_API_KEY, or set"
+    assert done.stdout.startswith(reported) if mode == "online" else done.stdout.strip() == ""

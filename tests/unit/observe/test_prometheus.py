@@ -119,7 +119,7 @@ def test_the_board_is_made_from_the_glossary() -> None:
 
 def test_the_board_is_whole_and_names_only_what_is_told() -> None:
     board = json.loads((LAUNCHERS / "grafana_board.json").read_text())
-    told = {metric_name(entry) for entry in (*glossary().metrics, *OBSERVED)}
+    reported = {metric_name(entry) for entry in (*glossary().metrics, *OBSERVED)}
     ids = [panel["id"] for panel in board["panels"]]
     assert len(set(ids)) == len(ids)
     taken: set[tuple[int, int]] = set()
@@ -131,7 +131,7 @@ def test_the_board_is_whole_and_names_only_what_is_told() -> None:
         taken |= cells
         for target in panel.get("targets", ()):
             (name,) = re.findall(r"asyncrl_\w+", target["expr"])
-            assert name in told
+            assert name in reported
 
 
 def test_a_panel_of_an_unknown_metric_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,13 +97,13 @@ def test_every_field_of_a_trajectory_and_its_samples_is_kept_but_experts_and_fra
 
 def test_the_page_has_every_column_with_its_type() -> None:
     page = (Path(__file__).resolve().parents[3] / "docs" / "samples.md").read_text(encoding="utf-8")
-    told: dict[str, str] = {}
+    reported: dict[str, str] = {}
     for names, kinds in re.findall(r"^\| (`[^|]+`) \| ([^|]+) \|", page.partition("\n## The files\n")[2], re.MULTILINE):
         columns = re.findall(r"`(\w+)`", names)
         types = [kinds] if kinds.startswith("map") else kinds.split(", ")
-        told |= zip(columns, types * len(columns) if len(types) == 1 else types, strict=True)
+        reported |= zip(columns, types * len(columns) if len(types) == 1 else types, strict=True)
     kept = {field.name: str(field.type).replace("item: ", "") for field in schema()}
-    assert told == {name: re.sub(r"struct<.*", "struct>", kind) for name, kind in kept.items()}
+    assert reported == {name: re.sub(r"struct<.*", "struct>", kind) for name, kind in kept.items()}
 
 
 def test_a_row_tells_turns_versions_and_three_log_probabilities(tmp_path: Path) -> None:

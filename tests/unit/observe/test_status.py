@@ -17,7 +17,7 @@ from asyncrl.observe.status import (
     StepSizes,
     about,
     outlook,
-    standstill,
+    stall,
     status_lines,
 )
 
@@ -136,8 +136,8 @@ def test_how_far_the_first_batch_of_a_launch_is_and_when_it_will_be_ready() -> N
     lines["generation_server/0"] = [line(40.0, running=2, tokens_per_s=1234.4)]
     assert outlook(launch(lines), SIZES) == f"{begins}1 answers of at least 32 are complete; 1,234 tokens/s"
     lines["rollout_worker/0"] = [line(60.0, answers_total=2)]
-    told = outlook(launch(lines), SIZES)
-    assert "; 1,234 tokens/s; the batch in about 15 min" in told, "two run at a time, two are complete"
+    reported = outlook(launch(lines), SIZES)
+    assert "; 1,234 tokens/s; the batch in about 15 min" in reported, "two run at a time, two are complete"
     lines["rollout_worker/0"] = [line(300.0, answers_total=8)]
     assert outlook(launch(lines), SIZES) == (
         f"{begins}8 answers of at least 32 are complete; 1,234 tokens/s; "
@@ -169,11 +169,11 @@ def test_when_a_run_with_steps_will_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "told"),
+    ("seconds", "reported"),
     [(0.2, "about 1 s"), (89, "about 89 s"), (90, "about 2 min"), (3600, "about 60 min"), (7800, "about 2 h 10 min")],
 )
-def test_durations_are_told_for_people(seconds: float, told: str) -> None:
-    assert about(seconds) == told
+def test_durations_are_told_for_people(seconds: float, reported: str) -> None:
+    assert about(seconds) == reported
 
 
 def stalled(since_s: float = 500.0, **of_worker: float) -> dict[str, list[Line]]:
@@ -188,14 +188,14 @@ def stalled(since_s: float = 500.0, **of_worker: float) -> dict[str, list[Line]]
 
 def test_a_run_that_stands_still_tells_since_when_what_each_process_does_and_who_is_silent() -> None:
     assert shown(stalled(), {1: 10.0, 2: 20.0}) == [
-        "The run stands still: no step since 500 s, after step 2; master_worker/0 trains step 3 since 520 s; "
+        "The run is stalled: no step since 500 s, after step 2; master_worker/0 trains step 3 since 520 s; "
         "model_worker/0 computes actor_train since 520 s. Silent: model_worker/0. The manager counts 2 rollouts under "
         "way and 6 that wait to be trained. Look at the log of model_worker/0; py-spy dump shows where it is."
     ]
     waiting = launch(
         {"master_worker/0": [line(520.0, "waits for the rollouts of step 3", "serves")]}, {1: 10.0, 2: 20.0}
     )
-    found = standstill(waiting)
+    found = stall(waiting)
     assert found is not None
     sentence, advice = found
     assert sentence == "no step since 500 s, after step 2; all processes wait."
@@ -206,18 +206,18 @@ def test_a_run_that_stands_still_tells_since_when_what_each_process_does_and_who
 def test_a_run_whose_answers_end_or_whose_ranks_compute_has_a_long_step(work: str) -> None:
     lines = stalled()
     lines["rollout_worker/0"] = [line(500.0, **{work: 7}), line(520.0, **{work: 9})]
-    assert standstill(launch(lines, {1: 10.0, 2: 20.0})) is None
+    assert stall(launch(lines, {1: 10.0, 2: 20.0})) is None
     lines["rollout_worker/0"] = [line(500.0, **{work: 9}), line(520.0, **{work: 9})]
-    assert standstill(launch(lines, {1: 10.0, 2: 20.0})) is not None
+    assert stall(launch(lines, {1: 10.0, 2: 20.0})) is not None
     lines["rollout_worker/0"] = [line(400.0, **{work: 7}), line(455.0, **{work: 9}), line(520.0, **{work: 9})]
-    assert standstill(launch(lines, {1: 10.0, 2: 20.0})) is not None, "that was more than a minute ago"
+    assert stall(launch(lines, {1: 10.0, 2: 20.0})) is not None, "that was more than a minute ago"
 
 
 def test_a_step_may_take_a_minute_and_eight_times_as_long_as_others() -> None:
-    assert standstill(launch(stalled(LONG_S - 1), {1: 15.0, 2: 20.0})) is None
-    assert standstill(launch(stalled(LONG_S + 1), {1: 15.0, 2: 20.0})) is not None
-    assert standstill(launch(stalled(79.0), {1: 10.0, 2: 20.0})) is None
-    assert standstill(launch(stalled(81.0), {1: 10.0, 2: 20.0})) is not None
+    assert stall(launch(stalled(LONG_S - 1), {1: 15.0, 2: 20.0})) is None
+    assert stall(launch(stalled(LONG_S + 1), {1: 15.0, 2: 20.0})) is not None
+    assert stall(launch(stalled(79.0), {1: 10.0, 2: 20.0})) is None
+    assert stall(launch(stalled(81.0), {1: 10.0, 2: 20.0})) is not None
 
 
 def test_a_line_without_a_beginning_tells_no_time() -> None:

@@ -25,28 +25,28 @@ class Manager:
     """A manager that gave up the rollout `lost`."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.reported: list[str] = []
         self.received_tokens: dict[str, int] = {}
 
     async def call(self, request: m.Request[Any]) -> Any:
         match request:
             case m.RunBegin():
-                self.told.append("run")
+                self.reported.append("run")
             case m.ReceivedReport(rollouts=rollouts):
-                assert self.told == ["run"]
+                assert self.reported == ["run"]
                 self.received_tokens |= {each.rollout_id: each.tokens for each in rollouts}
                 return m.ReceivedReply([each.rollout_id for each in rollouts if each.rollout_id == "lost"])
             case m.StatusRequest():
                 return status_reply()
             case m.CloseGate():
-                self.told.append("close")
+                self.reported.append("close")
             case m.EndReport(version=version):
-                self.told.append(f"end at {version}")
+                self.reported.append(f"end at {version}")
                 return RolloutCounts(2, 0, {}, 2)
         return m.Done()
 
     async def close(self) -> None:
-        self.told.append("gone")
+        self.reported.append("gone")
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ async def test_a_report_that_fails_ends_the_recorder(make_recorder: Callable[...
     manager.call = fail
     with pytest.raises(KeyError, match="a defect"):
         await make_recorder(manager).main()
-    assert manager.told == ["gone"]
+    assert manager.reported == ["gone"]
 
 
 async def test_what_a_given_up_worker_delivers_late_is_not_kept(
@@ -111,4 +111,4 @@ async def test_what_a_given_up_worker_delivers_late_is_not_kept(
         await make_recorder(manager, *map(trajectory, ("r1", "lost", "r2", "r3"))).main()
     assert kept == ["r1", "r2"], "as many as one step of two rollouts trains"
     assert manager.received_tokens == {"r1": 8, "lost": 8, "r2": 8}
-    assert manager.told == ["run", "close", "end at 0", "gone"]
+    assert manager.reported == ["run", "close", "end at 0", "gone"]

@@ -30,16 +30,16 @@ def test_every_game_pays_what_open_spiel_pays(kuhn: Any) -> None:
     played = 0
     for cards in kuhn.DEALS:
         for moves in itertools.product("01", repeat=3):
-            spiel, said = game.new_initial_state(), ""
+            spiel, history = game.new_initial_state(), ""
             for card in cards:
                 spiel.apply_action(card - 1)
             for move in moves:
-                if kuhn.payoff(cards, said) is None:
-                    assert spiel.information_state_string() == spiel_state(kuhn.state(cards[len(said) % 2], said))
+                if kuhn.payoff(cards, history) is None:
+                    assert spiel.information_state_string() == spiel_state(kuhn.state(cards[len(history) % 2], history))
                     spiel.apply_action(int(move))
-                    said += move
+                    history += move
             assert spiel.is_terminal()
-            assert spiel.returns()[0] == kuhn.payoff(cards, said)
+            assert spiel.returns()[0] == kuhn.payoff(cards, history)
             played += 1
     assert played == 48
 

@@ -67,9 +67,9 @@ def test_a_careful_worked_example_is_right_and_a_careless_one_often_is_not() -> 
         assert all(int(row["answer"]) > 0 for row in rows)
 
 
-@pytest.mark.parametrize(("name", "value", "said"), [("split", "test", "split"), ("num_rows", 0, "num_rows")])
-def test_a_wrong_argument_is_named(name: str, value: object, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+@pytest.mark.parametrize(("name", "value", "message"), [("split", "test", "split"), ("num_rows", 0, "num_rows")])
+def test_a_wrong_argument_is_named(name: str, value: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         of("Sentences")(**{name: value})
     with pytest.raises(IndexError, match="row 5"):
         of("WordProblems")(num_rows=5).row(5)

@@ -228,10 +228,10 @@ async def test_a_retry_follows_the_feedback_and_is_worth_less() -> None:
 async def test_feedback_repeats_the_question_of_a_prompt_in_messages() -> None:
     env = RetryEnv(reward=lambda data, text: 0.0)
     parts = [{"type": "image"}, {"type": "text", "text": "What is {this}?"}]
-    for content, said in (("2+2?", "2+2?"), (parts, "What is {this}?")):
+    for content, message in (("2+2?", "2+2?"), (parts, "What is {this}?")):
         turns = [{"role": "system", "content": "Answer."}, {"role": "user", "content": content}]
-        assert (await env.reset(options={"data": {"prompt": turns}}))[0] == said
-        assert (await env.step("4"))[0] == f"\nThat is not right. Try again.\n{said}\n"
+        assert (await env.reset(options={"data": {"prompt": turns}}))[0] == message
+        assert (await env.step("4"))[0] == f"\nThat is not right. Try again.\n{message}\n"
 
 
 async def test_the_environment_scores_with_the_reward_function_of_the_row() -> None:

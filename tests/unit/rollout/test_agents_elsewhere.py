@@ -85,25 +85,25 @@ NAMES = ["own", "own/judge", "past", "past/role"]
 
 
 async def test_the_clients_that_an_agent_is_handed_answer_on_the_workers_loop(runner: UserCodeRunner) -> None:
-    told: dict[str, list[str]] = {}
+    reported: dict[str, list[str]] = {}
 
     class OnLoop(Agent):
         async def run(self, prompt: Prompt, env: Environment, client: Any) -> None:
-            told["loop"] = [(await each.generate(REQUEST)).request_id for each in clients_of(client)]
+            reported["loop"] = [(await each.generate(REQUEST)).request_id for each in clients_of(client)]
 
     class InThread(Agent):
         def run(self, prompt: Prompt, env: Environment, client: Any) -> None:  # type: ignore[override]
-            told["thread"] = [each.generate(REQUEST).request_id for each in clients_of(client)]
+            reported["thread"] = [each.generate(REQUEST).request_id for each in clients_of(client)]
 
     class Group(Agent):
         def run_group(self, prompt: Prompt, make_env: Any, client: Any) -> Any:
             own = client.episode(prompt.of_member(0))
-            told["group"] = [each.generate(REQUEST).request_id for each in clients_of(own)]
+            reported["group"] = [each.generate(REQUEST).request_id for each in clients_of(own)]
             return []
 
     for agent in (OnLoop(), InThread(), Group()):
         await play(agent, runner)
-    assert told == {"loop": NAMES, "thread": NAMES, "group": NAMES}
+    assert reported == {"loop": NAMES, "thread": NAMES, "group": NAMES}
 
 
 async def test_an_environment_in_its_agents_thread_runs_there_and_keeps_its_own_names(runner: UserCodeRunner) -> None:
@@ -119,7 +119,7 @@ async def test_an_environment_in_its_agents_thread_runs_there_and_keeps_its_own_
 
 
 async def test_a_thread_whose_rollout_has_ended_is_answered_no_more(runner: UserCodeRunner) -> None:
-    told, asked = list[BaseException](), asyncio.Event()
+    reported, asked = list[BaseException](), asyncio.Event()
     resume, is_over = threading.Event(), threading.Event()
 
     class Silent(Client):
@@ -134,7 +134,7 @@ async def test_a_thread_whose_rollout_has_ended_is_answered_no_more(runner: User
                 try:
                     client.generate(REQUEST)
                 except BaseException as error:
-                    told.append(error)
+                    reported.append(error)
                 resume.wait(LIMIT_S)
             is_over.set()
 
@@ -145,5 +145,5 @@ async def test_a_thread_whose_rollout_has_ended_is_answered_no_more(runner: User
         await asyncio.gather(playing, return_exceptions=True)
         resume.set()
         assert await asyncio.to_thread(is_over.wait, LIMIT_S)
-    assert isinstance(told[0], CancelledError)
-    assert "generate was called after the rollout had ended" in str(told[1])
+    assert isinstance(reported[0], CancelledError)
+    assert "generate was called after the rollout had ended" in str(reported[1])

@@ -81,7 +81,7 @@ def test_a_rank_without_rollouts_has_the_columns_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "data", "said"),
+    ("change", "data", "message"),
     [
         ({"metrics": {}}, {"difficulty": 1}, "a sample of episode 1 lacks 'agent/turns'; it has row/difficulty"),
         ({"reward_parts": {}}, {"difficulty": 1}, "lacks 'reward/format'; it has none"),
@@ -92,12 +92,12 @@ def test_a_rank_without_rollouts_has_the_columns_too() -> None:
     ],
 )
 def test_a_sample_that_lacks_one_is_refused_by_name(
-    change: dict[str, object], data: dict[str, object], said: str
+    change: dict[str, object], data: dict[str, object], message: str
 ) -> None:
     samples = [sample(), replace(sample(episode=1), **change)]  # type: ignore[arg-type]
     with pytest.raises(ColumnError) as caught:
         with_columns(samples, data, DECLARED)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_samples_kept_before_a_column_was_declared_are_refused() -> None:
@@ -182,16 +182,16 @@ async def test_numbers_beside_the_score_are_parts_and_do_not_count(
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("no_score", "a finite number, {'score': number, ...}"), ("hides", "'mean': 2.0")]
+    ("name", "message"), [("no_score", "a finite number, {'score': number, ...}"), ("hides", "'mean': 2.0")]
 )
 async def test_a_mapping_without_a_score_or_with_a_metrics_name_is_refused(
-    rewards: MakeRewards, name: str, said: str
+    rewards: MakeRewards, name: str, message: str
 ) -> None:
     (config,) = rewards((name, []))
     async with UserCodeRunner(ExperimentConfig().rollout.user_code) as runner:
         with pytest.raises(UserCodeError) as caught:
             await Rewards(load_rewards(config, ()), runner).answer({}, "x")
-        assert said in str(caught.value)
+        assert message in str(caught.value)
 
 
 async def test_each_row_is_scored_by_the_rewards_of_its_source(rewards: MakeRewards) -> None:

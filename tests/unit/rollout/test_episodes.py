@@ -263,7 +263,7 @@ async def test_an_episode_that_fails_once_its_context_is_full_names_the_setting(
 ) -> None:
     """The framework of an agent raises an error of its own then, which says nothing of a context."""
 
-    async def goes_on(prompt: Prompt, env: Environment, client: ChatClient) -> float | None:
+    async def continues(prompt: Prompt, env: Environment, client: ChatClient) -> float | None:
         answer = await client.generate(ask(prompt))
         if prompt.member == 0:
             raise KeyError("no tool call")
@@ -271,11 +271,11 @@ async def test_an_episode_that_fails_once_its_context_is_full_names_the_setting(
 
     full = ChatPolicy(ChatLimits(max_context=len(PROMPT.input_ids)))
     with pytest.raises(KeyError) as caught:
-        await roll_out_counted(goes_on, tries=RetryLimits(1, least=9), rules=full)
+        await roll_out_counted(continues, tries=RetryLimits(1, least=9), rules=full)
     assert "generation.context_length left no room" in str(caught.value.__notes__)
-    assert "agent goes_on raised KeyError after its context was full (generation.context_length)" in caplog.text
-    _, counted = await roll_out_counted(goes_on, tries=RetryLimits(1))
-    assert counted["rollout/lost_episodes: agent goes_on raised KeyError"] == 1.0
+    assert "agent continues raised KeyError after its context was full (generation.context_length)" in caplog.text
+    _, counted = await roll_out_counted(continues, tries=RetryLimits(1))
+    assert counted["rollout/lost_episodes: agent continues raised KeyError"] == 1.0
 
 
 async def test_too_few_episodes_left_are_the_error_of_the_last_one_that_was_given_up() -> None:

@@ -209,5 +209,8 @@ async def test_an_answer_tells_what_its_agent_its_tools_and_its_rewards_counted(
             return [replace(sample, metrics={"turns": 4.0}, reward_parts={"own": sample.reward})]
 
     result = await evaluator(FakeClient(), Counts()).evaluate("two", 7)
-    told = {"agent/turns": 4.0, "tool/search/calls": 2.0}
-    assert [answer.metrics for answer in result.answers] == [told | {"reward/own": 0.0}, told | {"reward/own": 0.5}]
+    reported = {"agent/turns": 4.0, "tool/search/calls": 2.0}
+    assert [answer.metrics for answer in result.answers] == [
+        reported | {"reward/own": 0.0},
+        reported | {"reward/own": 0.5},
+    ]

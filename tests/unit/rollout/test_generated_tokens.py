@@ -45,8 +45,8 @@ def test_samples_of_each_policys_own_answers_pass(generated: PolicyAnswers) -> N
     generated.check(own)
     generated.check(own[:1])  # an agent may return some samples only
     generated.check([])
-    of_opponent = {f"opponent/past/{which}version": 3.0 for which in ("", "oldest_", "newest_")}
-    assert generated.metrics() == of_opponent | {"rollout/generated/actor": 4.0, "rollout/generated/judge": 2.0}
+    of_policy_server = {f"policy_server/past/{which}version": 3.0 for which in ("", "oldest_", "newest_")}
+    assert generated.metrics() == of_policy_server | {"rollout/generated/actor": 4.0, "rollout/generated/judge": 2.0}
 
 
 @pytest.mark.parametrize(

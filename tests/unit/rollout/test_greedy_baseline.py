@@ -117,7 +117,7 @@ async def test_other_advantages_and_evaluation_play_no_greedy_answer(
     assert "agent/greedy_reward" not in (await played(UserComponents(configured(advantage="grpo")), policy))[1]
     components = UserComponents(configured())
     async with components.runner:
-        await components.cast.play(components.prompts.train(PromptRef("p", 0, 0)), policy)
+        await components.agent_setup.play(components.prompts.train(PromptRef("p", 0, 0)), policy)
     assert all(asked.temperature == 1.0 for asked in policy.asked)
 
 

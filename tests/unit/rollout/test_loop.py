@@ -115,7 +115,7 @@ class FakeGate:
     version: int = 0
     done: asyncio.Event = field(default_factory=asyncio.Event)
     goal: int = 0
-    resting: set[str] = field(default_factory=set)
+    skipped: set[str] = field(default_factory=set)
     failures: list[int] = field(default_factory=list)
 
     async def allocate(self, rollouts: Sequence[str], *, timeout_s: float) -> AllocateReply:
@@ -131,8 +131,8 @@ class FakeGate:
         self.prompts[rollout_id] = ref.prompt_id
         self.running.add(rollout_id)
         failures = self.failures.pop(0) if self.failures else 0
-        route, rests = Route(f"http://{ref.prompt_id}", 0), ref.prompt_id in self.resting
-        return GrantedRollout(rollout_id, ref.prompt_id, ref.order, ref.row, 0, failures, self.version, route, rests)
+        route, skips = Route(f"http://{ref.prompt_id}", 0), ref.prompt_id in self.skipped
+        return GrantedRollout(rollout_id, ref.prompt_id, ref.order, ref.row, 0, failures, self.version, route, skips)
 
     def finish(self, rollouts: Sequence[FinishedRollout]) -> None:
         for rollout in rollouts:
@@ -201,7 +201,7 @@ async def test_every_admitted_rollout_is_pushed_and_then_reported_in_data_order(
 
 async def test_a_curriculum_hears_the_share_of_right_answers_and_what_rests_is_dropped_without_a_rollout() -> None:
     first, second = ORDER.ref(0).prompt_id, ORDER.ref(1).prompt_id
-    gate = FakeGate(admit=3, resting={second})
+    gate = FakeGate(admit=3, skipped={second})
     filters = RolloutConfig(max_concurrent=8, filters=[ChoiceConfig(name="zero_variance")])
     agent = EchoAgent(lambda prompt_id: (1.0, 0.5) if prompt_id == first else (2.0, 2.0))
     pushed = await run(gate, agent, config=filters, right_at=1.0)

@@ -52,7 +52,7 @@ async def test_a_granted_rollout_takes_a_place_and_the_other_ids_are_asked_for_a
     gate = Gate()
     slots = RolloutSlots(cast(ManagerClient, gate), 3)
     assert len(await slots.granted()) == 1
-    assert (slots.running, slots.figures()) == (1, {"rollouts": 1, "places": 3})
+    assert (slots.running, slots.figures()) == (1, {"rollouts": 1, "slots": 3})
     await slots.granted()
     assert gate.asked[1] == gate.asked[0][1:], "ids without an answer are repeated"
     slots.free()
@@ -126,9 +126,9 @@ async def test_a_rollouts_first_own_request_goes_to_its_route_and_opponents_are_
     assert routes == [None, route, None, None]
     assert policy.answers is not None
     found = policy.answers.metrics()
-    assert found["opponent/past/version"] == 5.0
-    assert (found["opponent/past/oldest_version"], found["opponent/past/newest_version"]) == (4.0, 7.0)
-    assert not any(name.startswith("opponent/judge") for name in found)
+    assert found["policy_server/past/version"] == 5.0
+    assert (found["policy_server/past/oldest_version"], found["policy_server/past/newest_version"]) == (4.0, 7.0)
+    assert not any(name.startswith("policy_server/judge") for name in found)
     generated = {name.removeprefix(GENERATED): count for name, count in found.items() if name.startswith(GENERATED)}
     assert generated == {"actor": 6.0, "judge": 3.0}
 

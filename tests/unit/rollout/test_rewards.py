@@ -307,7 +307,7 @@ async def roll_out(config: ExperimentConfig, size: int = 3) -> tuple[Sequence[Sa
     prompt = Prompt("p", 0, {"prompt": "1"}, tuple(TOKENIZER.encode("1")), size, SamplingParams())
     async with components.runner, asyncio.timeout(LIMIT_S):
         with metered() as meter:
-            samples, counted = await components.cast.play(prompt, Policy())
+            samples, counted = await components.agent_setup.play(prompt, Policy())
     return samples, meter.metrics() | counted, called_in()
 
 
@@ -476,7 +476,7 @@ def test_an_asynchronous_environment_in_a_thread_is_refused(config: ExperimentCo
         UserComponents(config)
 
 
-@pytest.mark.parametrize("place", [RunIn.thread, RunIn.process])
+@pytest.mark.parametrize("run_in", [RunIn.thread, RunIn.process])
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -488,21 +488,21 @@ def test_an_asynchronous_environment_in_a_thread_is_refused(config: ExperimentCo
     ],
 )
 async def test_an_environment_that_returns_something_else_is_named(
-    config: ExperimentConfig, place: RunIn, kind: str, message: str
+    config: ExperimentConfig, run_in: RunIn, kind: str, message: str
 ) -> None:
-    config.env.path, config.env.run_in = config.reward.path.replace(":twos", ":OddEnv"), place
+    config.env.path, config.env.run_in = config.reward.path.replace(":twos", ":OddEnv"), run_in
     config.env.args, config.env.processes = {"kind": kind}, 4
     with pytest.raises(UserCodeError, match=message):
         await roll_out(config)
 
 
-@pytest.mark.parametrize("place", [RunIn.thread, RunIn.process])
-async def test_numbers_of_numpy_are_rewards_and_extras_everywhere(config: ExperimentConfig, place: RunIn) -> None:
-    config.env.path, config.env.run_in = config.reward.path.replace(":twos", ":OddEnv"), place
+@pytest.mark.parametrize("run_in", [RunIn.thread, RunIn.process])
+async def test_numbers_of_numpy_are_rewards_and_extras_everywhere(config: ExperimentConfig, run_in: RunIn) -> None:
+    config.env.path, config.env.run_in = config.reward.path.replace(":twos", ":OddEnv"), run_in
     config.env.args, config.env.processes = {"kind": "numpy"}, 4
     samples, _, _ = await roll_out(config)
     assert [sample.reward for sample in samples] == [0.5] * 3
-    config.env, config.reward.run_in = EnvConfig(), place
+    config.env, config.reward.run_in = EnvConfig(), run_in
     config.reward.path = config.reward.path.replace(":twos", ":with_extras")
     samples, metrics, _ = await roll_out(config)
     assert [dict(sample.reward_parts) for sample in samples] == [{"torch_like": 0.25, "numpy": 3.0}] * 3

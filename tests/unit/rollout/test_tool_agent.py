@@ -202,14 +202,14 @@ def test_the_demos_demonstrations_are_what_its_template_renders():
     schema = {"type": "function", "function": {"name": "calculator", "parameters": {"properties": {"expression": {}}}}}
     user = {"role": "user", "content": "What is 12*34?"}
     call = {"name": "calculator", "arguments": {"expression": "12*34"}}
-    said = {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "type": "function", "function": call}]}
-    told = {"role": "tool", "tool_call_id": "a", "content": "408"}
+    message = {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "type": "function", "function": call}]}
+    reported = {"role": "tool", "tool_call_id": "a", "content": "408"}
 
     def rendered(*messages):
         return TOKENIZER.decode_all(CHAT.begin(messages, [schema]).ids)
 
     assert rendered(user) == conversation("12*34")
-    assert rendered(user, said, told) == answered(conversation("12*34"), call_text("12*34"), "408")
+    assert rendered(user, message, reported) == answered(conversation("12*34"), call_text("12*34"), "408")
     assert CHAT.findings.refused == {}
 
 

@@ -121,7 +121,7 @@ class Told(Tool):
     name = "told"
 
     def __init__(self):
-        self.told = []
+        self.calls = []
         self.truth = ""
 
     def schema(self):
@@ -132,17 +132,17 @@ class Told(Tool):
 
     async def create(self, instance_id, ground_truth, **kwargs):
         self.truth = ground_truth
-        self.told.append(("create", {"ground_truth": ground_truth} | kwargs))
+        self.calls.append(("create", {"ground_truth": ground_truth} | kwargs))
 
     async def execute(self, instance_id, arguments, *, unit=""):
         return f"{self.truth} {unit}"
 
     async def calc_reward(self, instance_id, *, bonus=0.0):
-        self.told.append(("calc_reward", {"bonus": bonus}))
+        self.calls.append(("calc_reward", {"bonus": bonus}))
         return bonus
 
     def release(self, instance_id, **kwargs):
-        self.told.append(("release", kwargs))
+        self.calls.append(("release", kwargs))
 
 
 class BadReward(Counter):
@@ -188,9 +188,9 @@ async def _call(tools: RunTools, name: str, arguments: Any, **data: Any):
         return await session.call(ToolCall("id", name, arguments)), dict(session.metrics)
 
 
-@pytest.mark.parametrize("place", ["auto", "loop", "thread", "process"])
-async def test_a_function_is_called_wherever_it_runs(runner, module, place):
-    tools = _tools(runner, module, "add", run_in=place)
+@pytest.mark.parametrize("run_in", ["auto", "loop", "thread", "process"])
+async def test_a_function_is_called_wherever_it_runs(runner, module, run_in):
+    tools = _tools(runner, module, "add", run_in=run_in)
     result, metrics = await _call(tools, "add", {"a": 2})
     assert (result.text, result.is_error) == ("3", False)
     assert metrics["tool/add/calls"] == 1
@@ -198,13 +198,13 @@ async def test_a_function_is_called_wherever_it_runs(runner, module, place):
     assert metrics["tool/add/seconds"] > 0
 
 
-@pytest.mark.parametrize("place", ["auto", "process"])
-async def test_an_asynchronous_function_is_called(runner, module, place):
-    assert (await _call(_tools(runner, module, "later", run_in=place), "later", {"a": 2}))[0].text == "3"
+@pytest.mark.parametrize("run_in", ["auto", "process"])
+async def test_an_asynchronous_function_is_called(runner, module, run_in):
+    assert (await _call(_tools(runner, module, "later", run_in=run_in), "later", {"a": 2}))[0].text == "3"
 
 
 @pytest.mark.parametrize(
-    ("name", "place", "told"),
+    ("name", "run_in", "reported"),
     [
         ("hangs", "thread", "did not return within 0.3 s"),
         ("hangs", "process", "did not return within 0.3 s"),
@@ -217,13 +217,13 @@ async def test_an_asynchronous_function_is_called(runner, module, place):
         ("no_result", "thread", "returned an invalid result"),
     ],
 )
-async def test_a_tool_that_fails_gives_an_error_text_and_is_counted(runner, module, name, place, told):
-    tools = _tools(runner, module, name, "add", run_in=place, timeout_s=0.3 if name == "hangs" else 120.0)
+async def test_a_tool_that_fails_gives_an_error_text_and_is_counted(runner, module, name, run_in, reported):
+    tools = _tools(runner, module, name, "add", run_in=run_in, timeout_s=0.3 if name == "hangs" else 120.0)
     for _ in range(2):
         result, metrics = await _call(tools, name, {"a": 1})
         assert result.is_error
         assert result.text.startswith("Error: ")
-        assert told in result.text
+        assert reported in result.text
         assert "my_tools.py" not in result.text
         assert metrics[f"tool/{name}/errors"] == 1
         result.text.encode()
@@ -252,7 +252,7 @@ async def test_a_huge_result_is_cut_or_refused(runner, module):
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "told"),
+    ("name", "arguments", "reported"),
     [
         ("nothing", {}, "there is no tool 'nothing'; there are: add"),
         ("\udce9" * 1000, {}, "there is no tool '?"),
@@ -263,28 +263,28 @@ async def test_a_huge_result_is_cut_or_refused(runner, module):
         ("add", {"a": "é" * (MAX_ARGUMENT_CHARS // 2)}, f"the arguments have {MAX_ARGUMENT_CHARS + 9} bytes; "),
     ],
 )
-async def test_calls_that_make_no_sense_are_told_so(runner, module, name, arguments, told):
+async def test_calls_that_make_no_sense_are_told_so(runner, module, name, arguments, reported):
     result, metrics = await _call(_tools(runner, module, "add"), name, arguments)
     assert result.is_error
-    assert told in result.text
+    assert reported in result.text
     assert len(result.text.encode()) < 1100
     counted = "add" if name == "add" else "unknown"
     assert metrics[f"tool/{counted}/errors"] == 1
 
 
 async def test_arguments_of_settings_and_samples_reach_a_function(runner, module):
-    for place in ("thread", "process"):
-        tools = _tools(runner, module, "scaled", run_in=place)
+    for run_in in ("thread", "process"):
+        tools = _tools(runner, module, "scaled", run_in=run_in)
         assert (await _call(tools, "scaled", {"a": 2}, tool_args={"scaled": {"factor": 3}}))[0].text == "6"
         assert " no value for the argument 'factor'" in (await _call(tools, "scaled", {"a": 2}))[0].text
-        tools = _tools(runner, module, "scaled", run_in=place, args={"factor": 5})
+        tools = _tools(runner, module, "scaled", run_in=run_in, args={"factor": 5})
         assert (await _call(tools, "scaled", {"a": 2}))[0].text == "10"
 
 
-@pytest.mark.parametrize("place", ["thread", "process"])
-async def test_a_function_names_its_arguments_as_it_likes(runner, module, place):
+@pytest.mark.parametrize("run_in", ["thread", "process"])
+async def test_a_function_names_its_arguments_as_it_likes(runner, module, run_in):
     row = {"tools_kwargs": {"runs": {"execute_kwargs": {"given": "c", "tool": "d"}}}}
-    tools = _tools(runner, module, "runs", run_in=place)
+    tools = _tools(runner, module, "runs", run_in=run_in)
     assert (await _call(tools, "runs", {"code": "a", "function": "b"}, **row))[0].text == "abcd"
 
 
@@ -325,16 +325,20 @@ GSM8K_OF_VERL = {
 
 async def test_a_row_in_verls_form_gives_each_method_its_arguments(runner, module):
     tools = _tools(runner, module, "Told", "add")
-    told = tools.toolbox.tools["told"].tool.told
+    reported = tools.toolbox.tools["told"].tool.calls
     async with tools.toolbox.session(GSM8K_OF_VERL) as session:
         assert (await session.call(ToolCall("a", "told", {}))).text == "72 m"
         assert await session.rewards() == {"tool/told": 0.5}
-    assert told == [("create", {"ground_truth": "72"}), ("calc_reward", {"bonus": 0.5}), ("release", {"why": "end"})]
+    assert reported == [
+        ("create", {"ground_truth": "72"}),
+        ("calc_reward", {"bonus": 0.5}),
+        ("release", {"why": "end"}),
+    ]
 
 
-@pytest.mark.parametrize("place", ["thread", "process"])
-async def test_a_function_takes_what_the_row_gives_to_its_calls(runner, module, place):
-    tools = _tools(runner, module, "scaled", run_in=place)
+@pytest.mark.parametrize("run_in", ["thread", "process"])
+async def test_a_function_takes_what_the_row_gives_to_its_calls(runner, module, run_in):
+    tools = _tools(runner, module, "scaled", run_in=run_in)
     given = {"scaled": {"create_kwargs": {"factor": 3}, "execute_kwargs": {"factor": 4}}}
     assert (await _call(tools, "scaled", {"a": 2}, tools_kwargs=given))[0].text == "8"
     given = {"scaled": {"execute_kwargs": {"faktor": 4}}}

@@ -25,8 +25,8 @@ async def until_stopped(error: Exception) -> None:
 
 
 async def test_users_code_by_which_all_rollouts_fail_is_told_in_a_sentence() -> None:
-    told = r"^all rollouts fail, the last one as reward my.py:score raised ValueError: no column 'answer'$"
-    with pytest.raises(CannotContinue, match=told):
+    reported = r"^all rollouts fail, the last one as reward my.py:score raised ValueError: no column 'answer'$"
+    with pytest.raises(CannotContinue, match=reported):
         await until_stopped(UserCodeError("reward my.py:score", "raised ValueError: no column 'answer'"))
 
 

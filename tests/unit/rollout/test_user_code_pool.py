@@ -581,11 +581,11 @@ async def test_what_holds_the_loops_is_named(
 
     async def sleeps_synchronously() -> None:
         """It comes round now and then: what held the loop before this, a thread that begins late, was told then."""
-        while not any(said in message and where in message for message in caplog.messages):
+        while not any(expected in message and where in message for message in caplog.messages):
             time.sleep(0.3)  # noqa: ASYNC251
             await asyncio.sleep(0.01)
 
-    said, where = "held its event loop", "in sleeps_synchronously"
+    expected, where = "held its event loop", "in sleeps_synchronously"
 
     async with UserCodeRunner(UserCodeConfig()) as watched:
         await watched.call(Code("env my.py:Env.step", Activity.env, LIMIT_S, RunIn.auto), sleeps_synchronously)

@@ -44,7 +44,7 @@ class Sometimes:
 """
 
 
-async def told(single: RewardConfig, several: Any, *answers: str) -> tuple[float, bool | None]:
+async def reported(single: RewardConfig, several: Any, *answers: str) -> tuple[float, bool | None]:
     """The last answer's reward, and the verdict on it."""
     async with UserCodeRunner(ExperimentConfig().rollout.user_code) as runner:
         rewards = Rewards(load_rewards(single, several), runner)
@@ -76,13 +76,13 @@ async def test_a_verdict_is_declared_by_mark_or_setting(
     mine: str, name: str, args: dict[str, Any], verdict: bool | None, expected: bool | None
 ) -> None:
     config = RewardConfig(path=f"{mine}:{name}", args=args, verdict=verdict)
-    assert await told(config, [], "1") == (1.0, expected)
+    assert await reported(config, [], "1") == (1.0, expected)
 
 
 async def test_a_verdict_that_is_neither_0_nor_1_is_an_error_that_says_so(mine: str) -> None:
     with pytest.raises(UserCodeError, match=r"mine.py:right is declared a verdict and returned 0.5; return 0 or 1"):
-        await told(RewardConfig(path=f"{mine}:right"), [], "0.5")
-    assert await told(RewardConfig(path=f"{mine}:graded"), [], "0.5") == (0.5, None)
+        await reported(RewardConfig(path=f"{mine}:right"), [], "0.5")
+    assert await reported(RewardConfig(path=f"{mine}:graded"), [], "0.5") == (0.5, None)
 
 
 async def test_the_last_answers_verdict_counts_whatever_weight_and_other_rewards_make_of_it(mine: str) -> None:
@@ -90,13 +90,13 @@ async def test_the_last_answers_verdict_counts_whatever_weight_and_other_rewards
         NamedRewardConfig(path=f"{mine}:right", name="right", weight=0.25),
         NamedRewardConfig(path=f"{mine}:graded", name="graded", weight=10.0),
     ]
-    assert await told(RewardConfig(), parts, "1", "0") == (0.0, False)
-    assert await told(RewardConfig(), parts, "0", "1") == (10.25, True)
+    assert await reported(RewardConfig(), parts, "1", "0") == (0.0, False)
+    assert await reported(RewardConfig(), parts, "0", "1") == (10.25, True)
 
 
 async def test_what_stands_in_for_a_verdict_that_failed_is_no_right_answer(mine: str) -> None:
     config = RewardConfig(path=f"{mine}:right", failure_reward=-1.0)
-    assert await told(config, [], "no number") == (-1.0, False)
+    assert await reported(config, [], "no number") == (-1.0, False)
 
 
 def test_built_in_rewards_that_tell_right_from_wrong_are_verdicts() -> None:

@@ -176,7 +176,7 @@ def test_a_launch_shows_the_rows_of_its_own_steps_alone(tmp_path: Path, monkeypa
     assert not any("of the earlier launch" in note for note in display.notes)
 
 
-def test_a_remark_of_a_process_is_shown_once(play: Play, tmp_path: Path) -> None:
+def test_a_notice_of_a_process_is_shown_once(play: Play, tmp_path: Path) -> None:
     def train(leader: Played) -> None:
         notice(run_dir_of(ExperimentConfig(fileroot=str(tmp_path))), "WARNING: nothing is learnt")
         leader.end(0)

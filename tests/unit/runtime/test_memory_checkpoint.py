@@ -36,28 +36,28 @@ def memory_checkpoint(tmp_path: Path) -> Iterator[MemoryCheckpoint]:
 
 
 def test_one_goes_on_where_the_announced_version_is_kept(memory_checkpoint: MemoryCheckpoint) -> None:
-    assert not memory_checkpoint.can_go_on(0), "there is no folder"
+    assert not memory_checkpoint.can_resume(0), "there is no folder"
     memory_checkpoint.begin()
-    assert memory_checkpoint.can_go_on(0), "of the initial model everything is known"
-    assert not memory_checkpoint.can_go_on(1)
+    assert memory_checkpoint.can_resume(0), "of the initial model everything is known"
+    assert not memory_checkpoint.can_resume(1)
     (memory_checkpoint.state_root / ".v3.writing").mkdir(parents=True)
     for version in (1, 2):
         (memory_checkpoint.state_root / f"v{version}").mkdir()
     assert memory_checkpoint.version == 2
-    assert memory_checkpoint.can_go_on(2)
-    assert not memory_checkpoint.can_go_on(3), "servers have a version that a successor would make anew"
+    assert memory_checkpoint.can_resume(2)
+    assert not memory_checkpoint.can_resume(3), "servers have a version that a successor would make anew"
 
 
 def test_nobody_goes_on_where_something_could_not_be_kept(memory_checkpoint: MemoryCheckpoint, tmp_path: Path) -> None:
     memory_checkpoint.begin()
     memory_checkpoint.invalidate()
-    assert not memory_checkpoint.can_go_on(0)
+    assert not memory_checkpoint.can_resume(0)
     memory_checkpoint.begin()
-    assert memory_checkpoint.can_go_on(0)
+    assert memory_checkpoint.can_resume(0)
     mark = (tmp_path / MEMORY_CHECKPOINT_FILE).read_text()
     memory_checkpoint.invalidate()
     (tmp_path / MEMORY_CHECKPOINT_FILE).write_text(mark)
-    assert not memory_checkpoint.can_go_on(0), "the folder says so too"
+    assert not memory_checkpoint.can_resume(0), "the folder says so too"
     memory_checkpoint.begin()
     memory_checkpoint.remove()
     assert not (tmp_path / MEMORY_CHECKPOINT_FILE).exists()
@@ -76,7 +76,7 @@ def test_a_disk_that_is_read_only_for_a_while_does_not_keep_the_mark(
     with refusing(1, errno.EROFS, tmp_path) as disk:
         memory_checkpoint.remove()
     assert disk.refused
-    assert not memory_checkpoint.can_go_on(0), "the mark is left, and no folder"
+    assert not memory_checkpoint.can_resume(0), "the mark is left, and no folder"
 
 
 def test_the_folder_is_of_one_run_and_private(memory_checkpoint: MemoryCheckpoint, tmp_path: Path) -> None:
@@ -189,9 +189,9 @@ def test_who_finds_that_a_launcher_is_gone_does_not_remove_what_the_next_one_mad
     finder.join(60.0)
     monkeypatch.undo()
     assert len(os.listdir("/proc/self/fd")) == opened + 1
-    assert memory_checkpoint.can_go_on(0)
+    assert memory_checkpoint.can_resume(0)
     module._remove_orphans(memory_checkpoint.folder.parent)
-    assert memory_checkpoint.can_go_on(0), "the lock is that of the folder made again"
+    assert memory_checkpoint.can_resume(0), "the lock is that of the folder made again"
 
 
 def test_who_finds_a_folder_leaves_the_one_that_was_made_in_its_place_before_it_had_the_lock(
@@ -323,7 +323,7 @@ def test_something_that_is_missing_on_one_host_is_told_to_all(
 ) -> None:
     elsewhere.invalidate()
     assert memory_checkpoint.invalid
-    assert not memory_checkpoint.can_go_on(0)
+    assert not memory_checkpoint.can_resume(0)
 
 
 def test_the_end_of_in_memory_checkpoints_is_shown_once_with_its_reason(
@@ -362,7 +362,7 @@ def test_a_host_without_shared_memory_keeps_the_step_in_the_folder_of_the_run(
     step = MemoryCheckpoint(tmp_path)
     step.begin()
     assert step.folder.parent == tmp_path
-    assert step.can_go_on(0)
+    assert step.can_resume(0)
     step.remove()
     assert not step.folder.exists()
 

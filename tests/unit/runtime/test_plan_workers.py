@@ -24,9 +24,9 @@ def plans_of(config: ExperimentConfig, gpus: int) -> dict[str, WorkerPlan]:
     return {plan.name: plan for plan in plan_workers(config, tuple(map(str, range(gpus))))}
 
 
-def test_guests_are_on_the_gpus_of_the_training_ranks() -> None:
+def test_colocated_servers_are_on_the_gpus_of_the_training_ranks() -> None:
     config = ExperimentConfig()
-    config.trainer.parallel, config.generation.servers, config.generation.guests = "d2", 3, "all"
+    config.trainer.parallel, config.generation.servers, config.generation.colocated = "d2", 3, "all"
     plans = plans_of(config, gpus=4)
     on = {name: plan.resources.gpus for name, plan in plans.items() if plan.kind in (MODEL_WORKER, GENERATION_SERVER)}
     assert on == {
@@ -36,9 +36,9 @@ def test_guests_are_on_the_gpus_of_the_training_ranks() -> None:
         "generation_server/1": ("1",),
         "generation_server/2": ("0",),
     }
-    config.generation.guests = "2"
-    lent = [plans_of(config, gpus=4)[f"generation_server/{index}"].resources.gpus for index in range(3)]
-    assert lent == [("2",), ("0",), ("1",)]
+    config.generation.colocated = "2"
+    colocated = [plans_of(config, gpus=4)[f"generation_server/{index}"].resources.gpus for index in range(3)]
+    assert colocated == [("2",), ("0",), ("1",)]
     config.trainer.device = Device.cpu
     assert plans_of(config, gpus=4)["generation_server/2"].resources.gpus == ("2",)
 
@@ -208,7 +208,7 @@ def test_servers_take_what_the_ranks_of_their_own_host_leave() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "reported"),
     [
         (lambda system: system.hosts.clear(), "system.hosts=[]: system.launcher=ssh needs to know the hosts"),
         (lambda system: setattr(system, "launcher", "local"), "system.launcher='local': starts"),
@@ -223,11 +223,11 @@ def test_servers_take_what_the_ranks_of_their_own_host_leave() -> None:
         (lambda system: setattr(system, "encrypt", False), "system.encrypt=false: between hosts anybody"),
     ],
 )
-def test_hosts_that_make_no_run_are_refused(change: Callable[[SystemConfig], None], told: str) -> None:
+def test_hosts_that_make_no_run_are_refused(change: Callable[[SystemConfig], None], reported: str) -> None:
     config = several_hosts(b=["generation_server", "rollout_worker"])
     assert list(check(config)) == []
     change(config.system)
-    assert any(told in problem for problem in check(config)), list(check(config))
+    assert any(reported in problem for problem in check(config)), list(check(config))
 
 
 def own_disks() -> ExperimentConfig:
@@ -299,7 +299,7 @@ def adopts_a_server(config: ExperimentConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "reported"),
     [
         (set_to("system.hosts", []), "system.hosts is empty"),
         (set_to("system.launcher", "kubernetes"), "the pods share their volume claims"),
@@ -322,12 +322,12 @@ def adopts_a_server(config: ExperimentConfig) -> None:
     ],
 )
 def test_what_needs_a_shared_folder_is_refused_by_name_where_there_is_none(
-    change: Callable[[ExperimentConfig], None], told: str
+    change: Callable[[ExperimentConfig], None], reported: str
 ) -> None:
     config = own_disks()
     assert list(check(config)) == []
     change(config)
-    assert any(told in problem for problem in check(config)), list(check(config))
+    assert any(reported in problem for problem in check(config)), list(check(config))
 
 
 def test_ranks_may_be_on_several_hosts_and_the_last_step_is_kept_there() -> None:
@@ -344,9 +344,9 @@ def test_plaintext_on_a_network_is_asked_for_twice(hosts: bool) -> None:
     if not hosts:
         config.system.host = "0.0.0.0"
     config.system.encrypt = False
-    assert [told for told in check(config) if "confirm with system.unencrypted_network=true" in told]
+    assert [reported for reported in check(config) if "confirm with system.unencrypted_network=true" in reported]
     config.system.unencrypted_network = True
-    assert not [told for told in check(config) if "encrypt" in told]
+    assert not [reported for reported in check(config) if "encrypt" in reported]
 
 
 def test_what_a_user_chose_of_the_allocator_stays(monkeypatch: pytest.MonkeyPatch) -> None:

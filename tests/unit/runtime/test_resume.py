@@ -255,8 +255,8 @@ def test_a_checkpoint_whose_tensors_are_damaged_is_passed_over_and_named(make: M
 
 def test_a_changed_secret_is_told_without_its_value(make: Make) -> None:
     before, now = (make(f"agent.args={{api_key: {key}, tries: {tries}}}") for key, tries in (("s3cr3t", 1), ("n3w", 2)))
-    told = continuation(earlier_launch(before, version=4), now)[1]
-    assert '{"api_key": "(hidden)", "tries": 1} -> {"api_key": "(hidden)", "tries": 2}' in told
+    reported = continuation(earlier_launch(before, version=4), now)[1]
+    assert '{"api_key": "(hidden)", "tries": 1} -> {"api_key": "(hidden)", "tries": 2}' in reported
 
 
 def test_a_dollar_and_a_brace_in_a_value_are_text(make: Make) -> None:

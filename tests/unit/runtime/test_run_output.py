@@ -25,7 +25,7 @@ async def test_a_disk_that_refuses_writes_is_one_line_when_that_begins_and_one_w
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_output, "ASK_S", 0.0)
-    told: list[str] = []
+    reported: list[str] = []
     looks, seen = 0, asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -37,11 +37,11 @@ async def test_a_disk_that_refuses_writes_is_one_line_when_that_begins_and_one_w
         return OSError(errno.ENOSPC, "No space left on device") if 3 <= looks < 8 else None
 
     monkeypatch.setattr(run_output, "write_error", write_error)
-    watching = asyncio.create_task(RunOutput(tmp_path, cast(Any, SimpleNamespace(note=told.append)))._watch_disk())
+    watching = asyncio.create_task(RunOutput(tmp_path, cast(Any, SimpleNamespace(note=reported.append)))._watch_disk())
     async with asyncio.timeout(60):
         await seen.wait()
     watching.cancel()
-    began, ended = told
+    began, ended = reported
     assert began == (
         f"WAITING: the disk of {tmp_path} refuses writes (No space left on device): free some space, or mend it; the "
         "run waits for up to 10 minutes"
@@ -50,7 +50,7 @@ async def test_a_disk_that_refuses_writes_is_one_line_when_that_begins_and_one_w
 
 
 @pytest.mark.parametrize(
-    ("sizes", "line", "told"),
+    ("sizes", "line", "reported"),
     [
         (None, {"stage": "waits for x/0", "activity": "blocked"}, "waits for x/0"),
         (SIZES, {"stage": "waits for x/0", "activity": "blocked"}, None),  # the display shows it until the first step
@@ -64,7 +64,7 @@ async def test_a_disk_that_refuses_writes_is_one_line_when_that_begins_and_one_w
     ],
 )
 async def test_a_wait_of_processes_is_one_line_when_it_lasts_and_one_when_it_ends(
-    sizes: StepSizes | None, line: dict[str, Any], told: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sizes: StepSizes | None, line: dict[str, Any], reported: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_output, "ASK_S", 0.01)
     notes: asyncio.Queue[str] = asyncio.Queue()
@@ -86,8 +86,8 @@ async def test_a_wait_of_processes_is_one_line_when_it_lasts_and_one_when_it_end
         assert notes.empty(), "it may be over soon"
         write(line, began - 12.0)
     async with asyncio.timeout(60):
-        if told is not None:
-            assert (await notes.get()).startswith(f"WAITING: model_worker/0 (and 1 others) {told}")
+        if reported is not None:
+            assert (await notes.get()).startswith(f"WAITING: model_worker/0 (and 1 others) {reported}")
             write({"stage": "ready", "activity": "serves"}, time.time())
             assert " no longer, after " in await notes.get()
         if sizes is not None:

@@ -46,20 +46,20 @@ def stopped(how: str, limit_s: float) -> tuple[int, list[str], str]:
             assert process.stdout is not None
             assert process.stdout.readline() == "waiting\n"
             process.send_signal(STOP_SIGNAL)
-            told, log = process.communicate(timeout=300)
+            reported, log = process.communicate(timeout=300)
         finally:
             process.kill()
-    return process.returncode, told.splitlines(), log
+    return process.returncode, reported.splitlines(), log
 
 
 def test_a_stop_is_heard_in_native_code_and_who_is_helped_out_of_it_goes_on() -> None:
-    code, told, log = stopped("helped", 120.0)
-    assert (code, sorted(told)) == (0, ["handled", "heard", "left"]), log
-    assert told[0] == "heard"
+    code, reported, log = stopped("helped", 120.0)
+    assert (code, sorted(reported)) == (0, ["handled", "heard", "left"]), log
+    assert reported[0] == "heard"
 
 
 def test_who_does_not_come_out_is_ended_and_the_log_says_where_it_was() -> None:
-    code, told, log = stopped("left alone", 0.1)
-    assert (code, told) == (0, ["heard"]), log
+    code, reported, log = stopped("left alone", 0.1)
+    assert (code, reported) == (0, ["heard"]), log
     assert "asked to stop, this process ends now" in log
     assert "in wait_in_native_code" in log

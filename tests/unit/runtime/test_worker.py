@@ -127,9 +127,9 @@ def test_an_outage_of_name_resolution_is_told_by_a_sentence_with_its_setting(tmp
     command = [sys.executable, "-c", CUT_OFF, str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 1
-    (told,) = ended.stderr.splitlines()
-    assert told.startswith("cut_off/0 failed: etcd does not answer; ")
-    assert "system.name_resolve_timeout_s=60 " in told
+    (reported,) = ended.stderr.splitlines()
+    assert reported.startswith("cut_off/0 failed: etcd does not answer; ")
+    assert "system.name_resolve_timeout_s=60 " in reported
 
 
 SENT_TO_ALL = """
@@ -193,11 +193,11 @@ def test_what_finds_another_in_its_place_ends_at_once_and_touches_nothing(tmp_pa
             assert given_up.stdout.readline() == "ready\n"
             successor = WorkerStatus("starting", 1, incarnation=2).encode()
             resolver.add(status_key("waits", 3), successor, replace=True)
-            told, why = given_up.communicate(timeout=300)
+            reported, why = given_up.communicate(timeout=300)
         finally:
             given_up.kill()
     assert given_up.returncode == EXIT_LOST, why
-    assert told == ""
+    assert reported == ""
     assert resolver.get(status_key("waits", 3)) == successor
 
 
@@ -249,10 +249,10 @@ def test_what_was_given_up_and_announces_something_ends_there_and_writes_nothing
             assert given_up.stdout is not None
             assert given_up.stdout.readline() == "ready\n"
             resolver.add(incarnation_key("announces", 0), "2")
-            told, why = given_up.communicate("go\n", timeout=300)
+            reported, why = given_up.communicate("go\n", timeout=300)
         finally:
             given_up.kill()
-        assert (given_up.returncode, told) == (EXIT_LOST, ""), why
+        assert (given_up.returncode, reported) == (EXIT_LOST, ""), why
         assert "model_version/actor" not in resolver.get_subtree()
 
 
@@ -291,11 +291,11 @@ def test_a_process_that_does_not_stop_in_time_says_in_its_log_what_it_waits_for(
     command = [sys.executable, "-c", DOES_NOT_STOP, str(tmp_path)]
     with subprocess.Popen([*command, "0.05", "late"], stderr=subprocess.PIPE, text=True) as late:
         assert late.stderr is not None
-        told = [next(late.stderr)]
-        while "most recent call first" not in told[-1]:
-            told.append(next(late.stderr))
+        reported = [next(late.stderr)]
+        while "most recent call first" not in reported[-1]:
+            reported.append(next(late.stderr))
         late.kill()
-    log = "".join(told)
+    log = "".join(reported)
     assert "asked to stop 0.05 s ago, this process waits for:" in log
     assert "answer_a_stranger" in log
     assert "to_thread" in log

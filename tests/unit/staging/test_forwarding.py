@@ -142,12 +142,12 @@ def test_the_doctor_tells_of_a_clock_that_is_off() -> None:
     from asyncrl.observe.doctor.health import _clock
     from asyncrl.observe.status import Process
 
-    def told(**line: Any) -> list[str]:
+    def reported(**line: Any) -> list[str]:
         process = Process("staging_server/1")
         process.lines.append({"at": 1.0, **line})
         return [finding.sentence for finding in _clock(process)]
 
-    (sentence,) = told(clock_ahead_s=-3.2, clock_within_s=0.01)
+    (sentence,) = reported(clock_ahead_s=-3.2, clock_within_s=0.01)
     assert "the clock of the host of staging_server/1 is 3.20 s behind" in sentence
-    assert not told(clock_ahead_s=0.3, clock_within_s=0.25)
-    assert not told()
+    assert not reported(clock_ahead_s=0.3, clock_within_s=0.25)
+    assert not reported()

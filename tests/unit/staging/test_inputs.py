@@ -269,10 +269,10 @@ def test_rows_may_say_where_they_were_read_from(
 def test_rows_that_a_class_makes_otherwise_on_another_host_are_refused_by_name(
     config: ExperimentConfig, here: Path, tmp_path: Path, brought: Callable[..., Path]
 ) -> None:
-    told = tmp_path / "told.txt"
-    told.write_text("one")
+    reported = tmp_path / "told.txt"
+    reported.write_text("one")
     config.dataset.path = f"{code_of(here / 'rows.py', MADE_ROWS)}:Rows"
-    config.dataset.args = {"file": str(told)}
+    config.dataset.args = {"file": str(reported)}
     there = brought(config)
     inputs = read_from(there, config)
     check_rows(inputs, "dataset", config.dataset.path, load_train_set(config))
@@ -424,8 +424,8 @@ def test_files_of_the_current_folder_in_args_are_refused_before_anything_starts(
         code_of(tmp_path / name)
     config.mcp = [McpServerConfig(name="s", command="python", args=["server.py"])]
     config.tools = [ToolConfig(path="my_tools:add", args={"table": "./server.py", "corpus": "corpus.jsonl"})]
-    told = [problem.partition(":")[0] for problem in not_on_other_hosts(config)]
-    assert told == [
+    reported = [problem.partition(":")[0] for problem in not_on_other_hosts(config)]
+    assert reported == [
         "tools[0].args.table='./server.py'",
         "tools[0].args.corpus='corpus.jsonl'",
         "mcp[0].args[0]='server.py'",
@@ -451,11 +451,11 @@ def test_a_file_of_a_user_that_this_host_has_not_is_missing_by_name(
 ) -> None:
     there = brought(config)
     index = there / "inputs.json"
-    told = json.loads(index.read_text())
-    told["same"] = {
+    reported = json.loads(index.read_text())
+    reported["same"] = {
         "reward.args.words": {"path": "~nobody-of-this-name/words.txt", "content": {"bytes": 1, "xxh3": "0" * 16}}
     }
-    index.write_text(json.dumps(told))
+    index.write_text(json.dumps(reported))
     with pytest.raises(
         ConfigError, match=r"reward\.args\.words='~nobody-of-this-name/words.txt': this host has no such"
     ):

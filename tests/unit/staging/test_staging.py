@@ -328,8 +328,8 @@ async def test_code_of_another_host_is_compared_with_that_of_this_one(
         assert "asyncrl.staging.store" in sums
         assert await client.code_differences(sums) == {}
         other = sums | {"asyncrl.staging.store": "0" * 16, "asyncrl.nowhere": "0" * 16}
-        told = await client.code_differences(other)
-        assert told.keys() == {"asyncrl.staging.store", "asyncrl.nowhere"}
+        reported = await client.code_differences(other)
+        assert reported.keys() == {"asyncrl.staging.store", "asyncrl.nowhere"}
         with pytest.raises(HttpRefused) as refused:
             await http.call("POST", f"{host.url}/same_code", {"sums": 1}, timeout_s=LIMIT_S)
         assert refused.value.status == 400

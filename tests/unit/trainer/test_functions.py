@@ -53,7 +53,7 @@ def context(
         role=role,
         config=config,
         engines=rank.engines,
-        ranks=rank.world.place(role).data,
+        ranks=rank.world.position(role).data,
         state=rank.states[""],
         **fields,
     )

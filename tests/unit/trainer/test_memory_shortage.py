@@ -36,9 +36,9 @@ def test_torchs_error_becomes_one_message(memory: MemoryShortage, error: Excepti
 
 
 def test_another_ranks_error_is_named_with_that_rank(memory: MemoryShortage) -> None:
-    told = f"loading failed on another rank, 1 of 2: OutOfMemoryError('{TORCHS}')"
+    reported = f"loading failed on another rank, 1 of 2: OutOfMemoryError('{TORCHS}')"
     with pytest.raises(OutOfMemory, match="memory: loading failed on another rank, 1 of 2"), memory.explained("a load"):
-        raise PeerFailed(told)
+        raise PeerFailed(reported)
 
 
 def test_other_errors_pass(memory: MemoryShortage) -> None:

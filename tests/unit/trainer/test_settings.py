@@ -27,7 +27,7 @@ from asyncrl.trainer.parallel.placement import engine_of
 from asyncrl.trainer.settings import (
     AttentionImplementation,
     KeptOn,
-    KLPlace,
+    KLIn,
     LearningRateSchedule,
     OptimizerConfig,
     OptimizerName,
@@ -252,7 +252,7 @@ def test_a_model_that_does_not_fit_its_layout_is_told_by_role_once(
 
 
 @pytest.mark.parametrize(
-    ("model_type", "layout", "told"),
+    ("model_type", "layout", "reported"),
     [
         ("mamba", "d2p2", "trainer.parallel='d2p2': mamba is not shown to be right in stages, as "),
         ("phi", "p2", "are; use p1: d and t may be above 1"),
@@ -261,7 +261,7 @@ def test_a_model_that_does_not_fit_its_layout_is_told_by_role_once(
     ],
 )
 def test_an_architecture_that_is_not_shown_to_be_right_when_it_is_cut(
-    config: ExperimentConfig, gpus: SetGpus, qwen_dir: Path, tmp_path: Path, model_type: str, layout: str, told: str
+    config: ExperimentConfig, gpus: SetGpus, qwen_dir: Path, tmp_path: Path, model_type: str, layout: str, reported: str
 ) -> None:
     gpus(0)
     described = json.loads((qwen_dir / "config.json").read_text())
@@ -270,7 +270,7 @@ def test_an_architecture_that_is_not_shown_to_be_right_when_it_is_cut(
     (tmp_path / "config.json").write_text(json.dumps(described | {"model_type": model_type}))
     (tmp_path / "model.safetensors").write_bytes(NO_TENSORS)
     config.model.path, config.trainer.parallel = str(tmp_path), layout
-    assert any(told in message for message in check(config)), list(check(config))
+    assert any(reported in message for message in check(config)), list(check(config))
     config.trainer.parallel = "d2"
     assert list(check(config)) == []
 
@@ -400,7 +400,7 @@ def fail_to_be_a_model(folder: Path, fault: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "expected"),
     [
         ("no config.json", "no config.json"),
         ("no JSON", "config.json cannot be read"),
@@ -410,13 +410,15 @@ def fail_to_be_a_model(folder: Path, fault: str) -> Path:
     ],
 )
 @pytest.mark.parametrize("name", ["model.path", "algorithm.critic.path", "algorithm.reference.path"])
-def test_a_folder_that_is_no_model(name: str, fault: str, said: str, config: ExperimentConfig, tmp_path: Path) -> None:
+def test_a_folder_that_is_no_model(
+    name: str, fault: str, expected: str, config: ExperimentConfig, tmp_path: Path
+) -> None:
     folder = fail_to_be_a_model(tmp_path / "folder", fault)
     owner = {"model": config.model, "critic": config.algorithm.critic, "reference": config.algorithm.reference}
     owner[name.split(".")[-2]].path = str(folder)  # type: ignore[attr-defined]
     message = the_message(config)
     assert message.startswith(f"{name}={str(folder)!r}: ")
-    assert said in message
+    assert expected in message
     assert "give the folder of a downloaded model" in message
 
 
@@ -441,13 +443,13 @@ def test_a_model_whose_architecture_is_code_in_its_folder_is_refused(tmp_path: P
 def test_the_kl_term_s_estimator_is_that_of_its_place_unless_it_is_named(config: ExperimentConfig) -> None:
     algorithm = config.algorithm
     assert (algorithm.kl.name, algorithm.kl_estimator.name) == ("auto", "k3")
-    algorithm.kl_in = KLPlace.reward
+    algorithm.kl_in = KLIn.reward
     assert algorithm.kl_estimator.name == "k1"
     algorithm.kl = ChoiceConfig("abs")
     assert algorithm.kl_estimator.name == "abs"
     algorithm.kl = ChoiceConfig("auto", {"cap": 3.0})
     assert "kl 'k1' has no parameter 'cap'" in the_message(config)
-    algorithm.kl_in = KLPlace.loss
+    algorithm.kl_in = KLIn.loss
     assert list(check(config)) == []
 
 
@@ -455,7 +457,7 @@ def test_a_teacher_is_refused_in_a_form_that_teaches_nothing_or_of_another_token
     config: ExperimentConfig, tmp_path: Path
 ) -> None:
     algorithm = config.algorithm
-    algorithm.kl_coef, algorithm.kl_in = 1.0, KLPlace.advantage
+    algorithm.kl_coef, algorithm.kl_in = 1.0, KLIn.advantage
     assert list(check(config)) == []
     algorithm.kl = ChoiceConfig("k3")
     assert "algorithm.kl_in=advantage needs the log-ratio itself" in the_message(config)
@@ -465,20 +467,20 @@ def test_a_teacher_is_refused_in_a_form_that_teaches_nothing_or_of_another_token
     assert list(check(config)) == []
     algorithm.kl_coef = 0.0
     assert "algorithm.advantage='zero'" in the_message(config)
-    algorithm.kl_coef, algorithm.kl, algorithm.kl_in = 0.1, ChoiceConfig("k3_unbiased"), KLPlace.reward
+    algorithm.kl_coef, algorithm.kl, algorithm.kl_in = 0.1, ChoiceConfig("k3_unbiased"), KLIn.reward
     algorithm.advantage = ChoiceConfig("grpo")
     assert "'k3_unbiased'" in the_message(config)
     algorithm.kl = ChoiceConfig("jsd")
     assert "compared in the loss only" in the_message(config)
-    algorithm.kl, algorithm.kl_in = ChoiceConfig("auto"), KLPlace.loss
+    algorithm.kl, algorithm.kl_in = ChoiceConfig("auto"), KLIn.loss
     folders = []
     for name, vocabulary in (("policy", {"a": 0, "b": 1}), ("teacher", {"a": 1, "b": 0})):
         folders.append(tmp_path / name)
         folders[-1].mkdir()
         (folders[-1] / "config.json").write_text('{"model_type": "qwen2"}')
         (folders[-1] / "model.safetensors").touch()
-        told = {"model": {"vocab": vocabulary}, "added_tokens": [{"content": "<end>", "id": 2}]}
-        (folders[-1] / "tokenizer.json").write_text(json.dumps(told))
+        reported = {"model": {"vocab": vocabulary}, "added_tokens": [{"content": "<end>", "id": 2}]}
+        (folders[-1] / "tokenizer.json").write_text(json.dumps(reported))
     config.model.path, algorithm.reference.path = map(str, folders)
     messages = [message for message in check(config) if "tokenizer" in message]
     assert len(messages) == 1

@@ -202,15 +202,15 @@ def shared_inputs(tree: Branches) -> dict[str, Any]:
     """Inputs of the trunk for the trie `tree`."""
     stream = lay_out(tree)
     positions = np.empty(stream.size, dtype=np.int64)
-    positions[stream.places_I] = np.concatenate([np.arange(length) for length in tree.lengths])
+    positions[stream.indices_I] = np.concatenate([np.arange(length) for length in tree.lengths])
     return inputs_of(torch.from_numpy(positions), stream.blocks)
 
 
 def inputs_of(positions: torch.Tensor, made: list[Block[Ints]]) -> dict[str, Any]:
     device = torch.device("cpu")
-    told = [DeviceBlock(block.with_indices(upload(block.indices(), device))) for block in made]
+    reported = [DeviceBlock(block.with_indices(upload(block.indices(), device))) for block in made]
     ids = torch.randint(0, BASE["vocab_size"], (1, len(positions)))
-    return {"input_ids": ids, "position_ids": positions[None], "attention_blocks": told, "use_cache": False}
+    return {"input_ids": ids, "position_ids": positions[None], "attention_blocks": reported, "use_cache": False}
 
 
 def kept_by_autograd(model: PreTrainedModel, inputs: dict[str, Any]) -> int:
@@ -331,8 +331,8 @@ def test_a_layer_whose_attention_is_its_widest_part_peaks_there(context: int, ke
         checkpoint_layers(trunk)
         peak = allocated_at_the_peak(lambda: trunk(**inputs).last_hidden_state.sum().backward())
     model = count(described("qwen3", **sizes))
-    work, place = workload("flat", tokens=tokens), Coordinates(0, 0, 0)
-    of = need(model, Layout(context=context), place, work, trained=True)
+    work, at = workload("flat", tokens=tokens), Coordinates(0, 0, 0)
+    of = need(model, Layout(context=context), at, work, trained=True)
     assert peak == pytest.approx(of.checkpointed + of.recomputed, rel=0.06)
     part_tokens, kept = tokens // context, layer_bytes_per_token(model.sizes, 1, work, context)
     assert of.recomputed > 1.03 * part_tokens * (kept + 2 * 64 * 4), "the feed-forward's moment is not the peak"
@@ -365,12 +365,12 @@ def group_of_answers(prompt: int, answer: int, group: int) -> StepBatch:
 
 def test_what_the_flat_engine_keeps() -> None:
     model = count(described("qwen2-tied"))
-    place, values = Coordinates(0, 0, 0), model.numel
-    of = need(model, Layout(), place, workload("flat"), trained=True)
+    at, values = Coordinates(0, 0, 0), model.numel
+    of = need(model, Layout(), at, workload("flat"), trained=True)
     assert (of.weights, of.gradients, of.moments, of.gathered) == (4 * values, 4 * values, 8 * values, 0)
-    of = need(model, Layout(data=4), place, workload("flat", "bfloat16"), trained=True)
+    of = need(model, Layout(data=4), at, workload("flat", "bfloat16"), trained=True)
     assert (of.weights, of.gradients, of.moments) == (6 * values, 4 * values, 8 * values)
-    of = need(model, Layout(), place, workload("flat", "bfloat16"), trained=False)
+    of = need(model, Layout(), at, workload("flat", "bfloat16"), trained=False)
     assert (of.weights, of.gradients, of.moments, of.reducing) == (2 * values, 0, 0, 0)
 
 
@@ -420,8 +420,8 @@ def test_activations_are_those_of_a_part_of_the_tokens(context: int) -> None:
 
 
 def test_replicas_hold_the_same_shards() -> None:
-    place, work = Coordinates(0, 5, 0), workload()
-    assert need(LLAMA, Layout(8, replicas=2), place, work, trained=True) == need(
+    at, work = Coordinates(0, 5, 0), workload()
+    assert need(LLAMA, Layout(8, replicas=2), at, work, trained=True) == need(
         LLAMA, Layout(4), Coordinates(0, 1, 0), work, trained=True
     )
 
@@ -449,13 +449,13 @@ def test_moments_in_host_memory_are_on_the_device_in_pieces_only() -> None:
 
 def test_inputs_of_layers_in_host_memory_are_on_the_device_two_at_a_time() -> None:
     work = replace(workload(tokens=1 << 16), activations_on_host=True)
-    place, inputs = Coordinates(0, 0, 0), (1 << 16) * 64 * 4
-    here = need(LLAMA, Layout(2), place, replace(work, activations_on_host=False), trained=True)
-    there = need(LLAMA, Layout(2), place, work, trained=True)
+    at, inputs = Coordinates(0, 0, 0), (1 << 16) * 64 * 4
+    here = need(LLAMA, Layout(2), at, replace(work, activations_on_host=False), trained=True)
+    there = need(LLAMA, Layout(2), at, work, trained=True)
     assert (here.host_inputs, there.host_inputs) == (0, 3 * inputs)
     assert here.checkpointed - there.checkpointed == inputs, "of three layers' inputs two are on the device"
     assert there.total == here.total, "without gradient checkpointing nothing moves"
-    assert need(LLAMA, Layout(2), place, work, trained=False).host_inputs == 0
+    assert need(LLAMA, Layout(2), at, work, trained=False).host_inputs == 0
     assert there.beside(there).on_host == total([there, there]).on_host == there.on_host, "one role works at a time"
 
 

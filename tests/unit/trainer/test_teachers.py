@@ -175,11 +175,13 @@ ROWS: list[tuple[Mapping[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("row", "told"), ROWS)
-def test_a_row_that_no_teacher_is_for_is_refused(config: ExperimentConfig, row: Mapping[str, Any], told: str) -> None:
+@pytest.mark.parametrize(("row", "reported"), ROWS)
+def test_a_row_that_no_teacher_is_for_is_refused(
+    config: ExperimentConfig, row: Mapping[str, Any], reported: str
+) -> None:
     teachers(config, sums=["sums"], words=["words"])
     config.algorithm.advantage = ChoiceConfig("zero")
-    with pytest.raises(ColumnError, match=told):
+    with pytest.raises(ColumnError, match=reported):
         with_source_number(row, config.algorithm)
 
 
@@ -232,26 +234,26 @@ def test_teachers_on_servers_and_in_columns_are_checked(config: ExperimentConfig
     algorithm = config.algorithm
     assert config.model.path is not None
 
-    def told(**fields: Any) -> str:
+    def reported(**fields: Any) -> str:
         algorithm.teachers = [TeacherConfig(name="big", **fields)]
         return " ".join(check(config))
 
-    assert "has path and policy; give one of path" in told(path=config.model.path, policy="judge")
-    assert "not one of `policies` that stays as it is (there is none)" in told(policy="judge")
+    assert "has path and policy; give one of path" in reported(path=config.model.path, policy="judge")
+    assert "not one of `policies` that stays as it is (there is none)" in reported(policy="judge")
     config.policies = [PolicyConfig(name="judge", path=config.model.path), PolicyConfig(name="past")]
-    assert "that stays as it is (judge)" in told(policy="past")
-    assert told(policy="judge") == told(column="token/hinted") == ""
+    assert "that stays as it is (judge)" in reported(policy="past")
+    assert reported(policy="judge") == reported(column="token/hinted") == ""
     config.policies[0] = PolicyConfig(name="judge", url="http://127.0.0.1:30000")
-    assert told(policy="judge") == ""
-    assert "no column of tokens" in told(column="agent/hinted")
-    assert "it is on no training rank" in told(policy="judge", ranks=RoleRanks.own)
+    assert reported(policy="judge") == ""
+    assert "no column of tokens" in reported(column="agent/hinted")
+    assert "it is on no training rank" in reported(policy="judge", ranks=RoleRanks.own)
     config.rollout.sampling.temperature = 0.7
-    assert "servers score at temperature 1" in told(column="token/hinted")
-    assert told(path=config.model.path) == ""
+    assert "servers score at temperature 1" in reported(column="token/hinted")
+    assert reported(path=config.model.path) == ""
     config.rollout.sampling.temperature = 1.0
     config.policies[1].trained = True
-    assert "teachers score on the training ranks; use path" in told(policy="judge")
-    assert "leave the sources out" in told(path=config.model.path, sources=["sums"])
+    assert "teachers score on the training ranks; use path" in reported(policy="judge")
+    assert "leave the sources out" in reported(path=config.model.path, sources=["sums"])
 
 
 def test_teachers_that_would_teach_nothing_right_are_refused(config: ExperimentConfig, tmp_path: Path) -> None:
@@ -281,11 +283,11 @@ def test_a_teacher_of_another_vocabulary_is_refused(
     assert config.model.path is not None
     other = tmp_path / "other"
     shutil.copytree(config.model.path, other)
-    told = json.loads((other / "tokenizer.json").read_text())
-    vocabulary = told["model"]["vocab"]
+    reported = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = reported["model"]["vocab"]
     first, second = list(vocabulary)[-2:]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    (other / "tokenizer.json").write_text(json.dumps(told))
+    (other / "tokenizer.json").write_text(json.dumps(reported))
     config.algorithm.teachers[1].path = str(other)
     (message,) = check(config)
     begins = f"algorithm.teachers[1].path={str(other)!r}: its tokenizer is not the one of"

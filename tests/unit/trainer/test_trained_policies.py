@@ -285,7 +285,7 @@ def ran(config: ExperimentConfig, rank: TrainingRank, policy: str, batch: StepBa
             args=call.args,
             config=config_of_policy(config, policy),
             engines=rank.engines_of(policy),
-            ranks=rank.world.place(call.role).data,
+            ranks=rank.world.position(call.role).data,
             state=rank.states[policy],
         )
         stats[call.name.removeprefix(f"{policy}/")] = run_call(find_function(call.function), context, batch)

@@ -150,10 +150,10 @@ class Launch:
         trained = [trained_rollout(record) for record in records]
         self.rollouts.train(self.version, trained)
         self.gate.advance(self.version)
-        books = self.gate.counts()
-        write_counts(self.folder, self.version, books)
-        failed = books.dropped.get("invalid_prompt", 0) - self.rows_dropped.get("invalid_prompt", 0)
-        self.rows_dropped = dict(books.dropped)
+        counts = self.gate.counts()
+        write_counts(self.folder, self.version, counts)
+        failed = counts.dropped.get("invalid_prompt", 0) - self.rows_dropped.get("invalid_prompt", 0)
+        self.rows_dropped = dict(counts.dropped)
         row = {"policy_version": self.version, **batch_statistics(batch), "restarts": 0}
         row["rollout/dropped_invalid_prompt"] = failed
         if self.judge:
@@ -204,7 +204,7 @@ class Launch:
     def end(self, total_steps: int = 0) -> None:
         if self.saved != self.version:
             self.save()
-        books = self.rollouts.end(self.version)
+        counts = self.rollouts.end(self.version)
         self.ledger.close()
         newest: dict[str, Any] = {}
         if self.evaluations:
@@ -215,7 +215,7 @@ class Launch:
         summary = {
             "steps": self.version,
             "total_steps": total_steps or self.version,
-            "books": plain(books),
+            "books": plain(counts),
             "eval": newest,
             "evaluations": self.evaluations,
             "evaluations_failed": [],
@@ -270,12 +270,12 @@ class Launch:
         )
 
 
-def plain(books: RolloutCounts) -> dict[str, Any]:
-    return msgspec.structs.asdict(books)
+def plain(counts: RolloutCounts) -> dict[str, Any]:
+    return msgspec.structs.asdict(counts)
 
 
-def write_counts(folder: Path, step: int, books: RolloutCounts) -> None:
-    (folder / "books.json").write_text(json.dumps({"step": step, "books": plain(books)}))
+def write_counts(folder: Path, step: int, counts: RolloutCounts) -> None:
+    (folder / "books.json").write_text(json.dumps({"step": step, "books": plain(counts)}))
 
 
 def safetensors(version: int) -> bytes:

@@ -213,11 +213,11 @@ def test_a_row_that_waits_for_its_evaluation_is_in_the_checkpoint_that_a_stop_le
     launch.save()
     launch.end(total_steps=9)
     assert audit(run).findings == ()
-    summary, told = run / "summary.json", json.loads((run / "summary.json").read_text())
-    summary.write_text(json.dumps(told | {"total_steps": 2}))
+    summary, reported = run / "summary.json", json.loads((run / "summary.json").read_text())
+    summary.write_text(json.dumps(reported | {"total_steps": 2}))
     findings = audit(run).findings
     assert "metrics.jsonl: ends with step 1; the run ended at 2" in findings, "complete, it wrote all"
-    summary.write_text(json.dumps(told))
+    summary.write_text(json.dumps(reported))
     file = run / "metrics.jsonl"
     with file.open("a") as rows:  # its evaluation was given up at the end, when the checkpoint was there
         rows.write(json.dumps({"step": 2} | launch.rows[0]["row"]) + "\n")
@@ -289,9 +289,9 @@ def test_weights_that_no_step_made_are_found(recorded_run: Path) -> None:
 def test_settings_and_summary_that_are_not_the_ledgers_are_found(recorded_run: Path) -> None:
     config, summary = recorded_run / "config.yaml", recorded_run / "summary.json"
     config.write_text(config.read_text().replace("max_head_offpolicyness: 1", "max_head_offpolicyness: 2"))
-    told = json.loads(summary.read_text())
-    told["books"]["trained"] -= 1
-    summary.write_text(json.dumps(told))
+    reported = json.loads(summary.read_text())
+    reported["books"]["trained"] -= 1
+    summary.write_text(json.dumps(reported))
     assert audit(recorded_run).findings == (
         "config.yaml: max_head_offpolicyness is 2, the ledger's last launch had 1",
         "summary.json: has trained 19, the ledger 20",
@@ -305,8 +305,8 @@ def test_an_evaluation_without_a_result_is_in_the_row_and_in_the_summary(recorde
     rows[-1][f"eval/other/{figure}"] = 1.0
     metrics.write_text("".join(json.dumps(each) + "\n" for each in rows))
     assert any(f"has eval/other/{figure}, " in finding for finding in audit(recorded_run).findings)
-    told = {"evaluations_failed": [{"version": rows[-1]["step"], "set": "other", "reason": "any"}]}
-    summary.write_text(json.dumps(json.loads(summary.read_text()) | told))
+    reported = {"evaluations_failed": [{"version": rows[-1]["step"], "set": "other", "reason": "any"}]}
+    summary.write_text(json.dumps(json.loads(summary.read_text()) | reported))
     assert audit(recorded_run).findings == ()
 
 
@@ -321,8 +321,8 @@ def test_a_torn_last_line_is_no_finding_and_the_next_launch_repairs_it(tmp_path:
     file.write_bytes(whole + b'{"kind":"admitted","rollout":"r0-9')
     torn = audit(run)
     assert torn.findings == ()
-    place = f"ledger/000001.jsonl:{len(whole.splitlines()) + 1}"
-    assert torn.notes == (f"{place}: the last line is torn after 34 bytes; the next launch removes it",)
+    location = f"ledger/000001.jsonl:{len(whole.splitlines()) + 1}"
+    assert torn.notes == (f"{location}: the last line is torn after 34 bytes; the next launch removes it",)
     second = Launch(run, state)
     assert second.ledger.lineage == 1
     second.step()
@@ -355,7 +355,7 @@ def test_a_launch_without_the_ledger_of_its_checkpoint_goes_on_and_says_so(tmp_p
     second = Launch(run, state)
     second.step()
     second.end()
-    entries = read_ledger(run / "ledger", lambda place, what: None)
+    entries = read_ledger(run / "ledger", lambda location, what: None)
     assert len(entries) > 5
     (finding,) = [line for line in audit(run).findings if line.startswith("ledger")]
     assert finding == "ledger/000001.jsonl:1: lineage 0 begins at version 1 without the ledger of earlier steps"
@@ -426,8 +426,10 @@ def test_an_adopted_later_attempt_has_its_place_after_its_epoch_though_its_drop_
         numbers = {"lineage": lineage, "line": line, "version": version, "after": after}
         return Begin(**numbers, settings=settings, carried=None, at=0.0, seal="")
 
-    def admitted(place: int, attempt: int, name: str, *, adopted: bool = False) -> Admitted:
-        return Admitted(name, order.ref(place).prompt_id, place, attempt, "rollout_worker/0", 0, 0.0, adopted=adopted)
+    def admitted(location: int, attempt: int, name: str, *, adopted: bool = False) -> Admitted:
+        return Admitted(
+            name, order.ref(location).prompt_id, location, attempt, "rollout_worker/0", 0, 0.0, adopted=adopted
+        )
 
     lines: list[Line] = [
         begin(0, 1, 0, 0),
@@ -437,14 +439,14 @@ def test_an_adopted_later_attempt_has_its_place_after_its_epoch_though_its_drop_
         admitted(2, 0, "slow"),
         Finished("trained", 9, 0.0),
         Trained("trained", order.ref(1).prompt_id, 1, 1, 1, {0: 5}, 1, 1, 0.5),
-        Step(lineage=1, step=1, line=8, at=0.0, books=RolloutCounts(3, 1, running=2), seal=""),
+        Step(lineage=1, step=1, line=8, at=0.0, counts=RolloutCounts(3, 1, running=2), seal=""),
         begin(2, 9, 1, 8),
         admitted(2, 0, "slow again"),
     ]
     findings: list[str] = []
 
-    def report(place: str, what: str) -> None:
-        findings.append(f"{place}: {what}")
+    def report(location: str, what: str) -> None:
+        findings.append(f"{location}: {what}")
 
     entries = [Entry(number, f"line {number}", line) for number, line in enumerate(lines, 1)]
     Replay(3, report).run(surviving_entries(entries, report))

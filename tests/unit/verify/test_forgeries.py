@@ -350,11 +350,11 @@ def test_a_rollout_that_the_gate_cannot_have_let_in_is_found(run: Path, tmp_path
     assert_found(ForgedLedger(run, tmp_path / "forged").change(change), says)
 
 
-def at_line(place: Callable[[Line], int]) -> Callable[[dict[str, Any], Line], None]:
+def at_line(location: Callable[[Line], int]) -> Callable[[dict[str, Any], Line], None]:
     """The checkpoint continues after the line at this place."""
 
     def change(gate: dict[str, Any], at: Line) -> None:
-        gate["line"] = place(at) + 1
+        gate["line"] = location(at) + 1
 
     return change
 
@@ -480,7 +480,7 @@ def test_metrics(run: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["summary.json", "books.json"])
-def test_summary_and_books(run: Path, name: str) -> None:
+def test_summary_and_counts(run: Path, name: str) -> None:
     assert missed(document(run / name, 3)) == set()
 
 
@@ -532,15 +532,15 @@ def test_weights(run: Path) -> None:
 def test_checkpoints(run: Path, version: int) -> None:
     folder = run / "checkpoints" / f"v{version}"
     state = json.loads((folder / "state.json").read_bytes())
-    place = f"checkpoints/v{version}/state.json"
+    location = f"checkpoints/v{version}/state.json"
 
     def forgeries() -> Iterator[Forgery]:
         for path in fields(state, 5):
             for change in (alter, remove):
-                yield f"{place}: {'.'.join(path[:3])}", with_state(folder, with_field(state, path, change))
+                yield f"{location}: {'.'.join(path[:3])}", with_state(folder, with_field(state, path, change))
         values: tuple[Any, ...] = ([], {}, None, 1)
         for value in values:
-            yield f"{place}: {value!r}", with_state(folder, value)
+            yield f"{location}: {value!r}", with_state(folder, value)
 
     assert missed(forgeries()) - UNKNOWABLE == set()
     assert missed(document(folder / "manifest.json", 2)) == set()

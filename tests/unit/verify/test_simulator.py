@@ -225,9 +225,11 @@ def test_a_synchronous_run_generates_and_trains_in_turns() -> None:
 
 
 @pytest.mark.parametrize("on_stale", [OnStale.drop, OnStale.wait])
-def test_guests_and_the_trainer_take_turns(on_stale: OnStale) -> None:
-    """Where all servers are guests, they generate and the trainer trains at different times; a switch costs time."""
-    setup = replace(SETUP, guests=3, on_stale=on_stale, engine=replace(MODEL, switch_s=0.2))
+def test_colocated_servers_and_the_trainer_take_turns(on_stale: OnStale) -> None:
+    """Where all servers are colocated servers, they generate and the trainer trains at different times; a switch costs
+    time.
+    """
+    setup = replace(SETUP, colocated_servers=3, on_stale=on_stale, engine=replace(MODEL, switch_s=0.2))
     found = simulate(setup)
     assert found.faults == []
     assert found.staleness_max <= setup.eta
@@ -236,12 +238,12 @@ def test_guests_and_the_trainer_take_turns(on_stale: OnStale) -> None:
     assert found.step_s < simulate(replace(setup, engine=replace(MODEL, switch_s=2.0))).step_s
 
 
-def test_lent_devices_make_steps_shorter() -> None:
+def test_woken_servers_make_steps_shorter() -> None:
     """The trainer is idle most of the time; a switch that costs too much is not made."""
     alone = replace(SETUP, servers=2, steps=48, warm_up=4)  # of 12 steps the mean is within a tenth alone
     apart = simulate(alone)
-    lent = replace(alone, servers=3, guests=1, devices=(3, 1), engine=replace(MODEL, switch_s=0.05))
-    helped, dear = (simulate(replace(lent, engine=replace(MODEL, switch_s=each))) for each in (0.05, 20.0))
+    beside = replace(alone, servers=3, colocated_servers=1, devices=(3, 1), engine=replace(MODEL, switch_s=0.05))
+    helped, dear = (simulate(replace(beside, engine=replace(MODEL, switch_s=each))) for each in (0.05, 20.0))
     assert apart.faults == helped.faults == dear.faults == []
     assert helped.step_s < 0.96 * apart.step_s
     assert dear.step_s < 2 * apart.step_s, "20 seconds are spent in the first steps, which measure them, and not again"
@@ -264,17 +266,17 @@ def test_a_fleet_that_is_well_costs_its_manager_little() -> None:
         simulation.manager.service.begin(RunBegin())
         running = asyncio.create_task(simulation.manager.runner.run())
         await asyncio.sleep(0.5)
-        told, update = 0, simulation.manager.service.router.update
+        reported, update = 0, simulation.manager.service.router.update
 
         def counted(index: int, url: str, version: int, routable: bool) -> None:
-            nonlocal told
-            told += 1
+            nonlocal reported
+            reported += 1
             update(index, url, version, routable)
 
         simulation.manager.service.router.update = counted  # type: ignore[method-assign]
         await asyncio.sleep(10.0)
         running.cancel()
-        return told
+        return reported
 
     assert run_virtual(main()) <= 4 * 32
 

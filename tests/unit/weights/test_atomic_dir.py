@@ -75,9 +75,9 @@ def rename(root: Path) -> None:
 
 
 @pytest.mark.parametrize("left", [leave_nothing, leave_halves])
-@pytest.mark.parametrize("verb", [write, replace, remove, rename, atomic_dir.clear_leftovers])
+@pytest.mark.parametrize("operation", [write, replace, remove, rename, atomic_dir.clear_leftovers])
 def test_whichever_change_is_refused_once_it_comes_to_the_same(
-    verb: Callable[[Path], None], left: Callable[[Path], None], tmp_path: Path
+    operation: Callable[[Path], None], left: Callable[[Path], None], tmp_path: Path
 ) -> None:
     def root_of(name: str) -> Path:
         root = make(tmp_path / name / "v0").parent
@@ -85,17 +85,17 @@ def test_whichever_change_is_refused_once_it_comes_to_the_same(
         return root
 
     whole = root_of("whole")
-    verb(whole)
+    operation(whole)
     for at in itertools.count(1):
         root = root_of(f"{at}")
         with refusing(at, (errno.EROFS, errno.ENOSPC)[at % 2], root) as disk:
-            verb(root)
+            operation(root)
         assert content(root) == content(whole), f"change {at}"
         atomic_dir.clear_leftovers(root)
         assert [path.name for path in root.iterdir() if path.name.startswith(".")] == []
         if not disk.refused:
             break
-    assert at > 1 or (verb, left) == (atomic_dir.clear_leftovers, leave_nothing)
+    assert at > 1 or (operation, left) == (atomic_dir.clear_leftovers, leave_nothing)
 
 
 def test_a_rename_that_was_made_and_reported_as_failed_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,17 +54,17 @@ def difference(state: dict[str, Tensor]) -> list[str]:
     return [name for name, tensor in WHOLE.items() if not torch.equal(found[name], tensor)]
 
 
-def be_rank(rank: int, folder: Path, mesh_shape: tuple[int, int], task: str, told: Queue[list[str]]) -> None:
+def be_rank(rank: int, folder: Path, mesh_shape: tuple[int, int], task: str, reported: Queue[list[str]]) -> None:
     world = mesh_shape[0] * mesh_shape[1]
     store = dist.FileStore(str(folder.with_suffix(f".{task}")), world)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     if task == "save":
         save(spread(WHOLE, mesh_shape), folder, Ranks(rank, world))
-        told.put([])
+        reported.put([])
     else:
         state = spread({name: torch.zeros_like(tensor) for name, tensor in WHOLE.items()}, mesh_shape)
         StoredTensors(folder).read_into(state)
-        told.put(difference(state))
+        reported.put(difference(state))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -77,15 +77,15 @@ def on_ranks(tmp_path: Path) -> Callable[[tuple[int, int], str], None]:
         folder = tmp_path / "checkpoint"
         folder.mkdir(exist_ok=True)
         context = multiprocessing.get_context("fork")  # which has torch loaded already
-        told: Queue[list[str]] = context.Queue()
+        reported: Queue[list[str]] = context.Queue()
         ranks = [
-            context.Process(target=be_rank, args=(rank, folder, mesh_shape, task, told))
+            context.Process(target=be_rank, args=(rank, folder, mesh_shape, task, reported))
             for rank in range(mesh_shape[0] * mesh_shape[1])
         ]
         for process in ranks:
             process.start()
         try:
-            assert [told.get(timeout=LIMIT_S) for _ in ranks] == [[]] * len(ranks)
+            assert [reported.get(timeout=LIMIT_S) for _ in ranks] == [[]] * len(ranks)
             for process in ranks:
                 process.join(LIMIT_S)
                 assert process.exitcode == 0

@@ -52,7 +52,7 @@ def test_transformers_finds_the_format_it_asks_for(tmp_path: Path) -> None:
 
 def test_a_write_that_takes_only_part_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, place: write(descriptor, data[:7], place))
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, offset: write(descriptor, data[:7], offset))
     write_tensors(tmp_path / "x", {"w": torch.arange(100)})
     assert torch.equal(load_file(tmp_path / "x")["w"], torch.arange(100))
 
@@ -99,11 +99,11 @@ def test_a_file_that_does_not_fit_now_is_written_once_it_does(
     monkeypatch.setattr(files, "_BACKOFF", files.Backoff(0.001, 0.001))
     pwrite, calls = os.pwrite, [0]
 
-    def full_at_times(descriptor: int, data: bytes, place: int) -> int:
+    def full_at_times(descriptor: int, data: bytes, offset: int) -> int:
         calls[0] += 1
         if calls[0] % 2:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return pwrite(descriptor, data, place)
+        return pwrite(descriptor, data, offset)
 
     monkeypatch.setattr(os, "pwrite", full_at_times)
     file = write_tensors(tmp_path / "x", {"w": torch.arange(500_000)})
@@ -114,7 +114,7 @@ def test_a_file_that_does_not_fit_now_is_written_once_it_does(
 
 def test_a_disk_that_takes_less_than_it_is_given_gets_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pwrite = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, place: pwrite(descriptor, data[:1000], place))
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, offset: pwrite(descriptor, data[:1000], offset))
     write_tensors(tmp_path / "x", {"w": torch.arange(500_000)})
     assert torch.equal(load_file(tmp_path / "x")["w"], torch.arange(500_000))
 

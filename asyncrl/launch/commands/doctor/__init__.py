@@ -26,7 +26,7 @@ from asyncrl.observe.doctor.finding import Finding, Level
 from asyncrl.observe.history import History
 from asyncrl.runtime.settings import EXIT_FAILED, EXIT_OK
 
-_STYLE = {Level.problem: "bold red", Level.bottleneck: "bold yellow", Level.remark: "bold green"}
+_STYLE = {Level.problem: "bold red", Level.bottleneck: "bold yellow", Level.notice: "bold green"}
 _BAR = 10
 
 

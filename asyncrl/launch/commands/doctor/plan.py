@@ -131,7 +131,7 @@ class MeasuredRun:
         step_s: measured seconds of a step.
         layout: layout of the training ranks.
         servers, server_devices: number of generation servers, and of the devices of one.
-        places: number of rollouts at a time over all RolloutWorkers; `workers` is the number of these.
+        slots: number of rollouts at a time over all RolloutWorkers; `workers` is the number of these.
         assumed: the figures missing from the files, and the values used instead; one sentence each.
     """
 
@@ -141,7 +141,7 @@ class MeasuredRun:
     servers: int
     server_devices: int
     eta: int
-    places: int
+    slots: int
     workers: int
     assumed: tuple[str, ...]
 
@@ -153,7 +153,7 @@ class Candidate:
     Attributes:
         layout: `trainer.parallel`.
         servers: `generation.servers`.
-        places: number of rollouts at a time over all RolloutWorkers.
+        slots: number of rollouts at a time over all RolloutWorkers.
         step_s: predicted seconds of a step.
         wait: predicted share of the time in which training waits for rollouts.
         idle: predicted share of the time in which servers have nothing to decode.
@@ -165,7 +165,7 @@ class Candidate:
     generation: int
     servers: int
     eta: int
-    places: int
+    slots: int
     step_s: float
     wait: float
     idle: float
@@ -206,7 +206,7 @@ def plan(run: MeasuredRun, devices: int) -> Plan:
     found.sort(key=lambda each: each.step_s)
     worth = (each for each in found if each.step_s <= WORTH * found[0].step_s)
     best = min(worth, key=lambda each: (each.eta, each.step_s))
-    own = predicted(run, run.layout, run.servers, run.eta, run.places)
+    own = predicted(run, run.layout, run.servers, run.eta, run.slots)
     return Plan(devices, own, run.step_s, found, best, (*run.assumed, *ASSUMED))
 
 
@@ -222,23 +222,23 @@ def _splits(run: MeasuredRun, devices: int) -> Iterator[tuple[Layout, int]]:
         yield layout, (devices - layout.ranks) // run.server_devices
 
 
-def predicted(run: MeasuredRun, layout: Layout, servers: int, eta: int, places: int | None = None) -> Candidate:
+def predicted(run: MeasuredRun, layout: Layout, servers: int, eta: int, slots: int | None = None) -> Candidate:
     """Return the prediction for a split, by the bounds at the top of this file.
 
     Args:
-        places: rollouts at a time; None: as many as η admits and the servers can decode.
+        slots: rollouts at a time; None: as many as η admits and the servers can decode.
     """
     of, alive = run.rates, (eta + 1) * run.rates.batch
-    places = places or max(1, min(alive, -(-servers * of.max_running // of.group)))
-    places = min(places, alive)
-    running = min(of.max_running, places * of.group / servers)
+    slots = slots or max(1, min(alive, -(-servers * of.max_running // of.group)))
+    slots = min(slots, alive)
+    running = min(of.max_running, slots * of.group / servers)
     trainer_s = of.fixed_s + (of.train_s - of.fixed_s) * run.layout.data / layout.data + of.publish_s
     answers = of.batch * of.group
     decoding_s = answers * of.mean * of.decode_s(running) / (servers * running)
     if eta:
         rollout_s = of.rollout_s(running)
         cycle_s = (rollout_s + trainer_s + of.update_s) / (eta + 1)
-        step_s = max(trainer_s, max(decoding_s, of.batch * rollout_s / places) + of.update_s, cycle_s)
+        step_s = max(trainer_s, max(decoding_s, of.batch * rollout_s / slots) + of.update_s, cycle_s)
     else:
         last = of.longest(answers)
         rollout_s = max(decoding_s, last * of.decode_s(running * of.mean / last)) + of.user_s
@@ -250,7 +250,7 @@ def predicted(run: MeasuredRun, layout: Layout, servers: int, eta: int, places: 
         generation=servers * run.server_devices,
         servers=servers,
         eta=eta,
-        places=places,
+        slots=slots,
         step_s=step_s,
         wait=1 - trainer_s / step_s,
         idle=max(0.0, 1 - decoding_s / step_s),
@@ -265,7 +265,7 @@ def measured_run(history: History, measured: Measured) -> MeasuredRun:
         NotMeasured: there are too few readings of the servers, or no lengths of answers.
     """
     if measured.takes_turns or measured.policy_servers:
-        setting = "generation.guests" if measured.takes_turns else "policies"
+        setting = "generation.colocated" if measured.takes_turns else "policies"
         raise NotMeasured(f"the run has {setting}, for which there is no formula; use a run without it")
     servers = [each for each in history.processes.values() if each.kind == "generation_server"]
     if not servers:
@@ -304,7 +304,7 @@ def measured_run(history: History, measured: Measured) -> MeasuredRun:
         len(servers),
         _server_devices(history),
         measured.eta,
-        measured.places or measured.batch * (measured.eta + 1),
+        measured.slots or measured.batch * (measured.eta + 1),
         int(history.setting("rollout.workers", 1)),
         tuple(assumed),
     )
@@ -431,10 +431,10 @@ def _lacked_cores(measured: Measured) -> bool:
 
 def settings_of(best: Candidate, workers: int) -> str:
     """Return the candidate as settings of an experiment."""
-    places = -(-best.places // max(1, workers))
+    slots = -(-best.slots // max(1, workers))
     return (
         f"trainer.parallel={best.layout} generation.servers={best.servers} max_head_offpolicyness={best.eta} "
-        f"rollout.max_concurrent={places}"
+        f"rollout.max_concurrent={slots}"
     )
 
 
@@ -485,7 +485,7 @@ def _cells(each: Candidate) -> tuple[str, ...]:
         str(each.training),
         str(each.generation),
         str(each.eta),
-        str(each.places),
+        str(each.slots),
         f"{each.step_s:.2f}",
         f"{each.wait:.0%}",
         f"{each.idle:.0%}",

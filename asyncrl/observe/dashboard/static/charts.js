@@ -49,9 +49,9 @@ function chart(width, title, sub, curves, view, height = 190) {
     hooks: { setCursor: [(plot) => {
       const index = plot.cursor.idx;
       if (index === null || index === undefined || plot.cursor.left < 0 || !plot.cursor.event) return;
-      const told = lines.map((line, at) => [line, data[at + 1][index]]).filter(([, value]) => value !== null)
+      const shown = lines.map((line, at) => [line, data[at + 1][index]]).filter(([, value]) => value !== null)
         .map(([line, value]) => `${view.runs.length > 1 ? line.run.name + " " : ""}${line.label} ${number(value, 4)}`);
-      tip(plot.cursor.event, told.length ? `step ${steps[index]}: ${told.join(", ")}` : "");
+      tip(plot.cursor.event, shown.length ? `step ${steps[index]}: ${shown.join(", ")}` : "");
     }] },
   });
   queueMicrotask(() => {

@@ -111,8 +111,8 @@ function sampleText(sample, colouring) {
   for (const piece of sample.pieces) {
     const [text, version, behave, proximal, advantage] = piece;
     if (version < 0) { shown.append(element("span", { class: "given" }, text)); continue; }
-    const told = `version ${version}` + (sample.by_token ? `, log-probability ${number(behave, 3)}, trainer's ${number(proximal, 3)}, advantage ${number(advantage, 3)}` : "");
-    shown.append(element("span", { style: { background: pieceColour(piece, colouring) }, onmousemove: (event) => tip(event, told), onmouseleave: (event) => tip(event, "") }, text));
+    const details = `version ${version}` + (sample.by_token ? `, log-probability ${number(behave, 3)}, trainer's ${number(proximal, 3)}, advantage ${number(advantage, 3)}` : "");
+    shown.append(element("span", { style: { background: pieceColour(piece, colouring) }, onmousemove: (event) => tip(event, details), onmouseleave: (event) => tip(event, "") }, text));
   }
   return shown;
 }
@@ -140,9 +140,9 @@ function samples(view) {
 }
 
 function health(view) {
-  const { run } = view, books = run.books, dropped = Object.entries(books.dropped || {});
-  const rows = [["submitted", books.submitted], ["trained", books.trained], ...dropped.map(([reason, count]) => [`dropped: ${reason}`, count]),
-    ["under way", books.running], ["finished, untrained", books.finished_untrained], ["abandoned", books.abandoned]];
+  const { run } = view, counts = run.counts, dropped = Object.entries(counts.dropped || {});
+  const rows = [["submitted", counts.submitted], ["trained", counts.trained], ...dropped.map(([reason, count]) => [`dropped: ${reason}`, count]),
+    ["under way", counts.running], ["finished, untrained", counts.finished_untrained], ["abandoned", counts.abandoned]];
   const drops = run.dropped.reasons, steps = run.dropped.steps;
   const dropView = { ...view, runs: [{ ...run, series: { step: steps, ...drops } }], smoothing: 0 };
   const processes = run.processes.map((each) => [each.name, each.ended ? "ended" : each.silent_s > 10 && run.state === "running" ? `silent since ${seconds(each.silent_s)}` : `${each.stage}, ${seconds(each.since_s)}`,
@@ -153,7 +153,7 @@ function health(view) {
   const figures = ["running", "queued", "max_running", "kv_share", "tokens_per_s", "retracted_total"];
   return [
     ...findings(run, 9),
-    card(4, "Books", "of every rollout that the gate let in", table(["", "rollouts"], rows.map(([name, count]) => [name, count === undefined ? "–" : count.toLocaleString("en")]), [1])),
+    card(4, "Rollout counts", "of every rollout that the gate let in", table(["", "rollouts"], rows.map(([name, count]) => [name, count === undefined ? "–" : count.toLocaleString("en")]), [1])),
     Object.keys(drops).length ? chart(8, "Dropped rollouts", "by reason and step", Object.keys(drops).map((reason) => [reason, reason]), dropView)
       : card(8, "Dropped rollouts", "none so far"),
     card(7, "Processes", "what each does, resident memory, processors in use, greatest lateness of its threads and loop", processes.length
@@ -166,7 +166,7 @@ function health(view) {
         ...[each.rss, each.figures.gpu_used, each.figures.gpu_peak, each.figures.gpu_bytes].map((size) => size === undefined ? "–" : bytes(size))]), [1, 2, 3, 4, 5, 6]))] : []),
     ...(run.restarts.length ? [card(12, "Restarts", null, table(["time", "what"], run.restarts.map((each) => [new Date(1000 * each.time).toLocaleTimeString(),
       each.restarted ? `${each.restarted} ${each.reason || ""}` : `${each.went_on} went on after ${each.seconds} s`])))] : []),
-    ...(run.remarks.length ? [card(12, "Remarks", null, element("pre", {}, run.remarks.join("\n")))] : []),
+    ...(run.notices.length ? [card(12, "Notices", null, element("pre", {}, run.notices.join("\n")))] : []),
     ...Object.entries(run.logs).map(([name, text]) => card(6, name, "the end of its log", element("pre", {}, text || "empty"))),
   ];
 }

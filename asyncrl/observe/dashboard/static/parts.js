@@ -7,7 +7,7 @@ const RUN_COLOURS = ["#2f6fde", "#e0662f", "#1f9d66", "#9a5bd1", "#d64598", "#8a
 const VERSION_COLOURS = ["#8fb4e3", "#b7a3d9", "#9fd0b5", "#f0c987", "#e8a3a3", "#9ad2e0"];
 const PHASES = {
   wait_for_batch: ["waits for rollouts", "#d9534f"],
-  switch: ["waits for guests to leave", "#7fb8c9"],
+  switch: ["waits for servers to leave", "#7fb8c9"],
   train: ["trains", "#3b6fb6"],
   publish: ["publishes weights", "#e0a030"],
   memory_checkpoint: ["keeps the step", "#8a8f98"],

@@ -49,7 +49,7 @@ from asyncrl.trainer.engines.sharded.stage import (
     PassThroughLayer,
     PolicyStage,
     Stage,
-    StagePlace,
+    StagePosition,
     ValueStage,
     cut_stage,
 )
@@ -116,7 +116,7 @@ class Gathering:
     stages: Mapping[str, int]
     folder: Mapping[str, FolderTensor]
     mine: Mapping[str, Tensor]
-    place: RankPosition
+    position: RankPosition
     device: torch.device
 
     def published_specs(self) -> list[TensorSpec]:
@@ -125,7 +125,7 @@ class Gathering:
 
     def gather(self, owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
         """See `asyncrl.trainer.engines.base.PolicyEngine.gather`."""
-        here, grid = self.place.coordinates.pipeline, self.place.grid
+        here, grid = self.position.coordinates.pipeline, self.position.grid
         parameter, gathered = "", torch.empty(0)  # the last gathered one: the next tensor may be a part of it too
         for spec in self.specs:
             if spec.name not in owners:
@@ -141,13 +141,13 @@ class Gathering:
                 tensor = (gathered if part is None else part.of(gathered)).contiguous()
             sender = grid.worker_at(Coordinates(stage, 0, 0))
             if grid.coordinates(owner).pipeline != stage:
-                if self.place.worker == sender:
+                if self.position.worker == sender:
                     assert tensor is not None
                     dist.send(tensor, owner)
-                elif self.place.worker == owner:
+                elif self.position.worker == owner:
                     tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
                     dist.recv(tensor, sender)
-            if self.place.worker == owner:
+            if self.position.worker == owner:
                 assert tensor is not None
                 yield spec.name, tensor
 
@@ -213,10 +213,10 @@ class BuildPlan:
     float32_head: bool = False
 
     @property
-    def stage(self) -> StagePlace:
+    def stage(self) -> StagePosition:
         """The pipeline stage of this rank."""
         pipeline = self.mesh["pipeline"]
-        return StagePlace(pipeline.get_local_rank(), pipeline.size())
+        return StagePosition(pipeline.get_local_rank(), pipeline.size())
 
     @property
     def fuses_norms(self) -> bool:
@@ -275,7 +275,7 @@ def build_policy(path: str | Path, plan: BuildPlan) -> Built:
     model = _on_meta(language_model(path), path, plan)
     pictures = prepare_vision(model, path, plan.vision, attach=False)
     folder = folder_tensors(model)
-    place, tensor = plan.stage, plan.mesh["tensor"]
+    position, tensor = plan.stage, plan.mesh["tensor"]
     trunk = trunk_of(model)
     if trunk is not model.base_model or has_more_than_head(model):
         raise LayoutError(f"{type(model).__name__} is not one trunk and its output embedding; use trainer.engine=flat")
@@ -292,18 +292,18 @@ def build_policy(path: str | Path, plan: BuildPlan) -> Built:
         head.weight = nn.Parameter(torch.empty_like(cast(Tensor, head.weight)), requires_grad=plan.lora is None)
     if plan.float32_head:
         compute_head_in_float32(model)
-    stages = _StageOf(model, place.stages)
+    stages = _StageOf(model, position.stages)
     inputs = trunk.get_input_embeddings()
     embedding = next(name for name, module in trunk.named_modules() if module is inputs)
     logits_of = logits_function(model)
-    if not place.last:
+    if not position.last:
         model.set_output_embeddings(None)  # type: ignore[no-untyped-call]
-    cut_stage(trunk, place)  # afterwards a model without its input embedding may not find its head
+    cut_stage(trunk, position)  # afterwards a model without its input embedding may not find its head
     stage = PolicyStage(
         trunk,
-        place,
-        head if place.last else None,
-        logits_of if place.last else None,
+        position,
+        head if position.last else None,
+        logits_of if position.last else None,
         vocabulary=model.config.get_text_config().vocab_size,
         slices=tensor.get_group() if tensor.size() > 1 else None,
     )
@@ -359,18 +359,18 @@ def _build_value(
 ) -> Built:
     pictures = None if head is not None else prepare_vision(model, path, plan.vision, attach=False)
     folder = folder_tensors(model)
-    place, trunk = plan.stage, cast(PreTrainedModel, model.base_model)
+    position, trunk = plan.stage, cast(PreTrainedModel, model.base_model)
     hidden = trunk.config.get_text_config().hidden_size
     stored = head_shapes(path) if head is None else {}
     bias = f"{HEAD}.bias" in stored if head is None else head.bias is not None
     published = [] if head is None else _published(model, folder, plan.dtype)
-    stages = _StageOf(model, place.stages)
+    stages = _StageOf(model, position.stages)
     with torch.device("meta"):
-        score = nn.Linear(hidden, 1, bias=bias, dtype=torch.float32) if place.last else None
+        score = nn.Linear(hidden, 1, bias=bias, dtype=torch.float32) if position.last else None
     if head is None:
         model.set_output_embeddings(None)  # type: ignore[no-untyped-call]
-    cut_stage(trunk, place)
-    stage = ValueStage(trunk, place, score)
+    cut_stage(trunk, position)
+    stage = ValueStage(trunk, position, score)
     _cut(stage, model, plan)
     names, in_folder = {name: name for name, _ in stage.named_parameters()}, _names(stage, model, tied=False)
     built = Built(
@@ -426,7 +426,7 @@ class _StageOf:
             return 0 if parameter.startswith(self._trunk) else self._stages - 1
         if match := re.match(rf"{LAYERS}\.(\d+)\.", inner):
             stages = range(self._stages)
-            return next(i for i in stages if int(match[1]) in StagePlace(i, self._stages).layers(self._layers))
+            return next(i for i in stages if int(match[1]) in StagePosition(i, self._stages).layers(self._layers))
         return 0 if inner.startswith(f"{EMBEDDING}.") else self._stages - 1
 
 
@@ -466,7 +466,7 @@ def _names(stage: Stage, model: PreTrainedModel, tied: bool, embedding: str = EM
 def _tie(built: Built) -> None:
     """Make the two parameters of a tied embedding one if this stage has both."""
     stage = built.stage
-    if built.tied is not None and stage.place.first and stage.place.last and isinstance(stage, PolicyStage):
+    if built.tied is not None and stage.position.first and stage.position.last and isinstance(stage, PolicyStage):
         cast(Any, stage.lm_head).weight = cast(Any, stage.trunk.get_input_embeddings()).weight
 
 
@@ -512,7 +512,7 @@ def _materialise(
     stage = built.stage
     stage.to_empty(device=plan.device)
     _tie(built)
-    if built.pictures is not None and stage.place.first:
+    if built.pictures is not None and stage.position.first:
         built.pictures.attach()
     with torch.no_grad():
         for name, parameter in stage.named_parameters():

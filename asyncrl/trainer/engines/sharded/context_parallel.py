@@ -102,9 +102,9 @@ class StreamPart:
         padded = F.pad(own_WH, (*(0, 0) * (own_WH.dim() - 1), before, after))
         return leave(padded, self.group)[: self.tokens]
 
-    def wanted(self, places_N: Tensor) -> Wanted:
-        """Return the outputs at `places_N`, places of the whole stream, with those that are in this part."""
-        local_N = places_N - self.rank * self.width
+    def wanted(self, indices_N: Tensor) -> Wanted:
+        """Return the outputs at `indices_N`, places of the whole stream, with those that are in this part."""
+        local_N = indices_N - self.rank * self.width
         return Wanted(self, local_N, ((local_N >= 0) & (local_N < self.width)).nonzero()[:, 0])
 
 
@@ -122,7 +122,7 @@ class Wanted:
     own_M: Tensor
 
     @property
-    def places(self) -> Tensor:
+    def indices(self) -> Tensor:
         """Places in this rank's part to compute outputs at.
 
         At least one place: the head is computed on every rank, so that each has a gradient for all its parameters.
@@ -130,11 +130,11 @@ class Wanted:
         return self.local_N[self.own_M] if len(self.own_M) else self.local_N.new_zeros(1)
 
     def of(self, tokens_N: Tensor) -> Tensor:
-        """Return the wanted tokens at `places`."""
+        """Return the wanted tokens at `indices`."""
         return tokens_N[self.own_M] if len(self.own_M) else tokens_N.new_zeros(1)
 
     def of_all(self, outputs_M: Tensor) -> Tensor:
-        """Return the outputs [N] of all parts, on all ranks, from those at `places`."""
+        """Return the outputs [N] of all parts, on all ranks, from those at `indices`."""
         outputs_N = outputs_M.new_zeros(len(self.local_N))
         if len(self.own_M):
             outputs_N = outputs_N.index_copy(0, self.own_M, outputs_M)

@@ -268,7 +268,7 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
         built: Built,
         plan: BuildPlan,
         *,
-        place: RankPosition,
+        position: RankPosition,
         pipeline_groups: PipelineGroups | None,
         tied_stages: dist.ProcessGroup | None,
         optimizer: OptimizerConfig | None,
@@ -283,12 +283,12 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
             device=plan.device,
             attention=plan.attention.kind,
             optimizer=None if optimizer is None else self._make_optimizer(optimizer),
-            place=place,
+            position=position,
             routers=built.routers,
             pictures=built.pictures,
             **role,
         )
-        if self.stage.place.first:
+        if self.stage.position.first:
             self.stage.seeing = self.seeing
         if optimizer is None:
             self.stage.requires_grad_(False)
@@ -327,7 +327,7 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
     def _make_optimizer(self, config: OptimizerConfig) -> ShardedAdamW:
         parameters = self.parameters()
         counted = frozenset(parameters)
-        if self._tied_stages is not None and self.stage.place.last:
+        if self._tied_stages is not None and self.stage.position.last:
             counted -= {str(self._built.tied)}
         pipeline = None if self._pipeline_groups is None else self._pipeline_groups.forwards
         embeddings = () if config.decay_embeddings else self._built.embeddings
@@ -335,7 +335,7 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
 
     def _fillers(self, number: int) -> list[MicroBatch]:
         """Return empty micro-batches for this rank if another data-parallel rank has more than its `number`."""
-        most = int(self._place.data.all_reduce_max(torch.tensor([number])))
+        most = int(self._position.data.all_reduce_max(torch.tensor([number])))
         if most == number:
             return []
         return [one_micro_batch([[0, 0]], self.attention, self.device, wanted=True)] * (most - number)
@@ -343,7 +343,7 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
     def _run(self, own: Iterable[MicroBatch], finish: Finish, **outputs: Any) -> None:
         """See `RoleEngine`; on a pipeline's last stage alone there are outputs to finish."""
         own = list(own)
-        everything = [cut_to_part(each, self._place.context) for each in (*own, *self._fillers(len(own)))]
+        everything = [cut_to_part(each, self._position.context) for each in (*own, *self._fillers(len(own)))]
         whole = {id(cut): each for cut, each in zip(everything, own, strict=False)}
 
         def finish_any(micro_batch: MicroBatch, out: Outputs) -> Tensor:
@@ -407,8 +407,8 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
                     grad = parameter.grad = cast(DTensor, grad).redistribute(placements=parameter.placements)
             grads.append(local(grad))
         if grads:
-            together = self._place.data.all_reduce_sum(torch.cat([own.flatten() for own in grads]))
-            together = self._place.context.all_reduce_sum(together)
+            together = self._position.data.all_reduce_sum(torch.cat([own.flatten() for own in grads]))
+            together = self._position.context.all_reduce_sum(together)
             for own, summed in zip(grads, torch.split(together, [own.numel() for own in grads]), strict=True):
                 own.copy_(summed.view_as(own))
 
@@ -421,7 +421,7 @@ class ShardedPolicyEngine(ShardedEngine, RolePolicy[ShardedAdamW]):
         mine: dict[str, Tensor] = {**self.parameters(), **built.buffers}
         mine |= {published_name(name): parameter for name, parameter in self.parameters().items() if is_adapter(name)}
         published, adapters = (
-            Gathering(specs, built.stages, built.folder, mine, self._place, self.device)
+            Gathering(specs, built.stages, built.folder, mine, self._position, self.device)
             for specs in (built.published, built.adapters)
         )
         self._published = published if plan.lora is None else adapters
@@ -459,4 +459,4 @@ class ShardedValueEngine(ShardedEngine, RoleValue[ShardedAdamW]):
             return super()._published
         mine: dict[str, Tensor] = {built.in_folder[name]: parameter for name, parameter in self.parameters().items()}
         mine |= built.buffers
-        return Gathering(built.published, built.stages, built.folder, mine, self._place, self.device)
+        return Gathering(built.published, built.stages, built.folder, mine, self._position, self.device)

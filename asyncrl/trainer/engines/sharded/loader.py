@@ -59,7 +59,7 @@ _SPREAD = 0.02
 
 
 def select_layout(
-    path: str, config: ExperimentConfig, dtype: torch.dtype, device: torch.device, place: RankPosition
+    path: str, config: ExperimentConfig, dtype: torch.dtype, device: torch.device, position: RankPosition
 ) -> SequenceLayout:
     """Return the first layout of `model.attn_implementation` that computes the model in `path` correctly.
 
@@ -72,19 +72,19 @@ def select_layout(
     choices = layouts(config.model.attn_implementation)
 
     def select() -> int:
-        if not place.everyone.leads:
+        if not position.everyone.leads:
             return 0
-        return choices.index(_select_alone(path, config, dtype, device, in_parts=place.grid.context > 1))
+        return choices.index(_select_alone(path, config, dtype, device, in_parts=position.grid.context > 1))
 
     def check_parts() -> None:
-        here = place.coordinates
+        here = position.coordinates
         if here.pipeline == here.data == here.tensor == 0:
-            _check_parts(_surrogate(path, dtype, device, config.seed), layout, place.context)
+            _check_parts(_surrogate(path, dtype, device, config.seed), layout, position.context)
 
-    chosen = place.everyone.together(select, f"checking the layouts for {path}")
-    layout = choices[int(place.everyone.broadcast(torch.tensor([chosen])))]
-    if place.grid.context > 1:
-        place.everyone.together(check_parts, f"checking c{place.grid.context} for {path}")
+    chosen = position.everyone.together(select, f"checking the layouts for {path}")
+    layout = choices[int(position.everyone.broadcast(torch.tensor([chosen])))]
+    if position.grid.context > 1:
+        position.everyone.together(check_parts, f"checking c{position.grid.context} for {path}")
     return layout
 
 
@@ -196,11 +196,11 @@ def _shorten(text: PretrainedConfig, layers: int) -> None:
 
 
 class ShardedLoader(EngineLoader):
-    """Loads this rank's parts of models, as `config` sets them, at `place`."""
+    """Loads this rank's parts of models, as `config` sets them, at `position`."""
 
-    def __init__(self, config: ExperimentConfig, place: RankPosition, device: torch.device) -> None:
-        self._config, self._place, self._device = config, place, device
-        self._pipeline_groups = _pipeline_groups(place)
+    def __init__(self, config: ExperimentConfig, position: RankPosition, device: torch.device) -> None:
+        self._config, self._position, self._device = config, position, device
+        self._pipeline_groups = _pipeline_groups(position)
         self._layouts: dict[tuple[str, torch.dtype], SequenceLayout] = {}  # roles often share a model
 
     def policy(self, path: str, dtype: Dtype, optimizer: OptimizerConfig | None) -> ShardedPolicyEngine:
@@ -215,7 +215,7 @@ class ShardedLoader(EngineLoader):
             allowed = token_ids(self._config.rollout.sampling.allowed_token_ids)
             return ShardedPolicyEngine(built, plan, temperature=temperature, allowed=allowed, **engine)
 
-        return self._place.everyone.together(build, f"building the language model in {path}")
+        return self._position.everyone.together(build, f"building the language model in {path}")
 
     def critic(self, path: str, optimizer: OptimizerConfig) -> ShardedValueEngine:
         return self._value(path, build_critic, ModelPart.trunk, optimizer)
@@ -232,7 +232,7 @@ class ShardedLoader(EngineLoader):
         optimizer: OptimizerConfig | None,
     ) -> ShardedValueEngine:
         plan = self._plan(path, self._config.model.dtype, trained=optimizer is not None, part=part)
-        return self._place.everyone.together(
+        return self._position.everyone.together(
             lambda: ShardedValueEngine(build(path, plan), plan, **self._engine(optimizer, tied=False)),
             f"building the value model in {path}",
         )
@@ -245,20 +245,20 @@ class ShardedLoader(EngineLoader):
         lora: LoraConfig | None = None,
         part: ModelPart = ModelPart.language,
     ) -> BuildPlan:
-        assert self._place.mesh is not None
+        assert self._position.mesh is not None
         torch_dtype: torch.dtype = getattr(torch, str(dtype.on(self._device.type)))
 
         def check() -> None:
-            if refused := list(refusals(AutoConfig.from_pretrained(path).model_type, self._place.grid.layout)):
+            if refused := list(refusals(AutoConfig.from_pretrained(path).model_type, self._position.grid.layout)):
                 raise LayoutError("; ".join(refused))
             check_whole(path, part)
 
-        self._place.everyone.together(check, f"reading {path}")
+        self._position.everyone.together(check, f"reading {path}")
         if (path, torch_dtype) not in self._layouts:
-            layout = select_layout(path, self._config, torch_dtype, self._device, self._place)
+            layout = select_layout(path, self._config, torch_dtype, self._device, self._position)
             self._layouts[path, torch_dtype] = layout
         return BuildPlan(
-            self._place.mesh,
+            self._position.mesh,
             self._device,
             self._layouts[path, torch_dtype],
             torch_dtype,
@@ -270,24 +270,24 @@ class ShardedLoader(EngineLoader):
             activations_on_host=self._config.trainer.activations_on == KeptOn.host,
             replay_routing=trained and self._config.moe.replay_routing,
             vision=self._config.model.vision,
-            context=self._place.grid.context,
+            context=self._position.grid.context,
             float32_head=self._config.model.float32_head,
         )
 
     def _engine(self, optimizer: OptimizerConfig | None, tied: bool) -> dict[str, Any]:
         return {
-            "place": self._place,
+            "position": self._position,
             "pipeline_groups": self._pipeline_groups,
-            "tied_stages": self._place.ends if tied else None,
+            "tied_stages": self._position.ends if tied else None,
             "tokens_per_micro_batch": self._config.trainer.tokens_per_micro_batch,
             "optimizer": optimizer,
         }
 
 
-def _pipeline_groups(place: RankPosition) -> PipelineGroups | None:
+def _pipeline_groups(position: RankPosition) -> PipelineGroups | None:
     """Return this rank's pipeline; None if there is one stage."""
-    assert place.mesh is not None
-    if place.backwards is None:
+    assert position.mesh is not None
+    if position.backwards is None:
         return None
-    pipeline = place.mesh["pipeline"]
-    return PipelineGroups(pipeline.get_local_rank(), pipeline.size(), pipeline.get_group(), place.backwards)
+    pipeline = position.mesh["pipeline"]
+    return PipelineGroups(pipeline.get_local_rank(), pipeline.size(), pipeline.get_group(), position.backwards)

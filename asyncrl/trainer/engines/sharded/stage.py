@@ -32,7 +32,7 @@ EMBEDDING, NORM, LAYERS = "embed_tokens", "norm", "layers"
 
 
 @dataclass(frozen=True, slots=True)
-class StagePlace:
+class StagePosition:
     """Index of a stage and number of stages; one stage is a model that is not cut."""
 
     index: int = 0
@@ -61,34 +61,36 @@ class PassThroughLayer(nn.Module):
         return hidden_states
 
 
-def cut_stage(model: PreTrainedModel, place: StagePlace) -> None:
-    """Remove all modules of the trunk `model` that do not belong to the stage at `place`. A vision tower belongs to
+def cut_stage(model: PreTrainedModel, position: StagePosition) -> None:
+    """Remove all modules of the trunk `model` that do not belong to the stage at `position`. A vision tower belongs to
     the first stage.
 
     Raises:
         LayoutError: the trunk is not an embedding, a list of layers and a norm, has fewer layers than stages, or feeds
             pictures into more layers than the first stage has.
     """
-    if place.stages == 1:
+    if position.stages == 1:
         return
     trunk = text_part(model)
     children = dict(trunk.named_children())
     layers = children.get(LAYERS)
     if not isinstance(layers, nn.ModuleList) or not {EMBEDDING, NORM} <= children.keys():
         raise LayoutError(f"{type(trunk).__name__} cannot be cut into pipeline stages; use d or t in trainer.parallel")
-    mine = place.layers(len(layers))
+    mine = position.layers(len(layers))
     if not mine:
-        raise LayoutError(f"{len(layers)} layers cannot be cut into {place.stages} stages; lower p in trainer.parallel")
-    deep = len(getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ())
-    if deep > len(first := StagePlace(0, place.stages).layers(len(layers))):
         raise LayoutError(
-            f"the pictures of {type(model).__name__} go into its first {deep} layers, and the first of {place.stages} "
-            f"stages has {len(first)}; lower p in trainer.parallel"
+            f"{len(layers)} layers cannot be cut into {position.stages} stages; lower p in trainer.parallel"
+        )
+    deep = len(getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ())
+    if deep > len(first := StagePosition(0, position.stages).layers(len(layers))):
+        raise LayoutError(
+            f"the pictures of {type(model).__name__} go into its first {deep} layers, and the first of "
+            f"{position.stages} stages has {len(first)}; lower p in trainer.parallel"
         )
     for index in range(len(layers)):
         if index not in mine:
             layers[index] = PassThroughLayer()
-    if not place.first:
+    if not position.first:
         if model is not trunk:
             others = [name for name, child in model.named_children() if trunk not in child.modules()]
             own = [name for name, _ in model.named_parameters(recurse=False)]  # between the rows of a picture
@@ -98,7 +100,7 @@ def cut_stage(model: PreTrainedModel, place: StagePlace) -> None:
         setattr(trunk, EMBEDDING, None)
         if hasattr(trunk, "embedding_multiplier"):  # Granite's forward applies it to any input
             trunk.embedding_multiplier = cast(Any, 1.0)
-    if not place.last:
+    if not position.last:
         setattr(trunk, NORM, nn.Identity())
 
 
@@ -110,10 +112,10 @@ class Stage(nn.Module, ABC):
     of the part, and the last stage's outputs for the whole stream.
     """
 
-    def __init__(self, trunk: PreTrainedModel, place: StagePlace) -> None:
+    def __init__(self, trunk: PreTrainedModel, position: StagePosition) -> None:
         super().__init__()
         self.trunk = trunk
-        self.place = place
+        self.position = position
         self.seeing: Callable[[MicroBatch], AbstractContextManager[None]] = lambda micro_batch: nullcontext()
         """Returns a context within which the trunk has the pictures of a micro-batch. Set by the engine; called while
         FSDP2 has the vision tower gathered."""
@@ -124,17 +126,17 @@ class Stage(nn.Module, ABC):
     def forward(self, micro_batch: MicroBatch, hidden: Tensor | None = None, **outputs: Any) -> Any:
         """Run one micro-batch; `hidden` are the hidden states of the stage before, None on the first."""
         inputs = dict(micro_batch.model_inputs)
-        if not self.place.first:
+        if not self.position.first:
             del inputs["input_ids"]
             inputs["inputs_embeds"] = hidden
         output = self._seen(micro_batch, inputs) if self._tower else self._hidden(inputs)
-        if not self.place.last:
+        if not self.position.last:
             return output
         # No views: FSDP hooks the tensors themselves, and warns of writes into a view.
         return tuple(given.clone() for given in self.finish(output.flatten(0, 1), micro_batch, **outputs))
 
     def _hidden(self, inputs: dict[str, Any]) -> Tensor:
-        part = self.trunk if self.place.first else text_part(self.trunk)
+        part = self.trunk if self.position.first else text_part(self.trunk)
         output: Tensor = part(use_cache=False, **inputs).last_hidden_state
         return output
 
@@ -167,14 +169,14 @@ class PolicyStage(Stage):
     def __init__(
         self,
         trunk: PreTrainedModel,
-        place: StagePlace,
+        position: StagePosition,
         output_embedding: nn.Module | None = None,
         logits_of: LogitsOf | None = None,
         *,
         vocabulary: int,
         slices: dist.ProcessGroup | None,
     ) -> None:
-        super().__init__(trunk, place)
+        super().__init__(trunk, position)
         self.lm_head = output_embedding
         self._logits_of, self._vocabulary, self._slices = logits_of, vocabulary, slices
 
@@ -184,7 +186,7 @@ class PolicyStage(Stage):
         if part is None:
             return self._score(hidden_IH.index_select(0, micro_batch.predictors_N), micro_batch.tokens_N, **outputs)
         wanted = part.wanted(micro_batch.predictors_N)
-        hidden_MH = hidden_IH.index_select(0, wanted.places)
+        hidden_MH = hidden_IH.index_select(0, wanted.indices)
         return tuple(map(wanted.of_all, self._score(hidden_MH, wanted.of(micro_batch.tokens_N), **outputs)))
 
     def _score(
@@ -223,22 +225,22 @@ class ValueStage(Stage):
         head: linear, fp32; None on all stages but the last.
     """
 
-    def __init__(self, trunk: PreTrainedModel, place: StagePlace, head: nn.Linear | None) -> None:
-        super().__init__(trunk, place)
+    def __init__(self, trunk: PreTrainedModel, position: StagePosition, head: nn.Linear | None) -> None:
+        super().__init__(trunk, position)
         self.head = head
 
     def finish(self, hidden_IH: Tensor, micro_batch: MicroBatch, **outputs: Any) -> tuple[Tensor, ...]:
         """See `Stage`; `everywhere`: after every input token instead of before every wanted one."""
-        places = micro_batch.places_I if outputs["everywhere"] else micro_batch.predictors_N
+        indices = micro_batch.indices_I if outputs["everywhere"] else micro_batch.predictors_N
         part = part_of(micro_batch)
         if part is None:
-            return (self._values(hidden_IH, places),)
-        wanted = part.wanted(places)
-        return (wanted.of_all(self._values(hidden_IH, wanted.places)),)
+            return (self._values(hidden_IH, indices),)
+        wanted = part.wanted(indices)
+        return (wanted.of_all(self._values(hidden_IH, wanted.indices)),)
 
-    def _values(self, hidden_IH: Tensor, places: Tensor) -> Tensor:
+    def _values(self, hidden_IH: Tensor, indices: Tensor) -> Tensor:
         assert self.head is not None
-        values: Tensor = self.head(hidden_IH.index_select(0, places).float()).squeeze(-1)
+        values: Tensor = self.head(hidden_IH.index_select(0, indices).float()).squeeze(-1)
         return values
 
 

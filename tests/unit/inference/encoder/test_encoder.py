@@ -224,9 +224,9 @@ def test_servers_that_cannot_be_are_refused_before_the_start() -> None:
     assert "rollout.encoder.servers=0: rewards[0].args" in problem(from_servers)
     without_folder = load_experiment("embodied_srpo", [from_servers, servers[0]])
     assert isinstance(without_folder, ExperimentConfig)
-    (told,) = problems_of_others(without_folder)
-    assert told.startswith("rollout.encoder.args=")
-    assert "needs args.folder" in told
+    (reported,) = problems_of_others(without_folder)
+    assert reported.startswith("rollout.encoder.args=")
+    assert "needs args.folder" in reported
     on_gpu = "rollout.encoder.args={folder: /m, device: cuda}"
     assert "rollout.encoder.gpus is 0" in problem(servers[0], on_gpu)
     assert problem(servers[0], on_gpu, "rollout.encoder.gpus=1") == ""

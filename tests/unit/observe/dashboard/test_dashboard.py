@@ -66,8 +66,8 @@ def test_servers_of_other_policies_are_told_with_their_policy(run: Path) -> None
     (run / "config.yaml").write_text(json.dumps(config))
     own = (run / "observed" / "generation_server-0.jsonl").read_text()
     (run / "observed" / "policy_server-2.jsonl").write_text(own)
-    told = {each["name"]: each["policy"] for each in page_data(History(run))["processes"]}
-    assert told == {"generation_server/0": "", "policy_server/2": "judge"}
+    reported = {each["name"]: each["policy"] for each in page_data(History(run))["processes"]}
+    assert reported == {"generation_server/0": "", "policy_server/2": "judge"}
 
 
 def test_numbers_that_are_none_become_null(run: Path) -> None:

@@ -22,28 +22,28 @@ INJECTED = {
     "slow-reward": Knobs(reward_s=3.0),
     "slow-environment": Knobs(env_s=3.0),
     "eta-too-small": Knobs(eta=0, train_s=1.0),
-    "too-few-places": Knobs(places=2),
+    "too-few-slots": Knobs(slots=2),
     "evaluation": Knobs(eval_samples=400),
     "trainer": Knobs(train_s=5.0),
     "publish": Knobs(publish_s=5.0),
     "server-batch-too-small": Knobs(max_running=8),
     "kv-cache-too-small": Knobs(max_tokens=1000),
     "slow-updates": Knobs(update_s=1.5, eta=1),
-    "shared-devices": Knobs(guests=True, train_s=1.5),
+    "shared-devices": Knobs(colocated=True, train_s=1.5),
 }
 RELIEF = {
     "slow-generation": lambda k: replace(k, speed=2 * k.speed, sample_speed=2 * k.sample_speed),
-    "slow-reward": lambda k: replace(k, reward_s=k.reward_s / 4, places=2 * k.places),
-    "slow-environment": lambda k: replace(k, env_s=k.env_s / 4, places=2 * k.places),
+    "slow-reward": lambda k: replace(k, reward_s=k.reward_s / 4, slots=2 * k.slots),
+    "slow-environment": lambda k: replace(k, env_s=k.env_s / 4, slots=2 * k.slots),
     "eta-too-small": lambda k: replace(k, eta=k.eta + 1),
-    "too-few-places": lambda k: replace(k, places=4 * k.places),
+    "too-few-slots": lambda k: replace(k, slots=4 * k.slots),
     "evaluation": lambda k: replace(k, eval_samples=0),
     "trainer": lambda k: replace(k, train_s=k.train_s / 4),
     "publish": lambda k: replace(k, publish_s=k.publish_s / 4),
     "server-batch-too-small": lambda k: replace(k, max_running=4 * k.max_running),
     "kv-cache-too-small": lambda k: replace(k, max_tokens=4 * k.max_tokens),
     "slow-updates": lambda k: replace(k, update_s=k.update_s / 4),
-    "shared-devices": lambda k: replace(k, guests=False),
+    "shared-devices": lambda k: replace(k, colocated=False),
 }
 """What the advice of each finding changes, generously."""
 
@@ -73,10 +73,10 @@ def test_at_best_is_no_promise_that_the_run_beats(tmp_path: Path) -> None:
     """What the doctor promises is a lower bound: the stage that comes next is not known."""
     for number, (kind, change) in enumerate(
         {
-            "slow-reward": {"places": 48},
-            "too-few-places": {"places": 48},
+            "slow-reward": {"slots": 48},
+            "too-few-slots": {"slots": 48},
             "evaluation": {"eval_samples": 0},
-            "shared-devices": {"guests": False},
+            "shared-devices": {"colocated": False},
         }.items()
     ):
         _, diagnosis = played(INJECTED[kind], tmp_path / f"ill{number}")
@@ -92,13 +92,13 @@ def test_at_best_is_no_promise_that_the_run_beats(tmp_path: Path) -> None:
     [
         ("slow-reward", {"reward_s": 3.0}),
         ("server-batch-too-small", {"max_running": 8}),
-        ("too-few-places", {"places": 2}),
+        ("too-few-slots", {"slots": 2}),
     ],
 )
 def test_what_makes_generation_long_on_shared_devices_comes_before_sharing_them(
     kind: str, change: dict[str, Any], tmp_path: Path
 ) -> None:
-    _, diagnosis = played(replace(Knobs(guests=True), **change), tmp_path / "ill")
+    _, diagnosis = played(replace(Knobs(colocated=True), **change), tmp_path / "ill")
     assert next(each.kind for each in diagnosis.findings if each.kind in RELIEF) == kind
     assert "eta-too-small" not in [each.kind for each in diagnosis.findings]
 
@@ -107,7 +107,7 @@ def random_knobs(seed: int) -> Knobs:
     rng = random.Random(seed)
     knobs = Knobs(
         eta=rng.choice([1, 2, 4]),
-        places=rng.choice([2, 6, 16, 32]),
+        slots=rng.choice([2, 6, 16, 32]),
         speed=rng.choice([2000, 8000]),
         reward_s=rng.choice([0.01, 0.01, 2.0]),
         env_s=rng.choice([0.0, 0.0, 2.0]),
@@ -116,7 +116,7 @@ def random_knobs(seed: int) -> Knobs:
         eval_samples=rng.choice([0, 0, 300]),
         max_running=rng.choice([16, 256]),
         max_tokens=rng.choice([1200, 40_000]),
-        guests=seed % 5 == 4,
+        colocated=seed % 5 == 4,
         seed=seed,
     )
     if knobs.eval_samples:  # the virtual server does not hold evaluations back

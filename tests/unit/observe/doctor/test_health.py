@@ -82,10 +82,10 @@ def test_a_healthy_run_has_no_problem(run: Path, capsys: pytest.CaptureFixture[s
 def test_stages_tell_of_what_is_wrong_with_none_of_them(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Publishing, weight updates and ages: what a user may fear, with its figure."""
     main([str(run)], "asyncrl")
-    told = " ".join(capsys.readouterr().out.split())
-    assert "training 0.3" in told
-    assert "of the time in weight updates" in told
-    assert re.search(r"age of tokens █+ +\d+ % at most \d versions, η = 2", told)
+    reported = " ".join(capsys.readouterr().out.split())
+    assert "training 0.3" in reported
+    assert "of the time in weight updates" in reported
+    assert re.search(r"age of tokens █+ +\d+ % at most \d versions, η = 2", reported)
 
 
 def test_rewards_that_are_all_the_same_teach_nothing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,9 +167,9 @@ GIB = 1 << 30
 
 
 def test_memory_that_grows_towards_its_hosts_end_is_told(run: Path) -> None:
-    told = memory_of(run, "rollout_worker", lambda second: GIB + second * (GIB // 128))
-    assert "rollout_worker/0 grew" in told["memory-grows"]
-    assert "Look for what your agent, environment, reward or tools keep." in told["memory-grows"]
+    reported = memory_of(run, "rollout_worker", lambda second: GIB + second * (GIB // 128))
+    assert "rollout_worker/0 grew" in reported["memory-grows"]
+    assert "Look for what your agent, environment, reward or tools keep." in reported["memory-grows"]
 
 
 @pytest.mark.parametrize("process", ["generation_server", "model_worker", "rollout_worker"])
@@ -196,9 +196,9 @@ def test_the_first_minutes_and_steps_of_a_run_say_nothing_about_its_memory(run: 
 def test_a_run_that_ended_without_a_summary_says_who_did_what(run: Path) -> None:
     (run / "summary.json").unlink()
     write(run / "restarts.jsonl", {"restarted": "model_worker/0", "reason": "was killed by signal SIGKILL"})
-    told = problems(run)["died"]
-    assert "after step 30" in told
-    assert "model_worker/0, which was killed by signal SIGKILL" in told
+    reported = problems(run)["died"]
+    assert "after step 30" in reported
+    assert "model_worker/0, which was killed by signal SIGKILL" in reported
 
 
 LATER = 1e12
@@ -235,10 +235,10 @@ def test_a_process_that_failed_is_told_with_its_reason(
     shortage = {} if short is None else {"shortage": {"at": at, "what": short, "advice": LESS}}
     for name, more in ((process, shortage), ("master_worker/0", {"failed": "ValueError: boom\nmore"})):
         append(run / "observed" / f"{name.replace('/', '-')}.jsonl", about | more)
-    told = problems(run)
-    assert sentence in told[kind or ("failed" if stopped else "died")]
+    reported = problems(run)
+    assert sentence in reported[kind or ("failed" if stopped else "died")]
     if kind:
-        assert "To need less memory, in this order: trainer.offload=true" in told[kind]
+        assert "To need less memory, in this order: trainer.offload=true" in reported[kind]
 
 
 def test_a_run_without_a_step_says_which_process_is_not_ready(tmp_path: Path) -> None:
@@ -327,10 +327,12 @@ def test_a_run_that_is_started_again_hours_later_is_starting_and_does_not_stand_
         run / "observed" / "model_worker-0.jsonl",
         line | {"stage": "loads the models", "activity": "works", "since": again - 5},
     )
-    told = {each.kind: each for each in examine(History(run)).findings}
+    reported = {each.kind: each for each in examine(History(run)).findings}
     lock.close()
-    assert "stalled" not in told
-    assert told["no-step-yet"].sentence.startswith("the run continues after step 30: model_worker/0 loads the models")
+    assert "stalled" not in reported
+    assert reported["no-step-yet"].sentence.startswith(
+        "the run continues after step 30: model_worker/0 loads the models"
+    )
 
 
 def test_a_run_that_stands_still_names_the_silent_process(run: Path) -> None:
@@ -347,19 +349,19 @@ def test_a_run_that_stands_still_names_the_silent_process(run: Path) -> None:
            "since": stands - 450})  # fmt: skip
     trains = {"at": stands, "pid": 2, "stage": "trains step 31", "activity": "works", "since": stands - 450}
     append(run / "observed" / "master_worker-0.jsonl", trains)
-    told = problems(run)["stalled"]
+    reported = problems(run)["stalled"]
     line = {"pid": 3, "stage": "plays", "since": ended}
     answers = [line | {"at": stands - 20, "answers_total": 7}, line | {"at": stands, "answers_total": 9}]
     (run / "observed" / "rollout_worker-0.jsonl").write_text("".join(json.dumps(each) + "\n" for each in answers))
     later = problems(run)
     lock.close()
     assert "stalled" not in later, "answers end: the step is only long"
-    assert "no step since 500 s, after step 30" in told
-    assert told.endswith("py-spy dump shows where it is.")
-    assert "model_worker/0" in told.partition("Silent: ")[2]
-    assert "master_worker/0 trains step 31 since 450 s" in told
-    assert "The rollout of prompt e0-5 on" in told
-    assert "has been under way for 600 s" in told
+    assert "no step since 500 s, after step 30" in reported
+    assert reported.endswith("py-spy dump shows where it is.")
+    assert "model_worker/0" in reported.partition("Silent: ")[2]
+    assert "master_worker/0 trains step 31 since 450 s" in reported
+    assert "The rollout of prompt e0-5 on" in reported
+    assert "has been under way for 600 s" in reported
 
 
 def test_a_run_that_waits_for_one_rollout_says_what_ends_it(run: Path) -> None:
@@ -458,7 +460,9 @@ def test_servers_are_compared_with_others_of_their_policy(tmp_path: Path) -> Non
     kinds = {each.kind: each for each in examine(History(run)).findings}
     assert "policy_server/1 decodes" in kinds["slow-server"].sentence
     policy_servers(run, lambda index, line: {"stage": SLEEPS if index else line["stage"]}, 2)
-    assert "slow-server" not in [each.kind for each in examine(History(run)).findings], "a guest that rests is no fault"
+    assert "slow-server" not in [each.kind for each in examine(History(run)).findings], (
+        "a colocated server that sleeps is no fault"
+    )
     loading = {"stage": "loads the model", "activity": "works"}
     policy_servers(run, lambda index, line: loading if index else {}, 2)
     kinds = {each.kind: each for each in examine(History(run)).findings}
@@ -486,9 +490,9 @@ def evaluate(run: Path, accuracy: Any, reward: Any) -> None:
 
 def test_a_reward_that_rises_while_the_evaluation_falls_is_told_with_the_part_that_rose(run: Path) -> None:
     evaluate(run, lambda n: 0.8 - 0.02 * n, lambda n: 0.2 + 0.02 * n)
-    told = problems(run)["reward-exploited"]
-    assert "accuracy on held_out fell from 0.700 (steps 2 to 10) to 0.300 (steps 22 to 30)" in told
-    assert "of its parts format rose most" in told
+    reported = problems(run)["reward-exploited"]
+    assert "accuracy on held_out fell from 0.700 (steps 2 to 10) to 0.300 (steps 22 to 30)" in reported
+    assert "of its parts format rose most" in reported
 
 
 @pytest.mark.parametrize(
@@ -561,11 +565,11 @@ def test_a_loop_that_user_code_blocks_is_told_from_one_without_a_core(
 
 def test_json_is_for_scripts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(run), "--json"], "asyncrl") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["state"] == "finished"
-    assert told["step"] == 30
-    assert {finding["level"] for finding in told["findings"]} <= {"bottleneck", "remark"}
-    assert told["measured"]["batch"] == 16
+    reported = json.loads(capsys.readouterr().out)
+    assert reported["state"] == "finished"
+    assert reported["step"] == 30
+    assert {finding["level"] for finding in reported["findings"]} <= {"bottleneck", "notice"}
+    assert reported["measured"]["batch"] == 16
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

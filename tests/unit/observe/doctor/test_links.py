@@ -10,10 +10,10 @@ import asyncrl.observe.doctor
 from asyncrl.observe.doctor.bottleneck import ADVICE_OF_CALL
 from asyncrl.observe.doctor.finding import PAGE
 
-ROOM = Path(asyncrl.observe.doctor.__file__).parent
+PACKAGE = Path(asyncrl.observe.doctor.__file__).parent
 KIND = re.compile(r"[a-z]+(-[a-z]+)*")
 ANSWERS: dict[str, set[str]] = {
-    "verl#6693": {"slow-generation", "trainer", "balanced", "no-cpu", "too-few-places"},
+    "verl#6693": {"slow-generation", "trainer", "balanced", "no-cpu", "too-few-slots"},
     "verl#3895": {"no-step-yet"},
     "verl#7180": {"stalled"},
     "verl#7155": {"stalled"},
@@ -24,7 +24,7 @@ ANSWERS: dict[str, set[str]] = {
     "slime#1487": {"stalled"},
     "slime#1332": {"blocked-event-loop"},
     "slime#638": {"memory-grows"},
-    "AReaL#137": {"too-few-places"},
+    "AReaL#137": {"too-few-slots"},
     "prime-rl#2812": {"eta-never-reached"},
     "prime-rl#1372": {"eta-too-small"},
     "prime-rl#964": {"entropy-collapses", "nothing-learnt", "old-data"},
@@ -44,7 +44,7 @@ ANSWERS: dict[str, set[str]] = {
 def kinds() -> set[str]:
     """First arguments of `Finding` and second ones of `bottleneck`, and the kinds that rules choose among."""
     found = {f"slow-{what}" for what in ADVICE_OF_CALL} | {"publish", "checkpoint-disk", "trainer"}
-    for file in ROOM.glob("*.py"):
+    for file in PACKAGE.glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 place = {"Finding": 0, "bottleneck": 1}.get(node.func.id)

@@ -1,4 +1,4 @@
-"""A run in virtual time that leaves the files of a real one: gate, places, one server, user code, trainer.
+"""A run in virtual time that leaves the files of a real one: gate, slots, one server, user code, trainer.
 
 The server shares its speed among the samples that it runs, up to a batch and a cache; user code takes time and no
 resource; the trainer takes B finished rollouts at a time. Time goes on in small equal pieces.
@@ -37,7 +37,7 @@ class Knobs:
     batch: int = 16
     group: int = 4
     eta: int = 2
-    places: int = 24
+    slots: int = 24
     tokens: int = 60
     speed: float = 4000.0
     """Tokens a second that the server decodes at most, and `sample_speed` for a single sample."""
@@ -49,8 +49,8 @@ class Knobs:
     train_s: float = 0.3
     publish_s: float = 0.05
     update_s: float = 0.05
-    guests: bool = False
-    """The server rests while a step is trained and published."""
+    colocated: bool = False
+    """The server sleeps while a step is trained and published."""
     eval_samples: int = 0
     """Answers of the evaluation of each version, which the server decodes beside the rollouts."""
     steps: int = 24
@@ -93,7 +93,7 @@ class VirtualRun:
     rate: float = 0.0
     master: list[dict[str, Any]] = field(default_factory=list)
     updating_until: float = 0.0
-    rests: bool = False
+    sleeps: bool = False
     evaluation_left: float = 0.0
     """Tokens of each of its answers; all are decoded at the same time."""
 
@@ -126,9 +126,9 @@ class VirtualRun:
 
     def _work(self, seconds: float) -> float:
         until = self.now + seconds
-        self.rests = self.knobs.guests
+        self.sleeps = self.knobs.colocated
         took = self._pass(lambda: self.now >= until)
-        self.rests = False
+        self.sleeps = False
         return took
 
     def _pass(self, done: Any) -> float:
@@ -142,7 +142,7 @@ class VirtualRun:
         k = self.knobs
         limit = (k.eta + self.version + 1) * k.batch
         full = self.trained + len(self.finished) + len(self.rollouts) >= limit
-        while len(self.rollouts) < k.places and self.trained + len(self.finished) + len(self.rollouts) < limit:
+        while len(self.rollouts) < k.slots and self.trained + len(self.finished) + len(self.rollouts) < limit:
             one = _Rollout(f"r{self.admitted}", self.admitted, self.version, self.now)
             one.left = k.tokens * self.random.lognormvariate(-0.18, 0.6)
             one.tokens = max(1, round(one.left * k.group))
@@ -181,7 +181,7 @@ class VirtualRun:
             one.generate_s += PIECE_S if one.phase in ("queue", "generate") else 0.0
         evaluating = k.eval_samples if self.evaluation_left > 0 else 0
         running += evaluating
-        if not running or self.now < self.updating_until or self.rests:
+        if not running or self.now < self.updating_until or self.sleeps:
             return
         each = min(k.sample_speed, k.speed / running) * PIECE_S
         self.rate = each * running / PIECE_S
@@ -219,7 +219,7 @@ class VirtualRun:
         for one in batch:
             head = (one.name, f"e0-{one.order}", one.order, 0, self.version)
             self.ledger.append(Trained(*head, {one.version: one.tokens}, k.group, k.group, 0.5))
-        self.ledger.append(Step(lineage=0, step=self.version, books=RolloutCounts(), line=1, at=self.now, seal="0"))
+        self.ledger.append(Step(lineage=0, step=self.version, counts=RolloutCounts(), line=1, at=self.now, seal="0"))
         idle_s, self.idle_s = self.idle_s, 0.0
         self.rows.append(
             {
@@ -243,8 +243,8 @@ class VirtualRun:
         config = {
             "total_train_steps": k.steps,
             "group_size": k.group,
-            "rollout": {"max_concurrent": k.places, "workers": 1},
-            "generation": {"guests": "all" if k.guests else "none", "servers": 1},
+            "rollout": {"max_concurrent": k.slots, "workers": 1},
+            "generation": {"colocated": "all" if k.colocated else "none", "servers": 1},
         }
         for name in ("ledger", "observed"):
             (self.folder / name).mkdir(parents=True)

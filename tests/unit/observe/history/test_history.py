@@ -46,7 +46,7 @@ def step_lines(step: int, at: float, ids: str, lineage: int = 0) -> list[Line]:
         lines.append(Finished(name, 30, at - 1))
     for order, name in enumerate(ids):
         lines.append(Trained(name, f"e0-{order}", order, lineage, step, {step - 1: 20, step - 2: 10}, 2, 2, 0.5))
-    return [*lines, Step(lineage=lineage, step=step, books=RolloutCounts(), line=9, at=at, seal="0")]
+    return [*lines, Step(lineage=lineage, step=step, counts=RolloutCounts(), line=9, at=at, seal="0")]
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def test_rollouts_take_exactly_as_many_lanes_as_ran_at_a_time() -> None:
 
 def test_rollouts_have_no_more_lanes_than_places(line: Timeline) -> None:
     lanes = {span.lane for span in line.spans if span.kind == "rollout"}
-    assert lanes == set(range(KNOBS.places))
+    assert lanes == set(range(KNOBS.slots))
 
 
 @pytest.fixture
@@ -105,8 +105,8 @@ def test_phases_longer_than_their_step_are_cut_at_its_end(copy: Path) -> None:
 def test_told_phases_win_over_inferred_ones(copy: Path) -> None:
     at = History(copy).steps[5].at
     append(copy, "observed/master_worker-0.jsonl", {"span": "train", "begin": at - 0.4, "end": at - 0.1, "step": 5})
-    told = phases_of(timeline(History(copy)), 5)
-    assert [(span.name, span.begin, span.end) for span in told] == [("train", at - 0.4, at - 0.1)]
+    reported = phases_of(timeline(History(copy)), 5)
+    assert [(span.name, span.begin, span.end) for span in reported] == [("train", at - 0.4, at - 0.1)]
 
 
 def test_phases_of_a_step_that_was_trained_again_are_marked_and_get_no_arrow(copy: Path) -> None:

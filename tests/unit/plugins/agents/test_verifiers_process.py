@@ -42,7 +42,7 @@ def test_a_line_that_is_not_a_reply_fails_the_rollouts_that_wait(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("reply", "said"),
+    ("reply", "message"),
     [
         ("not a reply", "cannot be loaded.*not a reply"),
         ("5", "cannot be loaded.*not a reply"),
@@ -51,13 +51,13 @@ def test_a_line_that_is_not_a_reply_fails_the_rollouts_that_wait(tmp_path: Path)
     ],
 )
 def test_an_environment_that_does_not_load_leaves_no_process(
-    reply: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reply: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("asyncrl.plugins.agents.verifiers_env.START_LIMIT_S", 10.0 if reply else 0.1)
 
     async def play() -> None:
         async with asyncio.timeout(30.0):
-            with pytest.raises(VerifiersError, match=said):
+            with pytest.raises(VerifiersError, match=message):
                 await _Host.start(program(tmp_path, *([reply] if reply else [])), "env", None)
 
     asyncio.run(play())

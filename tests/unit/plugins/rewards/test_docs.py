@@ -27,9 +27,9 @@ def test_the_examples_show_what_they_say(section: str) -> None:
     source = "\n".join(blocks(SECTIONS[section], "pycon"))
     test = doctest.DocTestParser().get_doctest(source, {}, section, "docs/rewards.md", 0)
     assert test.examples
-    said: list[str] = []
-    doctest.DocTestRunner(verbose=False).run(test, out=said.append)
-    assert said == []
+    messages: list[str] = []
+    doctest.DocTestRunner(verbose=False).run(test, out=messages.append)
+    assert messages == []
 
 
 @pytest.mark.parametrize("text", blocks(PAGE, "yaml"))

@@ -286,13 +286,13 @@ def test_a_time_limit_that_something_swallows_is_raised_again() -> None:
         while time.process_time() < end:
             pass
 
-    def goes_on() -> None:
+    def continues() -> None:
         with contextlib.suppress(math_answer._OutOfTimeError):
             computes()
         computes()
 
     with pytest.raises(math_answer._OutOfTimeError), math_answer._at_most(0.05):
-        goes_on()
+        continues()
 
 
 @pytest.mark.parametrize(

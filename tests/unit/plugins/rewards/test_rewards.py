@@ -346,9 +346,9 @@ _CUT = "<think>maybe \\boxed{4}? #### 4 #4\n```python\nprint(4)\n```\n4"
 
 @pytest.mark.parametrize("reward", [math_answer_reward, numeric_match, exact_match, f1, arithmetic_reward])
 def test_thoughts_are_no_answer(reward: Callable[[dict[str, Any], str], float]) -> None:
-    said = "#4" if reward is arithmetic_reward else "\\boxed{4}" if reward is math_answer_reward else "4"
+    expected = "#4" if reward is arithmetic_reward else "\\boxed{4}" if reward is math_answer_reward else "4"
     for thoughts in ("<think>5</think>", "\\boxed{5} #5 </think>\n", "[THINK]5[/THINK]", ""):
-        assert reward({"answer": "4"}, f"{thoughts}{said}") == 1.0
+        assert reward({"answer": "4"}, f"{thoughts}{expected}") == 1.0
     assert reward({"answer": "4"}, _CUT) == 0.0
 
 
@@ -503,15 +503,15 @@ async def test_a_judge_reads_no_thoughts_and_gets_the_fields_that_are_given(
         message = {"content": None, "reasoning_content": "Score: 8"}
         return web.json_response({"choices": [{"message": message, "finish_reason": "length"}]})
 
-    said = {"base_url": await server(judge), "model": "m", "template": "{completion} | {thoughts}"}
+    expected = {"base_url": await server(judge), "model": "m", "template": "{completion} | {thoughts}"}
     fields = {"max_completion_tokens": 2000, "seed": None}
-    reward = JudgeReward(**said, max_tokens=None, temperature=None, body=fields)
+    reward = JudgeReward(**expected, max_tokens=None, temperature=None, body=fields)
     with pytest.raises(ValueError, match=r"holds no score for args.pattern, and was cut off: raise args.max_tokens"):
         await reward({}, "<think>a</think>b")
     assert asked[0].keys() == {"model", "messages", "max_completion_tokens", "key", "path"}
     assert asked[0]["messages"][0]["content"] == "b | <think>a</think>b"
     await close(reward)
-    reward = JudgeReward(**said)
+    reward = JudgeReward(**expected)
     with pytest.raises(
         ValueError, match=r"Unsupported parameter.*args.max_tokens and args.temperature, which null leaves out"
     ):

@@ -153,7 +153,7 @@ def test_it_reads_its_input_and_its_arguments(sandbox: Sandbox) -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "exit_code", "said"),
+    ("program", "exit_code", "message"),
     [
         ("x = bytearray(10 << 30)", 1, "MemoryError"),
         ("open('big', 'wb').write(b'x' * (100 << 20))", 1, "OSError"),
@@ -164,9 +164,11 @@ def test_it_reads_its_input_and_its_arguments(sandbox: Sandbox) -> None:
         ("raise ValueError('no')", 1, "ValueError: no"),
     ],
 )
-def test_what_it_wants_too_much_of_it_does_not_get(sandbox: Sandbox, program: str, exit_code: int, said: str) -> None:
+def test_what_it_wants_too_much_of_it_does_not_get(
+    sandbox: Sandbox, program: str, exit_code: int, message: str
+) -> None:
     ended = sandbox.run({"a.py": program}, ["a.py"])
-    assert said in ended.stderr
+    assert message in ended.stderr
     assert (ended.exit_code, ended.stopped) == (exit_code, "")
 
 
@@ -177,7 +179,7 @@ def test_no_memory_is_to_be_had_outside_the_limits(sandbox: Sandbox) -> None:
     tried = dict(line.split(" ", 1) for line in ended.stdout.splitlines())
     assert len(tried) == 19
     refusals = {"Operation not permitted", "Function not implemented", "Address family not supported by protocol"}
-    assert {name: said for name, said in tried.items() if said.removeprefix("-1 ") not in refusals} == {}
+    assert {name: message for name, message in tried.items() if message.removeprefix("-1 ") not in refusals} == {}
 
 
 def test_what_usual_programs_do_is_allowed(sandbox: Sandbox) -> None:

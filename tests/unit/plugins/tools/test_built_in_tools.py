@@ -34,7 +34,7 @@ def test_a_program_gives_what_it_prints(python):
 
 
 @pytest.mark.parametrize(
-    ("code", "told"),
+    ("code", "reported"),
     [
         ("1/0", "ZeroDivisionError"),
         ("print('é' * 3); raise SystemExit(3)", "ééé\n(exit code 3)"),
@@ -47,19 +47,19 @@ def test_a_program_gives_what_it_prints(python):
         ("'\ud800'", "(exit code 1)"),
     ],
 )
-def test_a_program_that_fails_says_so_to_the_model(python, code, told):
+def test_a_program_that_fails_says_so_to_the_model(python, code, reported):
     result = python.execute("a", {"code": code})
     assert result.is_error
-    assert told in result.text
+    assert reported in result.text
 
 
 @pytest.mark.parametrize(
-    ("code", "told"), [("while True: pass", "(e"), ("import time; time.sleep(100)", "longer than 3 s")]
+    ("code", "reported"), [("while True: pass", "(e"), ("import time; time.sleep(100)", "longer than 3 s")]
 )
-def test_a_program_that_does_not_end_is_ended(impatient, code, told):
+def test_a_program_that_does_not_end_is_ended(impatient, code, reported):
     result = impatient.execute("a", {"code": code})
     assert result.is_error
-    assert told in result.text
+    assert reported in result.text
 
 
 def _corpus(tmp_path, rows):

@@ -133,8 +133,8 @@ async def test_a_server_over_stdio_serves_many_samples_and_is_gone_afterwards(ru
     async with RunTools((), [_over_stdio(server, tools=["add", "fails", "talks"])], runner) as tools:
         assert [schema["function"]["name"] for schema in tools.toolbox.schemas] == ["add", "fails", "talks"]
         assert tools.toolbox.schemas[0]["function"]["description"] == "Adds two numbers."
-        said = await asyncio.gather(*(_call(tools, "add", {"a": number}) for number in range(50)))
-        assert said == [str(number + 1) for number in range(50)]
+        results = await asyncio.gather(*(_call(tools, "add", {"a": number}) for number in range(50)))
+        assert results == [str(number + 1) for number in range(50)]
         assert (await _call(tools, "add", {"a": "x"})).startswith("Error: ")
         assert (await _call(tools, "fails", {})).startswith("Error: ")
         assert int(await _call(tools, "talks", {})) in _children() - before

@@ -94,20 +94,20 @@ def test_rows_look_at_their_own_path_and_their_outputs_are_the_stream(
         stream = lay_out(tree)
     ordered = [sequences[seq] for seq in tree.members]
     held = np.full(stream.size, -1)
-    held[stream.places_I] = [token for sequence in ordered for token in sequence]
+    held[stream.indices_I] = [token for sequence in ordered for token in sequence]
     assert (held >= 0).all(), "a position of the stream that no sequence has"
     prefix_of: dict[int, tuple[int, ...]] = {}
-    places = iter(stream.places_I.tolist())
+    indices = iter(stream.indices_I.tolist())
     for sequence in ordered:
         for end in range(len(sequence)):
-            assert prefix_of.setdefault(next(places), tuple(sequence[: end + 1])) == tuple(sequence[: end + 1])
+            assert prefix_of.setdefault(next(indices), tuple(sequence[: end + 1])) == tuple(sequence[: end + 1])
     computed = []
     for block in stream.blocks:
         keys = block.gather.reshape(block.rows, block.width)
         asking = keys if block.query_gather is None else block.query_gather.reshape(block.rows, -1)
         first = np.zeros(block.rows, int) if block.first is None else block.first
-        for place in block.scatter:
-            row, column = divmod(int(place), asking.shape[1])
+        for index in block.scatter:
+            row, column = divmod(int(index), asking.shape[1])
             position = int(asking[row, column])
             computed.append(position)
             assert tuple(held[keys[row, : first[row] + column + 1]]) == prefix_of[position]
@@ -188,19 +188,19 @@ def test_every_attention_over_a_random_tree_is_that_of_a_plain_mask_forward_and_
             patch.setattr(micro_batch_layout, "MAX_MASK_BYTES", mask_bytes)
             made = one_micro_batch(sequences, kind, CPU, wanted=False)
         size = made.model_inputs["input_ids"].numel()
-        visible, places = torch.eye(size, dtype=torch.bool), iter(made.places_I.tolist())
+        visible, indices = torch.eye(size, dtype=torch.bool), iter(made.indices_I.tolist())
         for seq in made.seqs:
-            path = [next(places) for _ in sequences[seq]]
-            for depth, place in enumerate(path):
-                visible[place, path[0 if window is None else max(0, depth + 1 - window) : depth + 1]] = True
+            path = [next(indices) for _ in sequences[seq]]
+            for depth, index in enumerate(path):
+                visible[index, path[0 if window is None else max(0, depth + 1 - window) : depth + 1]] = True
         query, key, value = (torch.randn(1, each, size, 8, requires_grad=True) for each in (heads[0], *heads[1:] * 2))
-        told = {name: each for name, each in made.model_inputs.items() if name not in ("input_ids", "position_ids")}
-        told |= {"scaling": 0.5, "sliding_window": window, "softcap": softcap, "s_aux": sinks}
+        reported = {name: each for name, each in made.model_inputs.items() if name not in ("input_ids", "position_ids")}
+        reported |= {"scaling": 0.5, "sliding_window": window, "softcap": softcap, "s_aux": sinks}
         if attention is varlen_attention and (softcap is not None or sink):
             with pytest.raises(NotImplementedError, match="no capped logits, sinks"):
-                attention(nn.Module(), query, key, value, None, **told)
+                attention(nn.Module(), query, key, value, None, **reported)
             continue
-        found, _ = attention(nn.Module(), query, key, value, None, **told)
+        found, _ = attention(nn.Module(), query, key, value, None, **reported)
         expected = plain_attention(query, key, value, visible, softcap, sinks)
         weights, inputs = torch.randn_like(expected), [query, key, value, *([] if sinks is None else [sinks])]
         pairs = [(found, expected)]
@@ -446,9 +446,9 @@ def test_every_layout_has_each_token_at_its_place_and_scores_it_with_the_output_
     ordered = [sequences[seq] for seq in made.seqs]
     read = [sequence[: len(sequence) - wanted] for sequence in ordered]
     assert sorted(made.seqs) == list(range(len(sequences)))
-    assert ids[made.places_I].tolist() == [token for sequence in read for token in sequence]
-    assert positions[made.places_I].tolist() == [place for sequence in read for place in range(len(sequence))]
-    assert sorted(made.depths.tolist()) == sorted(positions[made.places_I.unique()].add(1).tolist())
+    assert ids[made.indices_I].tolist() == [token for sequence in read for token in sequence]
+    assert positions[made.indices_I].tolist() == [index for sequence in read for index in range(len(sequence))]
+    assert sorted(made.depths.tolist()) == sorted(positions[made.indices_I.unique()].add(1).tolist())
     scored = [(n, at) for n, sequence in enumerate(ordered) for at in range(1, len(sequence)) if wanted]
     assert made.tokens_N.tolist() == [ordered[n][at] for n, at in scored]
     assert made.seq_ids_N.tolist() == [n for n, _ in scored]

@@ -255,9 +255,11 @@ def test_a_perturbed_router_follows_the_engine_in_every_layout(
     model = build("qwen3_moe")
     batch, other = generated(model, prompts=[PROMPT, (9, 8, 7, 6)]), perturbed(model)
     with torch.no_grad():
-        told = batch.routing
-        assert told is not None
-        parts = zip(batch["tokens"].split(batch.lengths_S.tolist()), told.split(batch.lengths_S.tolist()), strict=True)
+        reported = batch.routing
+        assert reported is not None
+        parts = zip(
+            batch["tokens"].split(batch.lengths_S.tolist()), reported.split(batch.lengths_S.tolist()), strict=True
+        )
         expected = torch.cat([plain(other, tokens, choices) for tokens, choices in parts])
         free = torch.cat([plain(other, tokens) for tokens in batch["tokens"].split(batch.lengths_S.tolist())])
     expected, free = expected * batch["loss_mask"], free * batch["loss_mask"]

@@ -29,17 +29,17 @@ def shape(**changes: Any) -> ModelFacts:
     return ModelFacts.of({**QWEN, **changes})
 
 
-def told(layout: str, **changes: Any) -> str:
+def reported(layout: str, **changes: Any) -> str:
     return "; ".join(misfits(Layout.parse(layout), shape(**changes)))
 
 
 @pytest.mark.parametrize("layout", ["d64", "t2", "t14", "p24", "d2t2p2", "c14", "t2c7"])
 def test_what_fits(layout: str) -> None:
-    assert told(layout) == "", "tied embeddings are no obstacle"
+    assert reported(layout) == "", "tied embeddings are no obstacle"
 
 
 @pytest.mark.parametrize(
-    ("layout", "changes", "said"),
+    ("layout", "changes", "message"),
     [
         ("t4", {}, "4 does not divide its 14 query heads; use t1, t2 or t14"),
         ("t7", {}, "7 neither divides nor is a multiple of its 2 key-value heads; use t1, t2 or t14"),
@@ -60,8 +60,8 @@ def test_what_fits(layout: str) -> None:
         ("p2", {"num_kv_shared_layers": 10}, "qwen2 cannot be cut into stages: 10 layers take their keys and values"),
     ],
 )
-def test_what_does_not_fit_is_said_with_what_would(layout: str, changes: dict[str, Any], said: str) -> None:
-    assert said in told(layout, **changes)
+def test_what_does_not_fit_is_said_with_what_would(layout: str, changes: dict[str, Any], message: str) -> None:
+    assert message in reported(layout, **changes)
 
 
 @pytest.mark.parametrize(
@@ -75,11 +75,11 @@ def test_what_does_not_fit_is_said_with_what_would(layout: str, changes: dict[st
     ],
 )
 def test_what_need_not_divide(layout: str, changes: dict[str, Any]) -> None:
-    assert told(layout, **changes) == ""
+    assert reported(layout, **changes) == ""
 
 
 def test_several_reasons_are_told_in_one_message() -> None:
-    message = told("t4", num_experts=2)
+    message = reported("t4", num_experts=2)
     assert "14 query heads, 4 does not divide its 2 experts; use t1 or t2" in message
 
 

@@ -21,8 +21,8 @@ LIMIT_S = 300.0
 GRID = WorkerGrid(data=2, tensor=2)
 
 
-def be_rank(worker: int, folder: Path, told: Queue[tuple[int, dict[str, object]]]) -> None:
-    """Run the checks of rank `worker` and put the findings into `told`."""
+def be_rank(worker: int, folder: Path, reported: Queue[tuple[int, dict[str, object]]]) -> None:
+    """Run the checks of rank `worker` and put the findings into `reported`."""
     with training_world(
         ExperimentConfig(),
         worker,
@@ -34,11 +34,11 @@ def be_rank(worker: int, folder: Path, told: Queue[tuple[int, dict[str, object]]
     ) as world:
         starting = timeouts()
         Collectives().all_have_started(ExperimentConfig().trainer.collective_timeout_s)
-        place = world.place("actor")
+        position = world.position("actor")
         received = torch.zeros(1)
-        peer = 1 - place.data.rank
-        sent = place.data.send(torch.tensor([float(worker)]), peer)
-        place.data.receive(received, peer).wait()
+        peer = 1 - position.data.rank
+        sent = position.data.send(torch.tensor([float(worker)]), peer)
+        position.data.receive(received, peer).wait()
         sent.wait()
 
         def fail_on_the_last() -> None:
@@ -47,24 +47,26 @@ def be_rank(worker: int, folder: Path, told: Queue[tuple[int, dict[str, object]]
 
         outcome = "passed"
         try:
-            place.everyone.together(fail_on_the_last, "failing")
+            position.everyone.together(fail_on_the_last, "failing")
         except (PeerFailed, ValueError) as error:
             outcome = repr(error)
-        assert place.mesh is not None
+        assert position.mesh is not None
         found = {
-            "place": [place.coordinates.pipeline, place.coordinates.data, place.coordinates.tensor],
-            "mesh": [at for at, size in zip(place.mesh.get_coordinate() or (), (1, 1, 2, 2), strict=True) if size > 1],
+            "place": [position.coordinates.pipeline, position.coordinates.data, position.coordinates.tensor],
+            "mesh": [
+                at for at, size in zip(position.mesh.get_coordinate() or (), (1, 1, 2, 2), strict=True) if size > 1
+            ],
             "head": world.takes_trajectories,
             "publishes": world.publishes,
-            "leads": place.everyone.leads,
-            "data": place.data.all_reduce_sum(torch.tensor([float(worker)])).item(),
-            "everyone": place.everyone.all_reduce_sum(torch.tensor([float(worker)])).item(),
+            "leads": position.everyone.leads,
+            "data": position.data.all_reduce_sum(torch.tensor([float(worker)])).item(),
+            "everyone": position.everyone.all_reduce_sum(torch.tensor([float(worker)])).item(),
             "received": received.item(),
             "outcome": outcome,
             "timeouts": [starting, timeouts()],
             "groups": len(_world.pg_map),
         }
-        told.put((worker, found))
+        reported.put((worker, found))
 
 
 def timeouts() -> list[float]:
@@ -73,7 +75,7 @@ def timeouts() -> list[float]:
     return sorted({backend.options._timeout.total_seconds() for backend in backends})
 
 
-def be_in_two_worlds(folder: Path, told: Queue[list[int]]) -> None:
+def be_in_two_worlds(folder: Path, reported: Queue[list[int]]) -> None:
     """Tell how many groups one rank has in each of two worlds, and how many threads of theirs are there afterwards."""
     config, meshes, groups = ExperimentConfig(), [], []
     config.trainer.engine = "sharded"
@@ -82,19 +84,19 @@ def be_in_two_worlds(folder: Path, told: Queue[list[int]]) -> None:
         names = make_resolver("file", str(folder / name / "names"))
         placed = Placement({"actor": WorkerGrid()})
         with training_world(config, 0, placed, torch.device("cpu"), folder / name, names) as world:
-            meshes.append(world.place("actor").mesh)  # as torch's caches keep them
+            meshes.append(world.position("actor").mesh)  # as torch's caches keep them
             groups.append(len(_world.pg_map))
     threads = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
-    told.put([*groups, threads.count("gloo_tcp_loop")])
+    reported.put([*groups, threads.count("gloo_tcp_loop")])
 
 
 def test_a_rank_alone_has_few_groups_and_none_once_it_has_left(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
-    told: Queue[list[int]] = context.Queue()
-    rank = context.Process(target=be_in_two_worlds, args=(tmp_path, told))
+    reported: Queue[list[int]] = context.Queue()
+    rank = context.Process(target=be_in_two_worlds, args=(tmp_path, reported))
     rank.start()
     try:
-        assert told.get(timeout=LIMIT_S) == [2, 2, 0]  # all ranks, and itself alone on each axis
+        assert reported.get(timeout=LIMIT_S) == [2, 2, 0]  # all ranks, and itself alone on each axis
     finally:
         rank.kill()
 
@@ -112,29 +114,31 @@ def test_four_ranks_of_two_copies_of_two_slices(tmp_path: Path) -> None:
     finally:
         for rank in ranks:
             rank.kill()
-    told = [found[worker] for worker in range(4)]
-    assert [rank["place"] for rank in told] == [[0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 1, 1]]
-    assert [rank["mesh"] for rank in told] == [rank["place"][1:] for rank in told]
-    assert [rank["head"] for rank in told] == [True, False, True, False]
-    assert [rank["publishes"] for rank in told] == [rank["leads"] for rank in told] == [True, False, False, False]
-    assert [rank["data"] for rank in told] == [2.0, 4.0, 2.0, 4.0], "sums over those with the same slice"
-    assert [rank["everyone"] for rank in told] == [6.0] * 4
-    assert [rank["received"] for rank in told] == [2.0, 3.0, 0.0, 1.0]
-    assert told[3]["outcome"] == "ValueError('mine')"
-    assert [rank["timeouts"] for rank in told] == [[[1800.0], [1800.0]]] * 4
-    assert [rank["groups"] for rank in told] == [4] * 4, "all, alone, one for each axis"
+    reported = [found[worker] for worker in range(4)]
+    assert [rank["place"] for rank in reported] == [[0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 1, 1]]
+    assert [rank["mesh"] for rank in reported] == [rank["place"][1:] for rank in reported]
+    assert [rank["head"] for rank in reported] == [True, False, True, False]
+    assert (
+        [rank["publishes"] for rank in reported] == [rank["leads"] for rank in reported] == [True, False, False, False]
+    )
+    assert [rank["data"] for rank in reported] == [2.0, 4.0, 2.0, 4.0], "sums over those with the same slice"
+    assert [rank["everyone"] for rank in reported] == [6.0] * 4
+    assert [rank["received"] for rank in reported] == [2.0, 3.0, 0.0, 1.0]
+    assert reported[3]["outcome"] == "ValueError('mine')"
+    assert [rank["timeouts"] for rank in reported] == [[[1800.0], [1800.0]]] * 4
+    assert [rank["groups"] for rank in reported] == [4] * 4, "all, alone, one for each axis"
     assert not list(tmp_path.glob("training_world*"))
-    for rank in told[:3]:
+    for rank in reported[:3]:
         assert str(rank["outcome"]).startswith("PeerFailed"), rank
         assert "failing failed on another rank, 3 of 4: ValueError('mine')" in str(rank["outcome"])
 
 
 def test_a_rank_alone_is_everyone() -> None:
     world = World()
-    place = world.place("actor")
+    position = world.position("actor")
     assert world.publishes
     assert world.takes_trajectories
-    assert place.data.all_reduce_sum(torch.tensor([3.0])).item() == 3.0
+    assert position.data.all_reduce_sum(torch.tensor([3.0])).item() == 3.0
     with pytest.raises(ValueError, match="mine"):
         Ranks().together(lambda: (_ for _ in ()).throw(ValueError("mine")), "failing")
     assert issubclass(PeerFailed, RuntimeError)

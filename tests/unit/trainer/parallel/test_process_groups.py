@@ -28,11 +28,11 @@ Begin = Callable[[dist.ProcessGroup], dist.Work | None]
 
 def groups_of(world: World) -> dict[str, dist.ProcessGroup]:
     """All groups of this rank in which it is not alone."""
-    place = world.place("actor")
-    assert place.mesh is not None
-    found = {f"mesh/{axis}": place.mesh.get_group(axis) for axis in place.mesh.mesh_dim_names or ()}
-    own = {"everyone": place.everyone.group, "data": place.data.group, "copy": place.copy.group}
-    own |= {"world": dist.group.WORLD, "backwards": place.backwards, "ends": place.ends}
+    position = world.position("actor")
+    assert position.mesh is not None
+    found = {f"mesh/{axis}": position.mesh.get_group(axis) for axis in position.mesh.mesh_dim_names or ()}
+    own = {"everyone": position.everyone.group, "data": position.data.group, "copy": position.copy.group}
+    own |= {"world": dist.group.WORLD, "backwards": position.backwards, "ends": position.ends}
     found |= {name: group for name, group in own.items() if group is not None}
     return {name: group for name, group in found.items() if dist.get_world_size(group) > 1}
 
@@ -53,7 +53,7 @@ def send(group: dist.ProcessGroup) -> dist.Work | None:
 OPERATIONS: Mapping[str, Begin] = {"all_reduce": all_reduce, "receive": receive, "send": send}
 
 
-Told: TypeAlias = "Queue[dict[str, str]]"
+Reported: TypeAlias = "Queue[dict[str, str]]"
 
 
 def outcome_of(wait: Callable[[], object]) -> str:
@@ -64,7 +64,7 @@ def outcome_of(wait: Callable[[], object]) -> str:
     return "passed"
 
 
-def be_rank(worker: int, grid: WorkerGrid, operation: str, folder: Path, told: Told, over: Event) -> None:
+def be_rank(worker: int, grid: WorkerGrid, operation: str, folder: Path, reported: Reported, over: Event) -> None:
     """Rank 0 begins the operation in each of its groups, to which nobody else comes, and aborts; what came of each."""
     torch.set_num_threads(1)
     collectives, names = Collectives(), make_resolver("file", str(folder / "names"))
@@ -78,7 +78,7 @@ def be_rank(worker: int, grid: WorkerGrid, operation: str, folder: Path, told: T
         collectives.abort()
         outcomes = {name: outcome_of(work.wait) for name, work in begun.items() if work is not None}
         outcomes["later"] = outcome_of(lambda: dist.all_reduce(torch.ones(4)))
-        told.put(outcomes)
+        reported.put(outcomes)
     over.set()
 
 
@@ -95,15 +95,16 @@ def test_an_abort_ends_what_is_under_way_in_every_group(
     grid: WorkerGrid, names: set[str], operation: str, tmp_path: Path
 ) -> None:
     context = multiprocessing.get_context("fork")  # which has torch loaded already
-    told: Told = context.Queue()
+    reported: Reported = context.Queue()
     over = context.Event()
     ranks = [
-        context.Process(target=be_rank, args=(worker, grid, operation, tmp_path, told, over)) for worker in grid.members
+        context.Process(target=be_rank, args=(worker, grid, operation, tmp_path, reported, over))
+        for worker in grid.members
     ]
     for rank in ranks:
         rank.start()
     try:
-        outcomes = told.get(timeout=LIMIT_S)
+        outcomes = reported.get(timeout=LIMIT_S)
         for rank in ranks:
             rank.join(LIMIT_S)
     finally:

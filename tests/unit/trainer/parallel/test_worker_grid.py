@@ -38,8 +38,12 @@ def test_pure_data_parallelism_numbers_workers_as_copies() -> None:
 def test_every_worker_has_one_place_numbered_as_a_device_mesh_does(grid: WorkerGrid) -> None:
     mesh = grid.first + torch.arange(grid.workers).view(grid.pipeline, grid.data, grid.context, grid.tensor)
     for worker in grid.members:
-        place = grid.coordinates(worker)
-        assert grid.worker_at(place) == worker == mesh[place.pipeline, place.data, place.context, place.tensor]
+        position = grid.coordinates(worker)
+        assert (
+            grid.worker_at(position)
+            == worker
+            == mesh[position.pipeline, position.data, position.context, position.tensor]
+        )
 
 
 @given(grids)
@@ -60,7 +64,7 @@ def test_every_worker_hosts_every_role_and_the_heads_take_trajectories(layout: L
 def test_the_worked_example_of_roles_on_other_ranks() -> None:
     placed = Placement({"actor": WorkerGrid(2, 2), "ref": WorkerGrid(tensor=2), "critic": WorkerGrid(2, first=4)})
     assert placed.workers == 6
-    hosted = [{role: str(place) for role, place in placed.shards_of(worker).items()} for worker in (1, 3, 5)]
+    hosted = [{role: str(position) for role, position in placed.shards_of(worker).items()} for worker in (1, 3, 5)]
     assert hosted == [
         {"actor": "dp0.tp1.pp0", "ref": "dp0.tp1.pp0"},
         {"actor": "dp1.tp1.pp0"},
@@ -125,7 +129,7 @@ def test_every_shard_of_every_role_has_one_worker_and_every_worker_a_shard(
     for worker in range(placed.workers):
         hosted = placed.shards_of(worker)
         assert hosted
-        assert all(placed.grids[role].worker_at(place) == worker for role, place in hosted.items())
+        assert all(placed.grids[role].worker_at(position) == worker for role, position in hosted.items())
         shards |= set(hosted.items())
     assert len(shards) == sum(grid.ranks for grid in placed.grids.values())
 

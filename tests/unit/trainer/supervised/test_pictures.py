@@ -82,13 +82,13 @@ def test_the_loss_is_that_of_transformers_and_the_processor_is_in_the_result(
     config: SFTConfig, tmp_path: Path, shown: list[Picture]
 ) -> None:
     folder = Path(str(config.model.path))
-    told: list[SFTProgress] = []
-    made = make_base_model(config, tmp_path / "made", progress=told.append)
+    reported: list[SFTProgress] = []
+    made = make_base_model(config, tmp_path / "made", progress=reported.append)
     expected = _loss(folder, [each for row in _encoded(config).rows for each in row])
-    assert told[0].loss == pytest.approx(expected, abs=2e-4)
-    assert told[2].loss < told[0].loss
+    assert reported[0].loss == pytest.approx(expected, abs=2e-4)
+    assert reported[2].loss < reported[0].loss
     assert (made / "preprocessor_config.json").read_bytes() == (folder / "preprocessor_config.json").read_bytes()
-    assert _loss(made, [each for row in _encoded(config).rows for each in row]) < told[0].loss
+    assert _loss(made, [each for row in _encoded(config).rows for each in row]) < reported[0].loss
 
 
 def _loss(folder: Path, batch: list[Demonstration]) -> float:

@@ -120,12 +120,12 @@ def settings(tmp_path: Path, base: Path, name: str, steps: int = 6, **more: Any)
 
 
 def test_a_reward_model_learns_resumes_and_is_loaded_as_a_role_and_by_transformers(tmp_path: Path, base: Path) -> None:
-    told: list[SFTProgress] = []
+    reported: list[SFTProgress] = []
     config = settings(tmp_path, base, "bradley_terry", steps=24, checkpoint=SFTCheckpointConfig(interval=8, keep=9))
-    made = make_base_model(config, tmp_path / "judge", progress=told.append)
-    assert told[0].loss == pytest.approx(0.6931472, abs=1e-6), "the new head is 0"
-    assert told[-1].held_out_accuracy is not None
-    assert told[-1].loss < 0.6
+    made = make_base_model(config, tmp_path / "judge", progress=reported.append)
+    assert reported[0].loss == pytest.approx(0.6931472, abs=1e-6), "the new head is 0"
+    assert reported[-1].held_out_accuracy is not None
+    assert reported[-1].loss < 0.6
     row = json.loads((made / "metrics.jsonl").read_text().splitlines()[-1])
     assert {"accuracy", "margin", "held_out_accuracy", "held_out_margin", "held_out_loss"} <= row.keys()
 
@@ -138,7 +138,7 @@ def test_a_reward_model_learns_resumes_and_is_loaded_as_a_role_and_by_transforme
     again: list[SFTProgress] = []
     make_base_model(config, tmp_path / "judge", progress=again.append)
     assert [report.step for report in again] == list(range(17, 25))
-    assert again[-1].loss == told[-1].loss
+    assert again[-1].loss == reported[-1].loss
 
     classifier = AutoModelForSequenceClassification.from_pretrained(made)
     assert (type(classifier).__name__, classifier.config.num_labels) == ("Qwen2ForSequenceClassification", 1)
@@ -159,19 +159,19 @@ def test_policies_move_towards_what_is_preferred(tmp_path: Path, base: Path, nam
     """With adapters the reference is the model without them."""
     if lora:
         pytest.importorskip("peft")
-    told: list[SFTProgress] = []
+    reported: list[SFTProgress] = []
     model = SFTModelConfig(str(base), lora=LoraConfig(rank=lora, alpha=8.0))
-    made = make_base_model(settings(tmp_path, base, name, model=model), tmp_path / "tuned", progress=told.append)
-    assert told[0].margin == pytest.approx(0.0, abs=1e-9), "the policy is the reference"
-    assert told[-1].margin is not None
-    assert told[-1].margin > 0.0
+    made = make_base_model(settings(tmp_path, base, name, model=model), tmp_path / "tuned", progress=reported.append)
+    assert reported[0].margin == pytest.approx(0.0, abs=1e-9), "the policy is the reference"
+    assert reported[-1].margin is not None
+    assert reported[-1].margin > 0.0
     tuned, start = (load_file(folder / "model.safetensors") for folder in (made, base))
     assert tuned.keys() == start.keys()
     assert AutoModelForCausalLM.from_pretrained(made).config.vocab_size == 17
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "expected"),
     [
         ({"loss": ChoiceConfig("bradly_terry")}, "did you mean 'bradley_terry'?"),
         ({"loss": ChoiceConfig("dpo", {"betta": 1.0})}, "loss.params={'betta': 1.0}"),
@@ -184,14 +184,14 @@ def test_policies_move_towards_what_is_preferred(tmp_path: Path, base: Path, nam
         ),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(more: dict[str, Any], said: str) -> None:
+def test_what_is_not_supported_is_refused_by_name(more: dict[str, Any], expected: str) -> None:
     config = SFTConfig(**{"optimizer": OptimizerName.adamw, **more})
-    assert any(said in message for message in check(config))
+    assert any(expected in message for message in check(config))
 
 
 def test_a_wrong_value_of_a_parameter_ends_the_run_before_its_first_step(tmp_path: Path, base: Path) -> None:
-    told: list[SFTProgress] = []
+    reported: list[SFTProgress] = []
     config = settings(tmp_path, base, "dpo", loss=ChoiceConfig("dpo", {"beta": -1.0}))
     with pytest.raises(ValueError, match="beta is -1"):
-        make_base_model(config, tmp_path / "tuned", progress=told.append)
-    assert not told
+        make_base_model(config, tmp_path / "tuned", progress=reported.append)
+    assert not reported

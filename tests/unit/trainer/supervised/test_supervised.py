@@ -193,10 +193,10 @@ def test_a_run_that_was_killed_goes_on_with_the_same_losses_to_the_same_weights(
     dataset = ArithmeticDataset(num_rows=50, max_numbers=3)
     phases = [SFTPhase(dataset, 5), SFTPhase(dataset, 6)]
     whole = make(tmp_path / "whole", phases=phases, **optimizer)
-    told: list[SFTProgress] = []
+    reported: list[SFTProgress] = []
 
     def until_9(report: SFTProgress) -> None:
-        told.append(report)
+        reported.append(report)
         if report.step == 9:
             raise Killed
 
@@ -204,8 +204,8 @@ def test_a_run_that_was_killed_goes_on_with_the_same_losses_to_the_same_weights(
     with pytest.raises(Killed):
         make(tmp_path / "cut", phases=phases, progress=until_9, **settings)
     assert not (tmp_path / "cut").exists()
-    cut = make(tmp_path / "cut", phases=phases, progress=told.append, **settings)
-    assert [report.step for report in told] == [*range(1, 10), *range(7, 12)]
+    cut = make(tmp_path / "cut", phases=phases, progress=reported.append, **settings)
+    assert [report.step for report in reported] == [*range(1, 10), *range(7, 12)]
     assert losses_of(cut) == losses_of(whole)
     assert len(losses_of(cut)) == 11
     assert all(torch.equal(tensor, weights(whole)[name]) for name, tensor in weights(cut).items())
@@ -282,7 +282,7 @@ def test_the_held_out_loss_is_that_of_its_rows_after_the_step(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "expected"),
     [
         ({**MUON, "trainer": SFTTrainerConfig(parallel="d2")}, "trainer.parallel=d2: optimizer=muon"),
         (
@@ -311,10 +311,10 @@ def test_the_held_out_loss_is_that_of_its_rows_after_the_step(tmp_path: Path) ->
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(
-    settings: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checks, "count_gpus", lambda: 1)
-    assert any(said in message for message in check(SFTConfig(**settings)))
+    assert any(expected in message for message in check(SFTConfig(**settings)))
 
 
 def test_the_defaults_lower_the_loss_of_a_pretrained_model_a_little_and_do_not_ruin_it(tmp_path: Path) -> None:

@@ -72,9 +72,9 @@ def test_a_flipped_bit_anywhere_is_found_and_nothing_is_lost_silently(
     file = tmp_path / "1"
     written = file.read_bytes()
     places = {*range(48), *np.random.default_rng(0).integers(0, len(written), 300).tolist()}
-    for place in places:
+    for position in places:
         changed = bytearray(written)
-        changed[place] ^= 1 << place % 8
+        changed[position] ^= 1 << position % 8
         file.write_bytes(changed)
         with pytest.raises(StoredTrajectoryDamaged, match="was changed after it was written"):
             list(InboxStore(tmp_path).read())

@@ -145,7 +145,7 @@ def test_what_finds_no_room_is_not_kept(
     make_trajectories: MakeTrajectories,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("asyncrl.trainer.rank.inbox._ROOM_S", 0.0)
+    monkeypatch.setattr("asyncrl.trainer.rank.inbox._SPACE_S", 0.0)
     made = intake(memory_checkpoint, tmp_path, capacity=1)
     first, second = make_trajectories(groups=2)
     made.receive(first)
@@ -207,6 +207,6 @@ def test_a_rank_whose_rollouts_find_no_room_in_memory_says_so_once_and_takes_the
         receiver.receive(trajectory)
     assert len(receiver.inbox.poll(0).rollouts) == 2
     assert memory_checkpoint.invalid
-    (said,) = tmp_path.rglob("remarks.jsonl")
-    (line,) = said.read_text().splitlines()
+    (message,) = tmp_path.rglob("remarks.jsonl")
+    (line,) = message.read_text().splitlines()
     assert "in-memory checkpoints are now off: a rollout cannot be stored: [Errno 28] No space left" in line

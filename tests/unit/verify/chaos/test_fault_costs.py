@@ -41,7 +41,7 @@ def admitted(rollout: str, at: float, worker: str = "rollout_worker/0", *, adopt
 
 
 def step(number: int, line: int, at: float) -> Step:
-    return Step(line=line, at=at, lineage=0, step=number, books=RolloutCounts(), seal="")
+    return Step(line=line, at=at, lineage=0, step=number, counts=RolloutCounts(), seal="")
 
 
 def begin(line: int, at: float, after: int = 0, lineage: int = 0) -> Begin:

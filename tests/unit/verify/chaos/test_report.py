@@ -48,8 +48,8 @@ def test_a_run_passes_only_if_it_ended_by_itself_and_everything_was_done() -> No
     assert verdict(watched(), None, ()) == []
     assert verdict(watched(1), None, ()) == ["it did not finish by itself: its launcher ended with 1"]
     assert "did not end by itself" in verdict(watched(None), None, ())[0]
-    assert verdict(watched(), "the books do not balance", ("a", "b")) == [
-        "the books do not balance",
+    assert verdict(watched(), "the rollout counts do not balance", ("a", "b")) == [
+        "the rollout counts do not balance",
         "the audit has 2 findings",
     ]
     short = watched()

@@ -28,17 +28,17 @@ def positions(
         ValueError: a span is outside of the prompt, meets another, or has not as many tokens as its grid.
     """
     found = np.empty((3, length), np.int64)
-    at = place = 0  # the next token, and its position
+    at = next_position = 0  # the next token, and its position
     for (first, count), (rows, columns) in zip(spans, grids, strict=True):
         if not at <= first <= first + count <= length:
             raise ValueError(f"a picture is at tokens {first} to {first + count} of {length}, not behind token {at}")
         if count != rows * columns:
             raise ValueError(f"a picture has {rows} x {columns} tokens, and its span {count}")
-        found[:, at:first] = place + np.arange(first - at)
-        place += first - at
-        found[0, first : first + count] = place
-        found[1, first : first + count] = place + np.repeat(np.arange(rows), columns)
-        found[2, first : first + count] = place + np.tile(np.arange(columns), rows)
-        at, place = first + count, place + max(rows, columns)
-    found[:, at:] = place + np.arange(length - at)
-    return found, place - at
+        found[:, at:first] = next_position + np.arange(first - at)
+        next_position += first - at
+        found[0, first : first + count] = next_position
+        found[1, first : first + count] = next_position + np.repeat(np.arange(rows), columns)
+        found[2, first : first + count] = next_position + np.tile(np.arange(columns), rows)
+        at, next_position = first + count, next_position + max(rows, columns)
+    found[:, at:] = next_position + np.arange(length - at)
+    return found, next_position - at

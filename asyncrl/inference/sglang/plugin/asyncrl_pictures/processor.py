@@ -165,13 +165,13 @@ class PlacedPictures(BaseMultimodalProcessor):  # type: ignore[misc]
                 self._store.keep(each.sha256, base64.b64decode(each.data))
         prepared = [await self._store.get(each.sha256) for each in placed]
         grids = [(int(one.grid[0, 1]) // self._merge, int(one.grid[0, 2]) // self._merge) for one in prepared]
-        places, delta = positions(len(ids), [(each.position, each.length) for each in placed], grids)
+        found, delta = positions(len(ids), [(each.position, each.length) for each in placed], grids)
         items = [self._item(ids, each, one) for each, one in zip(placed, prepared, strict=True)]
         return MultimodalProcessorOutput(
             mm_items=items,
             input_ids=ids,
             im_token_id=self._token_id,
-            mrope_positions=torch.from_numpy(places),
+            mrope_positions=torch.from_numpy(found),
             mrope_position_delta=torch.tensor([[delta]]),
         )
 

@@ -33,11 +33,11 @@ Step = Callable[[ExperimentConfig, TrainingRank, int], Statistics]
 Arrays = dict[str, NDArray[Any]]
 
 
-def _next(told: Any, ranks: list[Any]) -> tuple[int, Any]:
+def _next(reported: Any, ranks: list[Any]) -> tuple[int, Any]:
     """Return the report of the next rank to finish; raise at once if a rank crashed."""
     for _ in range(int(LIMIT_S)):
         with suppress(queue.Empty):
-            found: tuple[int, Any] = told.get(timeout=1.0)
+            found: tuple[int, Any] = reported.get(timeout=1.0)
             return found
         if crashed := [rank for rank in ranks if rank.exitcode]:
             raise RuntimeError(f"a rank crashed with exit code {crashed[0].exitcode}")
@@ -50,7 +50,7 @@ def on_ranks(tmp_path: Path) -> OnRanks:
 
     def run(config: ExperimentConfig, body: Body) -> list[Any]:
         context = multiprocessing.get_context("fork")  # which has torch loaded already
-        told: Any = context.Queue()
+        reported: Any = context.Queue()
         folder = Path(tempfile.mkdtemp(dir=tmp_path))  # its own: nobody meets who was in a world before
         placed = placement(config, load_graph(config))
         config.trainer.engine = "sharded"  # also where a rank is alone
@@ -60,9 +60,9 @@ def on_ranks(tmp_path: Path) -> OnRanks:
             names = make_resolver("file", str(folder / "names"))
             try:
                 with training_world(config, worker, placed, torch.device("cpu"), folder, names) as world:
-                    told.put((worker, body(world)))
+                    reported.put((worker, body(world)))
             except BaseException:
-                told.put((worker, RuntimeError(traceback.format_exc())))
+                reported.put((worker, RuntimeError(traceback.format_exc())))
 
         ranks = [context.Process(target=be_rank, args=(worker,)) for worker in range(placed.workers)]
         for process in ranks:
@@ -70,7 +70,7 @@ def on_ranks(tmp_path: Path) -> OnRanks:
         found = {}
         try:
             for _ in ranks:
-                worker, value = _next(told, ranks)
+                worker, value = _next(reported, ranks)
                 if isinstance(value, RuntimeError):
                     raise value
                 found[worker] = value
@@ -87,10 +87,10 @@ def step(run_step: Any, make_trajectories: Any) -> Step:
     """One train step on this rank's share of five groups; returns the statistics of its calls."""
 
     def run(config: ExperimentConfig, rank: TrainingRank, version: int) -> Statistics:
-        data = rank.world.place("actor").data
+        data = rank.world.position("actor").data
         mine = make_trajectories(groups=5, group_size=2, seed=version)[data.rank :: data.world]
         dealt = [number % 2 for number in range(5)][data.rank :: data.world]
         calls = run_step(config, rank, build_step_batch(mine, dealt, version=version, num_minibatches=2))
-        return {f"{call}/{name}": value for call, told in calls.items() for name, value in told.items()}
+        return {f"{call}/{name}": value for call, reported in calls.items() for name, value in reported.items()}
 
     return run

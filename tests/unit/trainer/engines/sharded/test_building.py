@@ -87,8 +87,8 @@ def test_norms_of_the_kernels_formula_are_computed_by_it_in_every_layer(
         nonlocal calls
         rank = build_rank(config, load_graph(config), world, torch.device("cpu"))
         calls = 0
-        told = step(config, rank, 0)
-        return calls, {name: value for name, value in told.items() if name.endswith(("/loss", "/grad_norm"))}
+        reported = step(config, rank, 0)
+        return calls, {name: value for name, value in reported.items() if name.endswith(("/loss", "/grad_norm"))}
 
     monkeypatch.setattr(LlamaRMSNorm, "forward", counted)
     (before, expected), _ = on_ranks(config, train)

@@ -49,17 +49,17 @@ def compared(ranks: Ranks) -> dict[str, tuple[float, float]]:
         generator = torch.Generator().manual_seed(1)
         sizes = ((HEADS, SIZE), (key_heads, SIZE), (key_heads, VALUE))
         streams = [torch.randn(part.tokens, *each, generator=generator, dtype=torch.float64) for each in sizes]
-        places = whole.places_I.unique()
-        seen = torch.randn(len(places), HEADS, VALUE, generator=generator, dtype=torch.float64)
+        indices = whole.indices_I.unique()
+        seen = torch.randn(len(indices), HEADS, VALUE, generator=generator, dtype=torch.float64)
         expected, gradients = attended(compute, whole, streams, settings)
-        loss = (expected[0, places] * seen).sum()
+        loss = (expected[0, indices] * seen).sum()
         theirs = torch.autograd.grad(loss, gradients)
         given, mine = attended(_across_ranks(compute), cut, [part.own(each) for each in streams], settings)
-        wanted = part.wanted(places)
-        (given[0, wanted.places] * seen[wanted.own_M]).sum().backward()
+        wanted = part.wanted(indices)
+        (given[0, wanted.indices] * seen[wanted.own_M]).sum().backward()
         own = part.own(torch.arange(part.tokens))
         own = own[: min(part.width, part.tokens - part.rank * part.width)]
-        there = torch.isin(own, places)
+        there = torch.isin(own, indices)
         outputs = (given[0, : len(own)][there] - expected[0, own[there]]).abs().sum()
         differences = [each.grad[: len(own)] - its[own] for each, its in zip(mine, theirs, strict=True)]
         found[name] = float(outputs), max(float(each.abs().max()) for each in differences)
@@ -79,7 +79,7 @@ def attended(
 def test_attention_in_parts_is_that_of_the_whole_stream(config: ExperimentConfig, on_ranks: Any) -> None:
     """Outputs and gradients of every kernel, in double precision, with masks of windows and of shared prefixes."""
     config.trainer.parallel = "c3"
-    for found in on_ranks(config, lambda world: compared(world.place("actor").context)):
+    for found in on_ranks(config, lambda world: compared(world.position("actor").context)):
         assert found.keys() == CASES.keys()
         for name, (outputs, gradients) in found.items():
             assert max(outputs, gradients) < 1e-12, (name, outputs, gradients)
@@ -93,14 +93,14 @@ def look_back(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("layout", "convolves", "said"),
+    ("layout", "convolves", "message"),
     [
         ("c2", True, r"in 2 parts \(c2 in trainer.parallel\): 8 sequences computed together differ .* Use c1, or"),
         ("c3", False, "2 query heads cannot be dealt to 3 ranks"),
     ],
 )
 def test_a_model_that_looks_along_the_tokens_by_other_means_is_refused(
-    layout: str, convolves: bool, said: str, config: ExperimentConfig, on_ranks: Any, monkeypatch: pytest.MonkeyPatch
+    layout: str, convolves: bool, message: str, config: ExperimentConfig, on_ranks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also one that is right when it is packed."""
     original = loader._surrogate
@@ -114,13 +114,13 @@ def test_a_model_that_looks_along_the_tokens_by_other_means_is_refused(
     monkeypatch.setattr(loader, "_surrogate", surrogate)
 
     def settle(world: World) -> str:
-        place, path = world.place("actor"), str(config.model.path)
+        position, path = world.position("actor"), str(config.model.path)
         try:
-            return str(select_layout(path, config, torch.float32, torch.device("cpu"), place))
+            return str(select_layout(path, config, torch.float32, torch.device("cpu"), position))
         except UnsupportedModelError as error:
             return str(error)
 
     config.trainer.parallel = "d2"
-    assert all(told.startswith("packed") for told in on_ranks(config, settle))
+    assert all(reported.startswith("packed") for reported in on_ranks(config, settle))
     config.trainer.parallel = layout
-    assert all(re.search(said, told) for told in on_ranks(config, settle))
+    assert all(re.search(message, reported) for reported in on_ranks(config, settle))

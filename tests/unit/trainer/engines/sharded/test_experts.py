@@ -36,7 +36,7 @@ def step(run_step: Any, make_trajectories: Any) -> Any:
     """`(config, world, rank, version)`: one train step; returns its statistics, of all calls."""
 
     def run(config: ExperimentConfig, world: World, rank: TrainingRank, version: int) -> dict[str, float]:
-        data = world.place("actor").data
+        data = world.position("actor").data
         everything = make_trajectories(groups=4, seed=version)
         dealt = [number % config.trainer.ppo_minibatches for number in range(len(everything))]
         batch = build_step_batch(
@@ -106,7 +106,7 @@ def test_a_rank_whose_experts_nobody_chose_adds_nothing_and_has_gradients(
         return [tensor.detach().numpy() for tensor in (out, *(cast(Tensor, x.grad) for x in inputs), *grads)]
 
     def dealt(world: World) -> list[Any]:
-        mesh = world.place("actor").mesh
+        mesh = world.position("actor").mesh
         assert mesh is not None
         cut_layers(module, {"layers.*": "", "experts": EXPERTS_MODULE}, shape, mesh["tensor"])
         return run(module.experts)
@@ -131,8 +131,8 @@ def test_a_model_without_a_plan_of_dealing_its_experts_is_refused_by_name(
             build_rank(config, load_graph(config), world, torch.device("cpu"))
         return str(refused.value)
 
-    for told in on_ranks(config, load):
-        assert "MixtralModel wants the tensor-parallel style 'moe_tp_experts' at layers.0.mlp.experts" in told
+    for reported in on_ranks(config, load):
+        assert "MixtralModel wants the tensor-parallel style 'moe_tp_experts' at layers.0.mlp.experts" in reported
 
 
 def test_adapters_of_layers_that_peft_takes_for_experts_are_refused() -> None:

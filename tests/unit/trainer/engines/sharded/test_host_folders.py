@@ -49,7 +49,7 @@ def keep(rank: TrainingRank, root: Path, version: int, commits: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "hosts", "cut_off", "goes_on_at"),
+    ("layout", "hosts", "cut_off", "resumes_at"),
     [
         ("d2t2", "aabb", "aabb", 2),
         ("d3", "abc", "a", 1),  # c never made version 2 visible: nobody has seen it
@@ -60,7 +60,7 @@ def test_ranks_continue_from_what_lies_on_their_own_hosts(
     layout: str,
     hosts: str,
     cut_off: str,
-    goes_on_at: int,
+    resumes_at: int,
     config: ExperimentConfig,
     on_ranks: Any,
     step: Step,
@@ -78,14 +78,14 @@ def test_ranks_continue_from_what_lies_on_their_own_hosts(
         rank = build(config, on_hosts(world, hosts))
         step(config, rank, 0)
         keep(rank, root_of(world), 1, hosts)
-        told = step(config, rank, 1)
+        reported = step(config, rank, 1)
         keep(rank, root_of(world), 2, cut_off)
-        return step(config, rank, 2) if goes_on_at == 2 else told
+        return step(config, rank, 2) if resumes_at == 2 else reported
 
     def resume(world: World) -> tuple[int, Statistics, list[str], str]:
         rank, root = build(config, on_hosts(world, hosts)), root_of(world)
         state = rank.load_memory_checkpoint(root, invalid=False)
-        told = step(config, rank, state["version"])
+        reported = step(config, rank, state["version"])
         world.everyone.together(lambda: None, "reading")
         left = [path.name for path in root.glob("v*")]
         world.everyone.together(lambda: None, "listing")
@@ -94,14 +94,14 @@ def test_ranks_continue_from_what_lies_on_their_own_hosts(
         world.everyone.together(lambda: None, "the loss of b's memory")
         with pytest.raises(MemoryCheckpointLost) as error:
             rank.load_memory_checkpoint(root_of(world), invalid=False)
-        return state["version"], told, left, str(error.value)
+        return state["version"], reported, left, str(error.value)
 
     expected = on_ranks(config, begin)
     shards = [path for path in (tmp_path / "a" / "state" / "v1").iterdir() if path.suffix == ".safetensors"]
     assert len(shards) == hosts.count("a"), "of its own ranks alone"
-    for (version, told, left, lost), before in zip(on_ranks(config, resume), expected, strict=True):
-        assert (version, told, left) == (goes_on_at, before, [f"v{goes_on_at}"])
-        assert f"version {goes_on_at} is not whole any more: all of it on b" in lost
+    for (version, reported, left, lost), before in zip(on_ranks(config, resume), expected, strict=True):
+        assert (version, reported, left) == (resumes_at, before, [f"v{resumes_at}"])
+        assert f"version {resumes_at} is not whole any more: all of it on b" in lost
 
 
 def test_a_host_that_could_not_keep_all_or_a_file_that_is_damaged_loses_the_step(
@@ -118,10 +118,10 @@ def test_a_host_that_could_not_keep_all_or_a_file_that_is_damaged_loses_the_step
         root.mkdir(parents=True)
         assert rank.load_memory_checkpoint(root, invalid=False) is None
         keep(rank, root, 1, "ab")
-        told = []
+        reported = []
         with pytest.raises(MemoryCheckpointLost) as error:
             rank.load_memory_checkpoint(root, invalid=world.worker == 1)
-        told.append(str(error.value))
+        reported.append(str(error.value))
         assert rank.load_memory_checkpoint(root, invalid=False) == {"version": 1}
         if world.worker == 1:
             with (root / "v1" / "shard-00001-of-00002.safetensors").open("r+b") as file:
@@ -131,8 +131,8 @@ def test_a_host_that_could_not_keep_all_or_a_file_that_is_damaged_loses_the_step
                 file.write(bytes([last ^ 1]))
         with pytest.raises(MemoryCheckpointLost) as error:
             rank.load_memory_checkpoint(root, invalid=False)
-        return [*told, str(error.value)]
+        return [*reported, str(error.value)]
 
-    for told in on_ranks(config, lost):
-        assert "could be kept on b" in told[0]
-        assert "version 1 is not whole any more: shard-00001-of-00002.safetensors on b" in told[1]
+    for reported in on_ranks(config, lost):
+        assert "could be kept on b" in reported[0]
+        assert "version 1 is not whole any more: shard-00001-of-00002.safetensors on b" in reported[1]

@@ -87,7 +87,7 @@ def train(run_step: Any, make_trajectories: Any) -> Callable[[ExperimentConfig, 
 
     def run(config: ExperimentConfig, world: World, steps: int) -> dict[str, Any]:
         rank = build_rank(config, load_graph(config), world, torch.device("cpu"))
-        place = world.place("actor")
+        position = world.position("actor")
         dealing, everything = (
             Dealing(config.trainer.ppo_minibatches, config.trainer.ppo_epochs),
             make_trajectories(groups=4, group_size=2),
@@ -97,16 +97,16 @@ def train(run_step: Any, make_trajectories: Any) -> Callable[[ExperimentConfig, 
         if allowed := token_ids(config.rollout.sampling.allowed_token_ids):
             everything = [_of_allowed(trajectory, np.array(allowed, np.int32)) for trajectory in everything]
         dealt = minibatches_of_groups([True] * len(everything), dealing, version=0).tolist()
-        mine: list[Trajectory] = everything[place.data.rank :: place.data.world]
+        mine: list[Trajectory] = everything[position.data.rank :: position.data.world]
         policy = rank.policy("actor")
         dealt_out = {spec.name: n % world.placement.workers for n, spec in enumerate(policy.published_specs())}
-        told: dict[str, Any] = {"stats": []}
-        told["untrained"] = {name: tensor.numpy().copy() for name, tensor in policy.gather(dealt_out)}
+        reported: dict[str, Any] = {"stats": []}
+        reported["untrained"] = {name: tensor.numpy().copy() for name, tensor in policy.gather(dealt_out)}
         for version in range(steps):
-            minibatch = dealt[place.data.rank :: place.data.world]
+            minibatch = dealt[position.data.rank :: position.data.world]
             batch = build_step_batch(mine, minibatch, version=version, num_minibatches=dealing.optimizer_steps)
             calls = run_step(config, rank, batch)
-            told["stats"].append({f"{call}/{name}": v for call, s in calls.items() for name, v in s.items()})
+            reported["stats"].append({f"{call}/{name}": v for call, s in calls.items() for name, v in s.items()})
         for role, engine in rank.engines.items():
             if not engine.trained:
                 continue
@@ -116,13 +116,13 @@ def train(run_step: Any, make_trajectories: Any) -> Callable[[ExperimentConfig, 
                 assert isinstance(engine, FlatEngine)
                 parameters = dict(engine.module.named_parameters())
             trained = {plain_name(n): p for n, p in parameters.items() if p.requires_grad}
-            told[role] = {n: (whole(p.grad).numpy().copy(), _whole(p)) for n, p in trained.items()}
-        told["flops"] = {role: engine.flops for role, engine in rank.engines.items()}
-        told["scored"] = np.concatenate(policy.score_sequences([TOKENS, TOKENS[3:]]))
+            reported[role] = {n: (whole(p.grad).numpy().copy(), _whole(p)) for n, p in trained.items()}
+        reported["flops"] = {role: engine.flops for role, engine in rank.engines.items()}
+        reported["scored"] = np.concatenate(policy.score_sequences([TOKENS, TOKENS[3:]]))
         owners = {spec.name: world.placement.workers - 1 for spec in policy.published_specs()}
-        told["published"] = [(name, tensor.float().numpy().copy()) for name, tensor in policy.gather(owners)]
-        told["specs"] = [(spec.name, spec.shape) for spec in policy.published_specs()]
-        return told
+        reported["published"] = [(name, tensor.float().numpy().copy()) for name, tensor in policy.gather(owners)]
+        reported["specs"] = [(spec.name, spec.shape) for spec in policy.published_specs()]
+        return reported
 
     return run
 
@@ -210,13 +210,13 @@ def test_any_layout_trains_as_one_process_does(
     config.trainer.parallel = layout
     spread = on_ranks(config, lambda world: train(config, world, steps))
     if not config.model.lora.rank:
-        _is_the_folder(path, [told["untrained"] for told in spread])
-    for told in spread:
-        _same_statistics(told["stats"], alone["stats"])
-        np.testing.assert_allclose(told["scored"], alone["scored"], atol=1e-5)
-        assert told["specs"] == alone["specs"]
+        _is_the_folder(path, [reported["untrained"] for reported in spread])
+    for reported in spread:
+        _same_statistics(reported["stats"], alone["stats"])
+        np.testing.assert_allclose(reported["scored"], alone["scored"], atol=1e-5)
+        assert reported["specs"] == alone["specs"]
     for role, flops in alone["flops"].items():
-        together = sum(told["flops"][role] for told in spread)
+        together = sum(reported["flops"][role] for reported in spread)
         # Copies cut other micro-batches, with other prefixes; slices repeat keys, values, adapters and routers.
         # Adapters are a third of such a small model, and half of each is in all slices.
         most = 1.7 if (model, layout) == ("llama+lora4", "t4") else 1.3
@@ -224,21 +224,21 @@ def test_any_layout_trains_as_one_process_does(
     trained = {"actor", "critic"} & alone.keys()
     assert len(trained) == (1 if how else 2)
     for role in trained:
-        found = {name: pair for told in spread for name, pair in told[role].items()}
+        found = {name: pair for reported in spread for name, pair in reported[role].items()}
         assert found.keys() == alone[role].keys()
         largest = max(abs(grad).max() for grad, _ in alone[role].values())
-        for told in spread:
-            for name, (grad, weight) in told[role].items():
+        for reported in spread:
+            for name, (grad, weight) in reported[role].items():
                 np.testing.assert_allclose(grad, alone[role][name][0], rtol=0, atol=1e-5 * largest, err_msg=name)
                 # AdamW makes the last bits of a small gradient a part of its step, of 1e-3.
                 np.testing.assert_allclose(weight, alone[role][name][1], rtol=0, atol=5e-5, err_msg=name)
     *others, owner = spread
-    assert not any(told["published"] for told in others)
+    assert not any(reported["published"] for reported in others)
     assert [name for name, _ in owner["published"]] == [name for name, _ in alone["published"]]
     weights = {
         published_name(name) if is_adapter(name) else name: weight
-        for told in spread
-        for name, (_, weight) in told["actor"].items()
+        for reported in spread
+        for name, (_, weight) in reported["actor"].items()
     }
     with torch.device("meta"):
         model_on_meta = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model.path))

@@ -89,11 +89,11 @@ def test_what_d2t2_saved_goes_on_under_any_layout(
         config.trainer.parallel = layout
         found[layout] = on_ranks(config, resume)
     for layout, ranks in found.items():
-        for told in ranks:
-            assert told.keys() == expected.keys()
+        for reported in ranks:
+            assert reported.keys() == expected.keys()
             for name, value in expected.items():
                 if "clip_fraction" not in name:  # of tokens: one on the bound may fall on either side of it
-                    assert told[name] == pytest.approx(value, rel=1e-5, abs=1e-6), (layout, name)
+                    assert reported[name] == pytest.approx(value, rel=1e-5, abs=1e-6), (layout, name)
 
 
 def test_a_checkpoint_has_the_state_of_a_policy_on_ranks_of_its_own(
@@ -141,9 +141,9 @@ def test_an_averaged_reference_moves_on_all_its_ranks(with_critic: ExperimentCon
 
     expected = three_steps(World())
     config.trainer.parallel = "d2"
-    for told in on_ranks(config, three_steps):
+    for reported in on_ranks(config, three_steps):
         name = "actor_train/kl/reference"
-        assert told[name] == pytest.approx(expected[name], rel=1e-4)
+        assert reported[name] == pytest.approx(expected[name], rel=1e-4)
 
 
 def test_a_critic_begins_with_the_head_of_a_classifier_s_folder(
@@ -182,9 +182,9 @@ def gradients(config: ExperimentConfig, step: Step) -> Callable[[World], dict[st
 
 def assert_close(found: Sequence[Any], expected: dict[str, NDArray[np.float32]], tolerance: float) -> None:
     largest = max(float(np.abs(gradient).max()) for gradient in expected.values())
-    assert {name for told in found for name in told} == expected.keys()
-    for told in found:
-        for name, gradient in told.items():
+    assert {name for reported in found for name in reported} == expected.keys()
+    for reported in found:
+        for name, gradient in reported.items():
             assert gradient.dtype == np.float32
             np.testing.assert_allclose(gradient, expected[name], rtol=0, atol=tolerance * largest, err_msg=name)
 
@@ -197,11 +197,11 @@ def test_recomputed_activations_are_those_that_were_kept(
     config.trainer.gradient_checkpointing, config.trainer.parallel = True, "t2p2"
 
     def both(world: World) -> list[dict[str, NDArray[np.float32]]]:
-        told = []
+        reported = []
         for kept_on in KeptOn:
             config.trainer.activations_on = kept_on
-            told.append(gradients(config, step)(world))
-        return told
+            reported.append(gradients(config, step)(world))
+        return reported
 
     here, away = zip(*on_ranks(config, both), strict=True)
     assert_close(here, expected, 1e-5)
@@ -220,7 +220,7 @@ def test_bf16_is_near_fp32(layout: str, config: ExperimentConfig, on_ranks: Any,
     config.trainer.parallel = layout
     found, _ = on_ranks(config, gradients(config, step))
     assert_close([found], exact, 0.1)
-    everything, reference = (np.concatenate([told[name].ravel() for name in exact]) for told in (found, exact))
+    everything, reference = (np.concatenate([reported[name].ravel() for name in exact]) for reported in (found, exact))
     assert np.linalg.norm(everything - reference) < 0.05 * np.linalg.norm(reference)
     rounded = torch.from_numpy(everything).bfloat16().float().numpy()
     assert np.mean(everything != rounded) > 0.5

@@ -62,25 +62,25 @@ def train(step: Any) -> Train:
 
     def run(config: ExperimentConfig, world: World, root: Path) -> dict[str, Any]:
         rank = build_rank(config, load_graph(config), world, torch.device("cpu"))
-        told: dict[str, Any] = {"on device": [on_device(rank)], "stats": []}
+        reported: dict[str, Any] = {"on device": [on_device(rank)], "stats": []}
         for again in (False, True):
             if again:
                 assert rank.load_checkpoint(root) == {"prompts": 5}
             else:
-                told["stats"].append(step(config, rank, 0))
+                reported["stats"].append(step(config, rank, 0))
                 save(rank, root)
-            told["stats"].append(step(config, rank, 1))
-            told["on device"].append(on_device(rank))
+            reported["stats"].append(step(config, rank, 1))
+            reported["on device"].append(on_device(rank))
         for role, engine in rank.engines.items():
             with engine.on_device():
-                told[role] = {name: _numbers(whole(tensor)) for name, tensor in engine.state()[0].items()}
+                reported[role] = {name: _numbers(whole(tensor)) for name, tensor in engine.state()[0].items()}
         policy = rank.policy("actor")
         with policy.on_device():
             owners = {spec.name: 0 for spec in policy.published_specs()}
-            told["published"] = {name: _numbers(tensor) for name, tensor in policy.gather(owners)}
-            told["scored"] = np.concatenate(policy.score_sequences([[3, 1, 4], [1, 5]]))
-        told["on device"].append(on_device(rank))
-        return told
+            reported["published"] = {name: _numbers(tensor) for name, tensor in policy.gather(owners)}
+            reported["scored"] = np.concatenate(policy.score_sequences([[3, 1, 4], [1, 5]]))
+        reported["on device"].append(on_device(rank))
+        return reported
 
     return run
 
@@ -142,12 +142,12 @@ def test_idle_roles_and_moments_in_host_memory_train_as_they_do_on_the_device(
         del ways[1]
 
     def all_ways(world: World) -> list[dict[str, Any]]:
-        told = []
+        reported = []
         for offload, moments_on in ways:
             config.trainer.offload = offload
             config.optimizer.moments_on = config.algorithm.critic.optimizer.moments_on = moments_on
-            told.append(train(config, world, tmp_path / f"{offload}-{moments_on}"))
-        return told
+            reported.append(train(config, world, tmp_path / f"{offload}-{moments_on}"))
+        return reported
 
     for kept, *others in [all_ways(World())] if spread == "d1" else on_ranks(config, all_ways):
         assert all(kept["on device"])

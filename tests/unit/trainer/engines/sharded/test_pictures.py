@@ -64,50 +64,50 @@ def test_pictures_over_ranks_are_what_transformers_computes_of_each_sample(
 
     def body(world: World) -> dict[str, Any]:
         rank = build_rank(config, load_graph(config), world, torch.device("cpu"))
-        data, engine = world.place("actor").data, rank.engines["actor"]
+        data, engine = world.position("actor").data, rank.engines["actor"]
         assert isinstance(engine, ShardedPolicyEngine)
         # The second data-parallel rank has text alone.
         batch = vlm_batch(everything if data.world == 1 else everything[3:] if data.rank else everything[:3])
-        wanted_T, told = batch["loss_mask"], {"data": data.rank, "critic": {}}
-        told["logprobs"] = engine.logprobs(batch, wanted_T).numpy()
+        wanted_T, reported = batch["loss_mask"], {"data": data.rank, "critic": {}}
+        reported["logprobs"] = engine.logprobs(batch, wanted_T).numpy()
         engine.compute_gradients(batch, wanted_T, range(batch.num_seqs), _loss)
-        told["grads"] = _gradients(engine)
-        told["weights"] = {name: whole(p.detach()).numpy().copy() for name, p in engine.parameters().items()}
+        reported["grads"] = _gradients(engine)
+        reported["weights"] = {name: whole(p.detach()).numpy().copy() for name, p in engine.parameters().items()}
         owners = {spec.name: world.placement.workers - 1 for spec in engine.published_specs()}
-        told["published"] = {name: each.numpy().copy() for name, each in engine.gather(owners)}
+        reported["published"] = {name: each.numpy().copy() for name, each in engine.gather(owners)}
         engine.step(1e-2)
-        told["after"] = engine.logprobs(batch, wanted_T).numpy()
+        reported["after"] = engine.logprobs(batch, wanted_T).numpy()
         if (critic := rank.engines.get("critic")) is not None:
             assert isinstance(critic, ShardedValueEngine)
             critic.compute_gradients(batch, wanted_T, range(batch.num_seqs), _sum)
-            told["critic"] = _gradients(critic)
-        return told
+            reported["critic"] = _gradients(critic)
+        return reported
 
     spread = on_ranks(config, body)
     batch = vlm_batch(everything)
     expected_T, expected = vlm_expected(folder, batch)
-    found = {told["data"]: told for told in spread}
+    found = {reported["data"]: reported for reported in spread}
     logprobs = np.concatenate([found[data]["logprobs"] for data in sorted(found)])
     np.testing.assert_allclose(logprobs, expected_T.numpy(), rtol=0, atol=2e-4)
-    assert all(abs(told["after"] - told["logprobs"]).max() > 1e-3 for told in spread)
+    assert all(abs(reported["after"] - reported["logprobs"]).max() > 1e-3 for reported in spread)
     stored = load_file(folder / "model.safetensors")
     assert spread[-1]["published"].keys() == stored.keys()
     for name, tensor in spread[-1]["published"].items():
         np.testing.assert_array_equal(tensor, stored[name], err_msg=name)
     wanted = {name for name in expected if how != "freeze" or "visual" not in name}
     if how == "lora":
-        weights = {name: each for told in spread for name, each in told["weights"].items()}
+        weights = {name: each for reported in spread for name, each in reported["weights"].items()}
         expected = adapter_gradients(weights, expected, config.model.lora)
         wanted = {name for name in expected if ".lora_B." in name}
         assert any("vision_tower" in name and float(expected[name].abs().max()) > 1e-3 for name in wanted)
-    assert wanted <= {name for told in spread for name in told["grads"]}
-    for told in spread:
-        for name, gradient in told["grads"].items():
+    assert wanted <= {name for reported in spread for name in reported["grads"]}
+    for reported in spread:
+        for name, gradient in reported["grads"].items():
             other = expected[name].numpy() if name in expected else 0.0 * gradient
             np.testing.assert_allclose(gradient, other, rtol=0, atol=3e-4, err_msg=name)
     if not how:
         hidden = vlm_expected_hidden(folder, batch)
-        heads = [told["critic"]["head.weight"] for told in spread if "head.weight" in told["critic"]]
+        heads = [reported["critic"]["head.weight"] for reported in spread if "head.weight" in reported["critic"]]
         assert heads
         for head in heads:
             np.testing.assert_allclose(head[0], hidden.numpy(), rtol=0, atol=1e-3)
@@ -120,7 +120,7 @@ def test_the_layout_is_chosen_by_a_model_that_sees_its_pictures(
     config.model.path, config.model.dtype, config.trainer.parallel = folder, Dtype.float32, "d1"
 
     def body(world: World) -> AttentionKind:
-        loader = ShardedLoader(config, world.place("actor"), torch.device("cpu"))
+        loader = ShardedLoader(config, world.position("actor"), torch.device("cpu"))
         return loader.policy(folder, Dtype.float32, None).attention
 
     assert on_ranks(config, body) == [AttentionKind.padded], "packed, its pictures would be seen in one direction"

@@ -23,17 +23,17 @@ pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 
 
-def taught(config: SFTConfig, settings: Any, place: RankPosition) -> dict[str, Any]:
+def trained(config: SFTConfig, settings: Any, position: RankPosition) -> dict[str, Any]:
     """Two steps; what every rank then knows of losses and gradients, and the first rank of the weights."""
-    objective = make_objective(config, settings, place, CPU)
-    told: dict[str, Any] = {"told": []}
+    objective = make_objective(config, settings, position, CPU)
+    reported: dict[str, Any] = {"told": []}
     for _ in range(2):
         measures = objective.compute_gradients(BATCH)
-        told["told"].append([*measures, objective.engine.step(1e-3).grad_norm])
-    told["held_out"] = [*objective.measure(BATCH)]
+        reported["told"].append([*measures, objective.engine.step(1e-3).grad_norm])
+    reported["held_out"] = [*objective.measure(BATCH)]
     owners = {spec.name: 0 for spec in objective.engine.published_specs()}
-    told["weights"] = {name: tensor.numpy().copy() for name, tensor in objective.engine.gather(owners)}
-    return told
+    reported["weights"] = {name: tensor.numpy().copy() for name, tensor in objective.engine.gather(owners)}
+    return reported
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,8 @@ def test_layouts_learn_what_one_rank_learns(on_ranks: OnRanks, tmp_path: Path, n
         )
 
     settings = engine_settings(config(layout), tmp_path / "start", 4)
-    ranks = on_ranks(settings, lambda world: taught(config(layout), settings, world.place("actor")))
-    alone = taught(config("d1"), engine_settings(config("d1"), tmp_path / "start", 4), RankPosition())
+    ranks = on_ranks(settings, lambda world: trained(config(layout), settings, world.position("actor")))
+    alone = trained(config("d1"), engine_settings(config("d1"), tmp_path / "start", 4), RankPosition())
     assert alone["told"][0] != alone["told"][1], "it learns"
     for rank in ranks:
         np.testing.assert_allclose(rank["told"], alone["told"], rtol=2e-4, atol=1e-6)

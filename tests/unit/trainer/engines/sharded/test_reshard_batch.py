@@ -42,8 +42,8 @@ def columns_of(batch: StepBatch) -> dict[str, Tensor]:
 
 def shares_of(cuts: list[list[Assignment]], world: World) -> Shares:
     """Return this rank's shares of a step with the assignments `cuts`."""
-    told = plan_step(cuts, world.placement, version=3, min_version=0, minibatches=2)[world.worker]
-    shares = zip(world.placement.distinct, told.shares, strict=True)
+    reported = plan_step(cuts, world.placement, version=3, min_version=0, minibatches=2)[world.worker]
+    shares = zip(world.placement.distinct, reported.shares, strict=True)
     return {grid: share for grid, share in shares if share is not None}
 
 
@@ -154,13 +154,15 @@ def test_trajectories_come_to_the_heads_of_each_grid_in_data_order_and_to_no_oth
     def exchange(world: World) -> list[list[str]]:
         """Return the columns that arrive here for the actor, and for the critic."""
         cuts = [[Assignment(name, row % 2, row % data, (0,)) for row, name in enumerate(names)] for data in (2, 3)]
-        told = plan_step(cuts, world.placement, version=3, min_version=0, minibatches=1)[world.worker]
-        held = {name: rollouts[name] for name in told.leaving}
+        reported = plan_step(cuts, world.placement, version=3, min_version=0, minibatches=1)[world.worker]
+        held = {name: rollouts[name] for name in reported.leaving}
         arrived = []
-        for grid, targets, share in zip(world.placement.distinct, told.targets, told.shares, strict=True):
-            heads = share is not None and world.places[grid].copy.leads
+        for grid, targets, share in zip(world.placement.distinct, reported.targets, reported.shares, strict=True):
+            heads = share is not None and world.positions[grid].copy.leads
             expected = dict(zip(share.rollout_ids, share.sources, strict=True)) if share and heads else {}
-            came = exchange_trajectories(dict(zip(told.leaving, targets, strict=True)), expected, held, world.everyone)
+            came = exchange_trajectories(
+                dict(zip(reported.leaving, targets, strict=True)), expected, held, world.everyone
+            )
             assert all(
                 np.array_equal(each.samples[0].tokens, rollouts[each.rollout_id].samples[0].tokens) for each in came
             )
@@ -187,13 +189,13 @@ def test_a_column_that_is_neither_per_token_nor_per_sample_is_refused(
         batch = build_step_batch(rollouts, [0, 0], version=0, num_minibatches=1)
         if not world.hosts("actor"):
             return "not asked"
-        for column, told in (
+        for column, reported in (
             (torch.zeros(2), "'mine' has 2 rows, which is neither one per token"),
             (torch.zeros(batch.num_tokens, 2), f"'mine' has shape \\({batch.num_tokens}, 2\\)"),
             (torch.zeros(batch.num_seqs, dtype=torch.complex64), "type torch.complex64; only vectors of numbers"),
         ):
             batch._columns["mine"] = column
-            with pytest.raises(ValueError, match=told):
+            with pytest.raises(ValueError, match=reported):
                 move_columns(
                     MoveColumns(("mine",), "actor", "critic"),
                     world,

@@ -1,7 +1,8 @@
-"""Trainer and guests in any schedule: never together on a device, and never stuck.
+"""Trainer and colocated servers in any schedule: never together on a device, and never stuck.
 
-The world below does what the processes do, in atomic steps: guests that load, register, die and begin again; managers
-that carry orders out in two steps, fail in the middle, and are replaced; a master that trains a batch once it has one.
+The world below does what the processes do, in atomic steps: colocated servers that load, register, die and begin again;
+managers that carry orders out in two steps, fail in the middle, and are replaced; a master that trains a batch once it
+has one.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from asyncrl.manager.messages import ServerState
 from asyncrl.manager.settings import UpdateMode
 from tests.examples import examples
 
-LIMIT_S, BATCH, GUESTS = 10.0, 2, 2
+LIMIT_S, BATCH, COLOCATED = 10.0, 2, 2
 
 
 @dataclass
 class Process:
-    """A guest's process. `state`: dead, said, waits, loads, up."""
+    """A colocated server's process. `state`: dead, said, waits, loads, up."""
 
     state: str = "dead"
     memory: bool = False
@@ -60,7 +61,7 @@ class World:
     """All processes of a run; `actions` are what may happen next, `faults` what may go wrong."""
 
     def __init__(self, others: int = 0) -> None:
-        self.store, self.processes = Store(), {index: Process() for index in range(GUESTS)}
+        self.store, self.processes = Store(), {index: Process() for index in range(COLOCATED)}
         self.now, self.urls, self.buffer, self.steps, self.others = 0.0, 0, 0, 0, others
         self.none_loading = False
         self.phase = "begins"
@@ -71,28 +72,31 @@ class World:
     def manager(self) -> None:
         """A manager begins, in the place of the one before."""
         self.fleet = FleetDecisions(
-            UpdateMode.interrupt, LIMIT_S, targets=ServerTargets(initial="/base"), guests=ColocatedTurns(range(GUESTS))
+            UpdateMode.interrupt,
+            LIMIT_S,
+            targets=ServerTargets(initial="/base"),
+            colocated=ColocatedTurns(range(COLOCATED)),
         )
         self.orders: dict[int, tuple[Order, bool]] = {}
         self.none_loading = False
         if self.store.turn is not None:
-            self.fleet.guests.begin(self.store.turn)
+            self.fleet.colocated.begin(self.store.turn)
         self.memory = dict(self.store.memory)
 
     def look(self) -> None:
         """The manager learns what is in name resolution."""
-        for life in self.fleet.servers:
-            if life.index not in self.store.registered:
-                self.fleet.deregister(life.index)
+        for record in self.fleet.servers:
+            if record.index not in self.store.registered:
+                self.fleet.deregister(record.index)
         for index, url in self.store.registered.items():
             self.fleet.register(index, url, 0, self.now, memory=self.memory.get(index))
         if self.store.version:
             self.fleet.targets.publish(Target(self.store.version, f"/v{self.store.version}"))
-        self.fleet.guests.announced = self.store.version
+        self.fleet.colocated.announced = self.store.version
 
     def see_turn(self) -> None:
         if self.store.turn is not None:
-            self.fleet.guests.begin(self.store.turn)
+            self.fleet.colocated.begin(self.store.turn)
 
     def poll(self) -> None:
         self.now += 1.0
@@ -152,10 +156,10 @@ class World:
             self._record(order.server, None)
         self.fleet.succeeded(order.server, attempt)
 
-    # ---- guests
+    # ---- colocated servers
 
     def move(self, index: int) -> None:
-        """The guest's process does its next step."""
+        """The colocated server's process does its next step."""
         process, store = self.processes[index], self.store
         free = store.turn is not None and not store.turn.training
         match process.state:
@@ -187,10 +191,10 @@ class World:
 
     def generate(self) -> None:
         """A rollout is made by whoever serves."""
-        serving = [life for life in self.fleet.servers if life.state is ServerState.SERVING]
-        made = [life for life in serving if (process := self._at(life.index, life.url)) is not None]
-        for life in made:
-            process = self.processes[life.index]
+        serving = [record for record in self.fleet.servers if record.state is ServerState.SERVING]
+        made = [record for record in serving if (process := self._at(record.index, record.url)) is not None]
+        for record in made:
+            process = self.processes[record.index]
             assert process.memory
             assert process.values
         self.buffer += bool(made or self.others)
@@ -220,9 +224,9 @@ class World:
 
     def _take(self) -> None:
         """Ask the manager, which reads names in two steps, in the order of `ColocatedServers`."""
-        guests = self.fleet.guests
+        colocated = self.fleet.colocated
         assert self.store.turn is not None
-        if guests.turn.number < self.store.turn.number or awake(self.fleet):
+        if colocated.turn.number < self.store.turn.number or awake(self.fleet):
             self.none_loading = False
         elif not self.none_loading:
             self.none_loading = not self.store.loading
@@ -238,7 +242,7 @@ class World:
     def check(self) -> None:
         if self.phase == "steps":
             beside = [index for index, process in self.processes.items() if process.memory]
-            assert not beside, f"guests {beside} have memory while a step runs"
+            assert not beside, f"colocated servers {beside} have memory while a step runs"
 
 
 def _actions(world: World) -> list[Callable[[], None]]:
@@ -249,7 +253,7 @@ def _actions(world: World) -> list[Callable[[], None]]:
         world.carry_out,
         world.generate,
         world.train,
-        *((lambda index=index: world.move(index)) for index in range(GUESTS)),
+        *((lambda index=index: world.move(index)) for index in range(COLOCATED)),
     ]
 
 
@@ -258,7 +262,7 @@ def _faults(world: World) -> list[Callable[[], None]]:
         lambda: world.carry_out(fails=True),
         world.manager,
         world.master_dies,
-        *((lambda index=index: world.die(index)) for index in range(GUESTS)),
+        *((lambda index=index: world.die(index)) for index in range(COLOCATED)),
     ]
 
 
@@ -271,13 +275,13 @@ def _fairly(world: World, steps: int) -> None:
             world.check()
         if world.steps >= done + steps:
             return
-    states = [(life.index, life.state, life.reason) for life in world.fleet.servers]
+    states = [(record.index, record.state, record.reason) for record in world.fleet.servers]
     raise AssertionError(f"no {steps} steps: {world.phase}, {world.store}, {states}")
 
 
 @settings(max_examples=examples(100), deadline=None, derandomize=True)
 @given(seed=st.integers(0, 1 << 32), faults=st.sampled_from([0.0, 0.05, 0.3]))
-def test_no_step_has_a_guest_beside_it_and_no_schedule_ends_in_a_deadlock(seed: int, faults: float) -> None:
+def test_no_step_has_a_colocated_server_beside_it_and_no_schedule_ends_in_a_deadlock(seed: int, faults: float) -> None:
     world, random = World(), Random(seed)
     _fairly(world, 1)
     weights = [random.choice([0.01, 0.1, 1.0, 1.0]) for _ in _actions(world)]  # some processes are slow
@@ -292,16 +296,16 @@ def test_no_step_has_a_guest_beside_it_and_no_schedule_ends_in_a_deadlock(seed: 
 
 
 def fleet_at(version: int, *, mode: UpdateMode = UpdateMode.interrupt) -> FleetDecisions:
-    """Two guests that serve `version`."""
-    fleet = FleetDecisions(mode, LIMIT_S, targets=ServerTargets(initial="/base"), guests=ColocatedTurns(range(2)))
-    fleet.guests.begin(TrainerTurn(1, training=False, version=0))
+    """Two colocated servers that serve `version`."""
+    fleet = FleetDecisions(mode, LIMIT_S, targets=ServerTargets(initial="/base"), colocated=ColocatedTurns(range(2)))
+    fleet.colocated.begin(TrainerTurn(1, training=False, version=0))
     for index in range(2):
         fleet.register(index, f"http://{index}", version, 0.0)
     return fleet
 
 
-def rest(fleet: FleetDecisions, number: int = 2) -> list[Order]:
-    fleet.guests.begin(TrainerTurn(number, training=True, version=0))
+def sleep(fleet: FleetDecisions, number: int = 2) -> list[Order]:
+    fleet.colocated.begin(TrainerTurn(number, training=True, version=0))
     orders = fleet.poll(0.0, {0: 5})
     for order in orders:
         assert isinstance(order, Sleep)
@@ -310,17 +314,17 @@ def rest(fleet: FleetDecisions, number: int = 2) -> list[Order]:
 
 
 def wake(fleet: FleetDecisions, version: int, number: int = 3) -> list[Order]:
-    fleet.guests.begin(TrainerTurn(number, training=False, version=version))
+    fleet.colocated.begin(TrainerTurn(number, training=False, version=version))
     return fleet.poll(0.0, {})
 
 
-def test_guests_wake_once_the_version_is_known_that_they_are_to_have() -> None:
+def test_colocated_servers_wake_once_the_version_is_known_that_they_are_to_have() -> None:
     fleet = fleet_at(0)
-    assert len(rest(fleet)) == 2
+    assert len(sleep(fleet)) == 2
     assert fleet.served_version is None
     assert wake(fleet, version=1) == []
     fleet.targets.publish(Target(1, "/v1"))
-    fleet.guests.announced = 1
+    fleet.colocated.announced = 1
     orders = fleet.poll(0.0, {})
     assert [order.target.version for order in orders if isinstance(order, BeginUpdate)] == [1, 1]
     for order in orders:
@@ -329,23 +333,23 @@ def test_guests_wake_once_the_version_is_known_that_they_are_to_have() -> None:
         assert order.released == {*MemoryTag}
         fleet.succeeded(order.server, order.attempt)
     assert fleet.served_version == 1
-    assert len(rest(fleet, number=4)) == 2, "at once, however long an update might have taken"
+    assert len(sleep(fleet, number=4)) == 2, "at once, however long an update might have taken"
 
 
-def test_before_any_version_guests_wake_with_the_initial_model() -> None:
+def test_before_any_version_colocated_servers_wake_with_the_initial_model() -> None:
     fleet = fleet_at(0)
-    rest(fleet)
+    sleep(fleet)
     assert [order.target for order in wake(fleet, version=0) if isinstance(order, BeginUpdate)] == [
         Target(0, "/base")
     ] * 2
 
 
-def test_a_damaged_version_leaves_a_rested_guest_the_one_before() -> None:
+def test_a_damaged_version_leaves_a_sleeping_colocated_server_the_one_before() -> None:
     fleet = fleet_at(0)
     for version in (1, 2):
         fleet.targets.publish(Target(version, f"/v{version}"))
-    fleet.guests.announced = 2
-    rest(fleet)
+    fleet.colocated.announced = 2
+    sleep(fleet)
     order = wake(fleet, version=2)[0]
     assert isinstance(order, BeginUpdate)
     assert order.target.version == 2
@@ -355,13 +359,13 @@ def test_a_damaged_version_leaves_a_rested_guest_the_one_before() -> None:
     assert (again.target.version, again.released) == (1, {*MemoryTag})
 
 
-def test_a_rest_that_fails_is_tried_again_and_never_counts() -> None:
+def test_a_sleep_that_fails_is_tried_again_and_never_counts() -> None:
     fleet = fleet_at(0)
-    fleet.guests.begin(TrainerTurn(2, training=True, version=0))
+    fleet.colocated.begin(TrainerTurn(2, training=True, version=0))
     first, second = fleet.poll(0.0, {})
     fleet.released(second.server, second.attempt)
     fleet.failed(first.server, first.attempt, "no answer", 0.0)
-    assert [life.index for life in awake(fleet)] == [first.server]
+    assert [record.index for record in awake(fleet)] == [first.server]
     assert fleet.poll(0.0, {}) == []
     (again,) = fleet.poll(0.5, {})
     assert isinstance(again, Sleep)
@@ -370,17 +374,17 @@ def test_a_rest_that_fails_is_tried_again_and_never_counts() -> None:
     assert fleet.released(again.server, again.attempt)
     assert awake(fleet) == []
     fleet.targets.publish(Target(1, "/v1"))
-    fleet.guests.announced = 1
+    fleet.colocated.announced = 1
     update = next(order for order in wake(fleet, version=1) if order.server == again.server)
     assert isinstance(update, BeginUpdate)
     fleet.failed(update.server, update.attempt, "no answer", 1.0)
-    fleet.succeeded(second.server, next(life.attempt for life in fleet.servers if life.index == second.server))
-    assert fleet.next_due() == 1.5, "the failed rest is forgotten"
+    fleet.succeeded(second.server, next(record.attempt for record in fleet.servers if record.index == second.server))
+    assert fleet.next_due() == 1.5, "the failed sleep is forgotten"
 
 
-def test_memory_that_a_guest_has_again_is_not_taken_for_released() -> None:
+def test_memory_that_a_colocated_server_has_again_is_not_taken_for_released() -> None:
     fleet = fleet_at(0)
-    rest(fleet)
+    sleep(fleet)
     update = wake(fleet, version=0)[0]
     assert isinstance(update, BeginUpdate)
     first, *others = MemoryTag
@@ -392,12 +396,12 @@ def test_memory_that_a_guest_has_again_is_not_taken_for_released() -> None:
     assert (again.released, again.slept) == ({*others}, False)
 
 
-def test_a_guest_whose_health_is_checked_as_the_trainers_turn_begins_releases_its_memory() -> None:
+def test_a_colocated_server_whose_health_is_checked_as_the_trainers_turn_begins_releases_its_memory() -> None:
     fleet = fleet_at(0)
     fleet.unhealthy(0, "http://0", "refused", 0.0, gone=True)
     (check,) = fleet.poll(0.5, {})
     assert isinstance(check, CheckHealth)
-    fleet.guests.begin(TrainerTurn(2, training=True, version=0))
+    fleet.colocated.begin(TrainerTurn(2, training=True, version=0))
     assert [order.server for order in fleet.poll(0.5, {})] == [0, 1]
     assert fleet.next_due() == 0.5 + LIMIT_S
     assert not fleet.healthy(0, "http://0")
@@ -405,21 +409,23 @@ def test_a_guest_whose_health_is_checked_as_the_trainers_turn_begins_releases_it
     cancelled = [order for order in fleet.poll(0.5 + LIMIT_S, {}) if isinstance(order, CancelUpdate)]
     assert len(cancelled) == 2
     silent = "no sign of life for 10 s (manager.update_timeout_s) in the release of its memory, which began 10 s ago"
-    assert {life.reason for life in fleet.servers} == {silent}
+    assert {record.reason for record in fleet.servers} == {silent}
 
 
 @pytest.mark.parametrize("recorded_at", ["http://0", "http://before"])
-def test_what_is_recorded_of_an_earlier_process_of_a_guest_says_nothing_of_the_next(recorded_at: str) -> None:
-    fleet = FleetDecisions(UpdateMode.interrupt, LIMIT_S, guests=ColocatedTurns(range(1)))
-    fleet.guests.begin(TrainerTurn(1, training=False, version=0))
+def test_what_is_recorded_of_an_earlier_process_of_a_colocated_server_says_nothing_of_the_next(
+    recorded_at: str,
+) -> None:
+    fleet = FleetDecisions(UpdateMode.interrupt, LIMIT_S, colocated=ColocatedTurns(range(1)))
+    fleet.colocated.begin(TrainerTurn(1, training=False, version=0))
     fleet.register(0, "http://0", 0, 0.0, memory=ServerMemory(recorded_at, released=True))
     assert fleet.served_version == (None if recorded_at == "http://0" else 0)
-    assert [life.released for life in fleet.servers] == [{*MemoryTag} if recorded_at == "http://0" else set()]
+    assert [record.released for record in fleet.servers] == [{*MemoryTag} if recorded_at == "http://0" else set()]
 
 
-def test_a_guest_that_dies_while_it_rests_counts_as_released() -> None:
+def test_a_colocated_server_that_dies_while_it_sleeps_counts_as_released() -> None:
     fleet = fleet_at(0)
-    rest(fleet)
+    sleep(fleet)
     fleet.deregister(0)
     assert awake(fleet) == []
     assert not_known_asleep(fleet, {1: "http://1"}) == []
@@ -427,24 +433,24 @@ def test_a_guest_that_dies_while_it_rests_counts_as_released() -> None:
 
 
 @pytest.mark.parametrize("released", [True, False])
-def test_another_manager_knows_who_rests(released: bool) -> None:
+def test_another_manager_knows_who_sleeps(released: bool) -> None:
     fleet = FleetDecisions(
-        UpdateMode.interrupt, LIMIT_S, targets=ServerTargets(initial="/base"), guests=ColocatedTurns(range(1))
+        UpdateMode.interrupt, LIMIT_S, targets=ServerTargets(initial="/base"), colocated=ColocatedTurns(range(1))
     )
-    fleet.guests.begin(TrainerTurn(4, training=True, version=0))
+    fleet.colocated.begin(TrainerTurn(4, training=True, version=0))
     fleet.register(0, "http://0", 0, 0.0, memory=ServerMemory("http://0", released=released))
     assert (awake(fleet) == []) == released
     assert [type(order) for order in fleet.poll(0.0, {})] == ([] if released else [Sleep])
 
 
 def test_a_server_elsewhere_that_is_updated_is_in_service_until_that_fails() -> None:
-    """Each step ends with an update of all servers: guests are not to take the devices for that alone."""
+    """Each step ends with an update of all servers: colocated servers are not to take the devices for that alone."""
     fleet = FleetDecisions(
-        UpdateMode.interrupt, LIMIT_S, targets=ServerTargets(initial="/base"), guests=ColocatedTurns([1])
+        UpdateMode.interrupt, LIMIT_S, targets=ServerTargets(initial="/base"), colocated=ColocatedTurns([1])
     )
     for index in range(2):
         fleet.register(index, f"http://{index}", 0, 0.0)
-    fleet.guests.begin(TrainerTurn(2, training=True, version=0))
+    fleet.colocated.begin(TrainerTurn(2, training=True, version=0))
     fleet.targets.publish(Target(1, "/v1"))
     (update,) = (order for order in fleet.poll(0.0, {}) if isinstance(order, BeginUpdate))
     assert (update.server, fleet.served_version, others_in_service(fleet)) == (0, None, 1)
@@ -452,13 +458,13 @@ def test_a_server_elsewhere_that_is_updated_is_in_service_until_that_fails() -> 
     assert others_in_service(fleet) == 0
 
 
-def test_servers_elsewhere_serve_while_guests_rest() -> None:
+def test_servers_elsewhere_serve_while_colocated_servers_sleep() -> None:
     fleet = FleetDecisions(
-        UpdateMode.interrupt, LIMIT_S, targets=ServerTargets(initial="/base"), guests=ColocatedTurns([1])
+        UpdateMode.interrupt, LIMIT_S, targets=ServerTargets(initial="/base"), colocated=ColocatedTurns([1])
     )
     for index in range(2):
         fleet.register(index, f"http://{index}", 0, 0.0)
-    fleet.guests.begin(TrainerTurn(2, training=True, version=0))
+    fleet.colocated.begin(TrainerTurn(2, training=True, version=0))
     assert [order.server for order in fleet.poll(0.0, {})] == [1]
-    assert [life.index for life in awake(fleet)] == [1]
+    assert [record.index for record in awake(fleet)] == [1]
     assert (fleet.served_version, others_in_service(fleet)) == (0, 1)

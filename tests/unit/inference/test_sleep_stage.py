@@ -1,4 +1,4 @@
-"""A guest says that it rests while its memory is released."""
+"""A colocated server says that it sleeps while its memory is released."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncrl.runtime.process.waiting import cancel
 KEY, URL = server_memory_key(0), "http://127.0.0.1:1"
 
 
-def test_a_guest_rests_while_the_memory_of_its_engine_is_released(
+def test_a_colocated_server_sleeps_while_the_memory_of_its_engine_is_released(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def play(resolver: FileResolver) -> None:

@@ -37,7 +37,7 @@ def begun(curriculum: Curriculum | None = None, run: m.RunBegin | None = None) -
 
 def resting() -> Curriculum:
     """Rows that were answered well rest for an epoch."""
-    return Curriculum(0.0, 0.9, rest=1)
+    return Curriculum(0.0, 0.9, skip_epochs=1)
 
 
 def admitted(service: ManagerService, *orders: int, incarnation: int = 0) -> list[m.GrantedRollout]:
@@ -67,7 +67,7 @@ def trained(service: ManagerService, version: int, *rollouts: str) -> None:
     service.routes_changed(version)
 
 
-def told(service: ManagerService, *rollouts: str, incarnation: int = 0, success: float = 1.0) -> None:
+def reported(service: ManagerService, *rollouts: str, incarnation: int = 0, success: float = 1.0) -> None:
     ended = [m.FinishedRollout(rollout, accepted=True, success=success) for rollout in rollouts]
     call(service, "/finish_rollout", worker=WORKER, incarnation=incarnation, finished=ended)
 
@@ -83,7 +83,7 @@ def test_a_suspect_that_the_trainer_has_is_cleared_so_that_the_next_one_has_its_
     received(service, "1/0")
     assert [grant.rollout_id for grant in admitted(service, 1, incarnation=1)] == ["1/1"]
     trained(service, 1, "1/0", "1/1")
-    told(service, "1/0", "1/1", incarnation=1)
+    reported(service, "1/0", "1/1", incarnation=1)
     assert not service.rollouts.suspects
     assert not service.rollouts.awaits_ends
 
@@ -92,12 +92,12 @@ def test_no_row_begins_another_epoch_before_it_is_known_how_it_was_answered() ->
     curriculum = resting()
     service = begun(curriculum)
     assert len(admitted(service, 0, 1)) == 2
-    told(service, "0/0")
+    reported(service, "0/0")
     trained(service, 1, "0/0", "0/1")
     assert admitted(service, 2, 3) == []
-    told(service, "0/1")
+    reported(service, "0/1")
     again = admitted(service, 2, 3)
-    assert [(grant.rollout_id, grant.rests) for grant in again] == [("0/2", True), ("0/3", True)]
+    assert [(grant.rollout_id, grant.skips) for grant in again] == [("0/2", True), ("0/3", True)]
     assert curriculum.state() == [(0, 0, 1.0), (1, 0, 1.0)]
 
 

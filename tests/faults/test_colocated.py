@@ -1,4 +1,4 @@
-"""Servers that take turns with the trainer, in a run in which one dies while it rests, and the manager with it."""
+"""Servers that take turns with the trainer, in a run in which one dies while it sleeps, and the manager with it."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def spans(run_dir: Path, *wanted: str) -> list[tuple[float, float, str]]:
     return sorted((line["begin"], line["end"], line.get("lane", "")) for line in lines if line.get("span") in wanted)
 
 
-def all_rest(resolver: NameResolver) -> bool:
-    """True if it is the trainer's turn, and every guest has given its memory back."""
+def all_asleep(resolver: NameResolver) -> bool:
+    """True if it is the trainer's turn, and every colocated server has given its memory back."""
     entry = resolver.get_subtree(names.TRAINER_TURN_KEY)
     training = any(names.TrainerTurn.decode(value).training for value in entry.values())
     memory = [names.ServerMemory.decode(value) for value in resolver.get_subtree(names.SERVER_MEMORY).values()]
@@ -76,7 +76,7 @@ def every_role(config, *, scorer):
 """
 
 
-def test_no_step_shares_the_device_with_a_guest_whoever_dies(
+def test_no_step_shares_the_device_with_a_colocated_server_whoever_dies(
     start_run: Any, resolver_of: Callable[[Any], NameResolver], tmp_path: Path, tiny_model: Path
 ) -> None:
     """Actor, critic, reference and reward model take turns on the device of the servers."""
@@ -90,16 +90,16 @@ def test_no_step_shares_the_device_with_a_guest_whoever_dies(
         total_train_steps=STEPS,
         eval__interval=4,
         max_head_offpolicyness=1,
-        generation__guests="all",
+        generation__colocated="all",
         generation__servers=2,
         trainer__offload=True,
     )
     run.wait_for_step(2)
     resolver, master = resolver_of(run), run.worker("master_worker/0")
     while True:  # a master that stands still holds the turn
-        until(lambda: all_rest(resolver))
+        until(lambda: all_asleep(resolver))
         master.suspend()
-        if all_rest(resolver):
+        if all_asleep(resolver):
             break
         master.resume()
     killed = run.worker("generation_server/0")
@@ -111,7 +111,7 @@ def test_no_step_shares_the_device_with_a_guest_whoever_dies(
         return 0 if value is None else names.WorkerStatus.decode(value).incarnation
 
     until(lambda: incarnation() == 1)
-    assert all_rest(resolver), "a guest that begins waits for its turn"
+    assert all_asleep(resolver), "a colocated server that begins waits for its turn"
     master.resume()
     run.worker("gserver_manager/0").kill()
     run.wait_for_line("the brain went on after")
@@ -121,10 +121,10 @@ def test_no_step_shares_the_device_with_a_guest_whoever_dies(
     steps, resident = spans(run.run_dir, "train", "publish", "turn"), spans(run.run_dir, "resident")
     assert {lane for _, _, lane in resident} == {"generation_server/0", "generation_server/1"}
     beside = [
-        (step, guest)
+        (step, server)
         for step in steps
-        for guest in resident
-        if step[0] < guest[1] - ROUNDING_S and guest[0] < step[1] - ROUNDING_S
+        for server in resident
+        if step[0] < server[1] - ROUNDING_S and server[0] < step[1] - ROUNDING_S
     ]
     assert beside == []
     last = {index: max(end for _, end, lane in resident if lane.endswith(f"/{index}")) for index in range(2)}

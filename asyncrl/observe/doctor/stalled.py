@@ -8,7 +8,7 @@ from asyncrl.observe.doctor.finding import Finding, Level, percent
 from asyncrl.observe.doctor.measured import policy_of_server
 from asyncrl.observe.history import History, Rollout, State
 from asyncrl.observe.observer import Activity
-from asyncrl.observe.status import LONG_S, SILENT_S, STANDS_STILL, WINDOW_S, Launch, standstill
+from asyncrl.observe.status import LONG_S, SILENT_S, STALLED, WINDOW_S, Launch, stall
 
 SHORT_BEFORE_S = 120.0
 """Longest time between a lack of memory and the end of the run that it causes."""
@@ -66,7 +66,7 @@ def _starting(history: History, launch: Launch) -> Finding:
     sentence += f"{launch.describe()}."
     return Finding(
         "no-step-yet",
-        Level.remark,
+        Level.notice,
         "No train step yet",
         sentence + (f" Silent: {', '.join(silent)}." if silent else ""),
         f"The others wait for {', '.join(waiting)}; see its log." if waiting and len(waiting) <= 3 else "",
@@ -85,7 +85,7 @@ def _never_heard_of(history: History, launch: Launch) -> list[str]:
 
 
 def _stalled(history: History, launch: Launch) -> Finding | None:
-    if (found := standstill(launch)) is None:
+    if (found := stall(launch)) is None:
         return None
     sentence, advice = found
     if (oldest := _longest_under_way(history)) is not None:
@@ -95,7 +95,7 @@ def _stalled(history: History, launch: Launch) -> Finding | None:
         )
         if not launch.silent:
             advice = f"Look at the log of {oldest.worker}; rollout.rollout_timeout_s ends rollouts that take too long."
-    return Finding("stalled", Level.problem, STANDS_STILL, sentence, advice)
+    return Finding("stalled", Level.problem, STALLED, sentence, advice)
 
 
 def _longest_under_way(history: History) -> Rollout | None:

@@ -1,4 +1,4 @@
-"""The books, and the prompts that are used: what the manager and the loop tell each other."""
+"""The rollout counts, and the prompts that are used: what the manager and the loop tell each other."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def test_what_workers_dropped_for_good_is_used_and_never_comes_again(tmp_p
     assert second.manager.used == {"e0-20", *(f"e0-{order}" for order in range(8))}, "of e0-21 no checkpoint knows"
 
 
-async def test_what_was_dropped_before_the_checkpoint_stays_in_the_books(tmp_path: Path) -> None:
+async def test_what_was_dropped_before_the_checkpoint_stays_in_the_counts(tmp_path: Path) -> None:
     first = Run(tmp_path, make_config(total_train_steps=4, checkpoint__interval=1))
     await first.deliver(range(4), oldest=0)
     for prompt in ("e0-20", "e0-21"):
@@ -60,9 +60,9 @@ async def test_what_was_dropped_before_the_checkpoint_stays_in_the_books(tmp_pat
     config = make_config(total_train_steps=2, rollout__filters=[ChoiceConfig("zero_variance")])
     second = Run(tmp_path, config, FakeWorkers(stored=first.workers.stored))
     async with running(second) as task:
-        await until(lambda: second.manager.told is not None)
-        assert second.manager.told is not None
-        assert second.manager.told.checkpoint.dropped == {"filter: zero_variance": 2}
+        await until(lambda: second.manager.reported is not None)
+        assert second.manager.reported is not None
+        assert second.manager.reported.checkpoint.dropped == {"filter: zero_variance": 2}
         known = json.loads((tmp_path / "books.json").read_text())
         assert known["step"] == 1
         assert (known["books"]["submitted"], known["books"]["dropped"]) == (6, {"filter: zero_variance": 2})
@@ -99,7 +99,9 @@ async def test_the_checkpoint_that_a_run_leaves_has_exactly_the_used_prompts_of_
         assert run.workers.stored is not None
         assert run.workers.stored["gate"]["dropped"] == {"failed": 1}
         if end == "stop":
-            assert run.summary()["books"]["dropped"] == {"failed": 2}, "the books have what came after the step"
+            assert run.summary()["books"]["dropped"] == {"failed": 2}, (
+                "the rollout counts have what came after the step"
+            )
 
 
 async def test_a_resumed_run_tries_again_what_was_dropped_after_the_last_step_with_the_tries_of_the_step(
@@ -169,7 +171,7 @@ async def test_a_stale_rollouts_prompt_is_not_used_but_a_filtered_group_of_the_b
     assert run.manager.used == {f"e0-{order}" for order in range(13) if order != 8}
 
 
-async def test_the_last_known_books_are_on_disk_from_the_beginning_and_after_every_step(tmp_path: Path) -> None:
+async def test_the_last_known_counts_are_on_disk_from_the_beginning_and_after_every_step(tmp_path: Path) -> None:
     run = Run(tmp_path, make_config())
 
     def known() -> tuple[int, dict[str, Any]]:
@@ -210,4 +212,4 @@ async def test_measured_success_is_part_of_a_checkpoint_and_of_the_curriculum_wh
     await second.loop.run()
     curriculum = second.manager.service.rollouts.curriculum
     assert curriculum is not None
-    assert [curriculum.rests(prompt) for prompt in ("e1-1", "e1-2")] == [True, False]
+    assert [curriculum.skips(prompt) for prompt in ("e1-1", "e1-2")] == [True, False]
