@@ -126,6 +126,11 @@ class Forgets(Thirds):
 
     def restore(self, state):
         self.right = {}
+
+
+class OfEarlierVersions:
+    def rests(self, row, epoch):
+        return False
 """
 
 
@@ -191,6 +196,7 @@ def test_a_state_of_another_curriculum_is_not_taken(
         ("AnswersOtherwise", r"restore\(state\) failed: ValueError\('it is another one afterwards'\)"),
         ("TooLate", r"skips\(0, 1\) failed: TimeoutError\('of my own'\)"),
         ("Forgets", r"restore\(state\) failed: ValueError\('it is another one afterwards'\)"),
+        ("OfEarlierVersions", r"its method `rests` is called `skips` now; rename it"),
         ("None_", r"defines no 'None_'"),
     ],
 )
