@@ -150,7 +150,8 @@ def publish(
     specs = source.published_specs()
     shards: list[Shard] = []
     if shared is not None:
-        whole = ranks.all_reduce_sum(torch.tensor([float(_is_whole(final, {spec.name for spec in specs}))]))
+        there = final.is_dir() and _is_whole(final, {spec.name for spec in specs})
+        whole = ranks.all_reduce_sum(torch.tensor([float(there)]))
         if whole.item() == ranks.world:
             return final
         shards = plan_shards(specs, ranks.world, max_shard_bytes, adapters=shared.adapters)

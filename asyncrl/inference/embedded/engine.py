@@ -289,7 +289,8 @@ class GenerationEngine:
         """
         for request in job.inputs:
             self.limits.check(request)
-        self.prepare(job)
+        if self._pictures is not None:
+            self.prepare(job)
         self._jobs.reserve(job)
         try:
             self._mailbox.post(lambda: self._batch.queue.waiting.extend(self._jobs.open(job)), starts=job.future)

@@ -179,7 +179,8 @@ class GenerationApp:
         if call.stream:
             return await self._stream(request, call, received)
         job = Job(call.inputs)
-        await self._prepare(job)
+        if any(each.pictures for each in call.inputs):  # beside the event loop
+            await asyncio.to_thread(self._engine.prepare, job)
         future = self._engine.submit(job)
         try:
             outputs = await asyncio.wrap_future(future)
@@ -189,11 +190,6 @@ class GenerationApp:
         replies = [sample_reply(call, index, output, self._tokenizer, received) for index, output in enumerate(outputs)]
         self._latency.observe(time.monotonic() - received)
         return json_response(replies if call.as_list else replies[0])
-
-    async def _prepare(self, job: Job) -> None:
-        """Prepare the pictures of `job` beside the event loop."""
-        if any(request.pictures for request in job.inputs):
-            await asyncio.to_thread(self._engine.prepare, job)
 
     async def _stream(self, request: web.BaseRequest, call: GenerateCall, received: float) -> web.StreamResponse:
         """Send server-sent events, each with the whole output of one sample so far. A slow client gets fewer, not
@@ -211,7 +207,8 @@ class GenerationApp:
             loop.call_soon_threadsafe(arrive, index, output)
 
         job = Job(call.inputs, on_progress=publish)
-        await self._prepare(job)
+        if any(each.pictures for each in call.inputs):  # beside the event loop
+            await asyncio.to_thread(self._engine.prepare, job)
         future = asyncio.wrap_future(self._engine.submit(job))
         future.add_done_callback(lambda _: changed.set())
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})

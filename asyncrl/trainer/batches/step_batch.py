@@ -58,6 +58,8 @@ class StepBatch:
 
     Attributes:
         version: policy version at the step's start; the step makes version + 1.
+        num_seqs: S, the samples of this rank.
+        device: the device that holds the columns.
         rollout_ids: this rank's rollouts in canonical order, one for each group.
         num_minibatches: optimizer steps of the whole train step, of all passes; every rank takes part in each.
         metrics: numbers by name of each rollout.
@@ -92,6 +94,7 @@ class StepBatch:
         self.group_names = tuple(group_names)
         self.ahead: Mapping[str, Tensor] = {}
         self._columns: dict[str, Tensor | Compute] = dict(columns)
+        self.num_seqs, self.device = len(columns["lengths"]), columns["lengths"].device
 
     @cached_property
     def lengths_S(self) -> NDArray[np.int64]:
@@ -118,11 +121,6 @@ class StepBatch:
         return [np.flatnonzero((minibatches == n).any(-1)).tolist() for n in range(self.num_minibatches)]
 
     @property
-    def num_seqs(self) -> int:
-        """S, the samples of this rank."""
-        return len(self.lengths_S)
-
-    @property
     def num_tokens(self) -> int:
         """T, the tokens of this rank."""
         return len(self.seq_ids_T)
@@ -140,11 +138,6 @@ class StepBatch:
             tokens = picture_symbols(tokens, self.starts_S, self.pictures)
         order = PrefixOrder.of(symbols(tokens, routing), self.starts_S, self.lengths_S)
         return Prefixes(order, self["rollouts"].cpu().numpy())
-
-    @property
-    def device(self) -> torch.device:
-        """The device that holds the columns."""
-        return self.seq_ids_T.device
 
     def __contains__(self, key: str) -> bool:
         return key in self._columns

@@ -354,8 +354,8 @@ class Inbox:
         with self._space:
             if trajectory.rollout_id in self._held:
                 return
-            self._space.wait_for(lambda: self._closed or self._has_space, timeout_s)
-            if not self._has_space:
+            self._space.wait_for(lambda: self._closed or len(self._held) < self._capacity, timeout_s)
+            if len(self._held) >= self._capacity:
                 until = "until the end of this process" if self._closed else f"for {timeout_s:g} s"
                 raise InboxFull(
                     f"{self._capacity} rollouts wait for training (trainer.buffer_capacity) and none was taken {until}"
@@ -368,10 +368,6 @@ class Inbox:
         with self._space:
             self._closed = True
             self._space.notify_all()
-
-    @property
-    def _has_space(self) -> bool:
-        return len(self._held) < self._capacity
 
     def restore(self, trajectory: Trajectory) -> None:
         """Add a trajectory that this rank's previous process held, even without room. It must not be held yet."""
