@@ -2,9 +2,9 @@
 
     python benchmarks/simulate.py [--tables splits512 eta64 ...] [--quick]
 
-Speed-ups are against the fastest baseline so far, which come first in a table, else against its first row. *prefilled
-again* is of the generated tokens, *in vain* the part of them that is not trained, *long* the part of the trained
-answers with 16,384 tokens or more. The parts, and what of them is real: `simulator/__init__.py`,
+Speed-ups are against the fastest baseline, which come first in a table and have none, else against its first row.
+*prefilled again* is of the generated tokens, *in vain* the part of them that is not trained, *long* the part of the
+trained answers with 16,384 tokens or more. The parts, and what of them is real: `simulator/__init__.py`,
 `simulator/simulation.py`.
 """
 
@@ -32,9 +32,9 @@ def simulated(cells: Iterable[Cell]) -> None:
             found = simulate(cell.setup)
         except Stalled as stalled:
             raise SystemExit(f"{cell.table}: {cell.label}: {stalled}") from stalled
+        figures = _figures(cell, found, baseline)
         if cell.baseline or not baseline:
             baseline = max(baseline, found.trained_per_s)
-        figures = _figures(cell, found, baseline)
         table = table or Table("run", *figures)
         table.row(cell.label, *figures.values())
         faults += [f"- {cell.label}: {fault}" for fault in found.faults]
@@ -45,7 +45,7 @@ def _figures(cell: Cell, found: Outcome, baseline: float) -> dict[str, str]:
     answer = found.trained_per_s * found.step_s / (cell.setup.batch * cell.setup.group)
     return {
         "trained tokens/s": f"{found.trained_per_s / 1e3:.0f} k",
-        "speed-up": f"{found.trained_per_s / baseline:.2f}",
+        "speed-up": f"{found.trained_per_s / baseline:.2f}" if baseline and not cell.baseline else "",
         "step": f"{found.step_s:.0f} s",
         "generation idle": f"{found.generation_idle:.0%}",
         "training idle": f"{found.training_idle:.0%}",

@@ -23,7 +23,6 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
@@ -129,9 +128,8 @@ def needs(model: SizedModel, layout: Layout, work: Workload) -> list[MemoryNeed]
 
 def on_ranks(be_rank: Callable[..., Any], ranks: int, *arguments: Any) -> list[Any]:
     """Call `be_rank(rank, *arguments)` in a fresh process for each rank; return what they return."""
-    with ProcessPoolExecutor(ranks, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
-        begun = [pool.submit(be_rank, rank, *arguments) for rank in range(ranks)]
-        return [each.result(LIMIT_S) for each in begun]
+    with get_context("spawn").Pool(ranks, maxtasksperchild=1) as pool:  # its end kills a rank that hangs
+        return pool.starmap_async(be_rank, [(rank, *arguments) for rank in range(ranks)], chunksize=1).get(LIMIT_S)
 
 
 def memory_of_process(name: str) -> int:

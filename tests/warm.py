@@ -412,8 +412,10 @@ def forked(template: Template | None, python: str, modules: Sequence[str], folde
         yield python
         return
     forks = Template(f"{template.run} {python}", python, modules)
-    yield str(stand_in(forks, folder))
-    forks.close()
+    try:
+        yield str(stand_in(forks, folder))
+    finally:
+        forks.close()
 
 
 def _stand_in(control: socket.socket, arguments: Sequence[str], *, tests: bool = False) -> NoReturn:

@@ -116,7 +116,7 @@ class OwnCurriculum(Curriculum):
             found = load_plugin(path)
         except PluginError as error:
             raise ConfigError(f"dataset.curriculum.path={error}") from error
-        if hasattr(found, "rests") and not hasattr(found, "skips"):
+        if hasattr(found, "rests"):
             raise ConfigError(f"dataset.curriculum.path={path!r}: its method `rests` is called `skips` now; rename it")
         if problems := list(call_problems("dataset.curriculum", path, found, args)):
             raise ConfigError(problems[0])

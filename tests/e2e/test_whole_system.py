@@ -177,7 +177,7 @@ def test_kept_answers_go_on_across_updates_within_the_bound(
 
 
 def test_a_finished_trial_is_not_run_again_and_goes_on_with_more_steps_where_it_may(start_run: Any) -> None:
-    assert start_run(total_train_steps=2).wait() == 0
+    assert start_run(cold=True, total_train_steps=2).wait() == 0  # as a user starts it
     again = start_run(total_train_steps=2)
     assert again.wait() == 0
     assert "is complete" in again.output

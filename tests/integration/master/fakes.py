@@ -295,7 +295,7 @@ class FakeManager:
     dead: bool = False
     silent: bool = False
     versions_in_use: list[int] = field(default_factory=list)
-    resting: list[list[str]] = field(default_factory=list)
+    asleep: list[list[str]] = field(default_factory=list)
     asked_asleep: list[int] = field(default_factory=list)
     others: int = 0
     wake_s: float = 0.0
@@ -412,9 +412,9 @@ class FakeManager:
         self.asked.append(request.version)
         return m.WaitExpiringReply(self.expiring.pop(0) if self.expiring else [])
 
-    async def wait_resting(self, request: m.WaitAsleepRequest) -> m.WaitAsleepReply:
+    async def wait_asleep(self, request: m.WaitAsleepRequest) -> m.WaitAsleepReply:
         self.asked_asleep.append(request.turn)
-        return m.WaitAsleepReply(self.resting.pop(0) if self.resting else [], self.others, self.wake_s)
+        return m.WaitAsleepReply(self.asleep.pop(0) if self.asleep else [], self.others, self.wake_s)
 
     async def close_gate(self, request: m.CloseGate) -> m.Done:
         await self._answers()

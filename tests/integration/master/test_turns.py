@@ -27,7 +27,7 @@ def turns(run: Run) -> list[tuple[bool, int]]:
 
 async def test_a_turn_begins_with_a_batch_and_ends_before_data_is_waited_for(tmp_path: Path) -> None:
     run = Run(tmp_path, shared(total_train_steps=2))
-    run.manager.resting = [["generation server 0 (serving)"]]
+    run.manager.asleep = [["generation server 0 (serving)"]]
     async with running(run) as task:
         await until(lambda: turns(run) == [(False, 0)])
         await run.deliver(range(3), oldest=1)
@@ -45,12 +45,12 @@ async def test_a_turn_begins_with_a_batch_and_ends_before_data_is_waited_for(tmp
 
 async def test_a_step_waits_for_every_colocated_server(tmp_path: Path) -> None:
     run = Run(tmp_path, shared(total_train_steps=1))
-    run.manager.resting = [["generation server 0 (releasing)"]] * 10_000
+    run.manager.asleep = [["generation server 0 (releasing)"]] * 10_000
     await run.deliver(range(4), oldest=1)
     async with running(run) as task:
         await until(lambda: len(run.manager.asked_asleep) > 3)
         assert run.workers.requests(BeginStep) == []
-        run.manager.resting.clear()
+        run.manager.asleep.clear()
         await task
     assert len(run.workers.requests(BeginStep)) == 1
 

@@ -27,7 +27,6 @@ from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
 from asyncrl.trainer.batches.step_batch import build_step_batch
 
 MakeRewards = Callable[..., list[NamedRewardConfig]]
-"""No reward here sees the samples."""
 DECLARED = ("row/difficulty", "agent/turns", "reward/format", "token/weight")
 
 

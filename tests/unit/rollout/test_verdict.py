@@ -20,7 +20,6 @@ from asyncrl.rollout.user_code.rewards import Rewards, load_rewards
 from asyncrl.rollout.user_code_pool.call_records import UserCodeError, metered
 from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
 
-"""No reward here sees the samples."""
 MINE = """
 from asyncrl.api import run_in, verdict
 
