@@ -489,9 +489,8 @@ def answering(method: m.Method) -> Handler:
         try:
             return json_response(await handler(decoder.decode(body or b"{}")))
         except msgspec.ValidationError as error:
-            what, _, path = (
-                str(error).replace("`", "").partition(" - at ")
-            )  # "Expected `int`, got `str` - at `$.order`"
+            # "Expected `int`, got `str` - at `$.order`"
+            what, _, path = str(error).replace("`", "").partition(" - at ")
             raise _malformed(f"{path or '$'}: {what[:1].lower()}{what[1:]}") from error
         except m.SessionRequired as error:
             raise Refused(409, {"error": str(error)}, "not_introduced") from error

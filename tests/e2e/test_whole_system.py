@@ -87,7 +87,7 @@ def test_with_eta_zero_every_token_is_of_the_version_that_trains_on_it_and_promp
         dataset__path=data,
         reward__path=f"{tmp_path / 'easy.py'}:score",
         dataset__curriculum__high=0.9,
-        dataset__curriculum__rest=1,
+        dataset__curriculum__skip_epochs=1,
         max_head_offpolicyness=None,
         total_train_steps=6,
         eval__interval=0,

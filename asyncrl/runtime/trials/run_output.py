@@ -56,7 +56,7 @@ class RunOutput:
             tasks.create_task(_reported("rows of metrics", self._show_rows()))
             tasks.create_task(_reported("rotation of logs", self._rotate_logs()))
             tasks.create_task(_reported("check of the disk", self._watch_disk()))
-            tasks.create_task(_reported("notes on waits", self._watch_processes(sizes)))
+            tasks.create_task(_reported("notes on waits and state of the run", self._watch_processes(sizes)))
 
     def show_new_rows(self) -> None:
         """Show rows and notices that were written since the last call."""

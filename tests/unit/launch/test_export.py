@@ -78,7 +78,7 @@ def make_run(
 
 
 def test_an_export_has_the_chat_template_that_the_run_was_trained_with(
-    make_run: MakeRun, config: ExperimentConfig, tmp_path: Path
+    make_run: MakeRun, config: ExperimentConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = tmp_path / "own.jinja"
     own.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
@@ -86,8 +86,10 @@ def test_an_export_has_the_chat_template_that_the_run_was_trained_with(
     run = make_run("float32")
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == own.read_text()
+    assert f"chat template: {own}\n" in capsys.readouterr().out
     own.unlink()
     assert main(["export", str(run), str(tmp_path / "later")]) == 0
+    assert f"WARNING: no chat template: {own} is not there" in capsys.readouterr().out
 
 
 def test_a_critic_is_exported_as_a_classifier_and_continued_from_it(

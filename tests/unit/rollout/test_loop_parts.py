@@ -86,6 +86,25 @@ def test_the_loop_ends_if_all_fail_and_these_outnumber_the_running_rollouts(runn
         loop._failed(GRANTED, RuntimeError("the last"), None)
 
 
+async def test_rollouts_that_fail_now_and_then_do_not_end_the_loop() -> None:
+    fails = [*[True] * (MAX_FAILURES_IN_A_ROW - 1), False] * 3
+    ends: list[Any] = []
+
+    async def play_to_train(*_: object) -> tuple[list[Any], dict[str, float]]:
+        if fails.pop(0):
+            raise RuntimeError("x")
+        return [], {}
+
+    loop = loop_of(running=1)
+    prompts = SimpleNamespace(train=lambda *_: SimpleNamespace())
+    loop._components = cast(Any, SimpleNamespace(prompts=prompts, play_to_train=play_to_train, agent=object()))
+    loop._gate = cast(Any, SimpleNamespace(finish=ends.extend))
+    while fails:
+        loop.slots._free = 0
+        await loop._roll_out(GRANTED)
+    assert len(ends) == 3 * MAX_FAILURES_IN_A_ROW
+
+
 async def test_lost_episodes_travel_with_the_next_trajectory_that_arrives() -> None:
     arrived: list[dict[str, float]] = []
     fails = [True, False, False]

@@ -112,10 +112,17 @@ def export(run: Path, step: int | None, out: Path, *, adapter: bool = False, pol
 
 
 def _add_chat_template(run: Path, out: Path) -> None:
-    """Add the file of `dataset.chat_template`, if the run names one that is still there, as the model's own."""
+    """Add the file of `dataset.chat_template`, if the run names one, as the model's own. A relative path is of the
+    folder in which the command is given.
+    """
     named = read_settings(run)["dataset"].get("chat_template", OFF)
-    if named not in (AUTO, OFF) and (file := Path(named).expanduser()).is_file():
+    if named in (AUTO, OFF):
+        return
+    if (file := Path(named).expanduser().absolute()).is_file():
         shutil.copyfile(file, out / "chat_template.jinja")
+        print(f"chat template: {file}")
+    else:
+        print(f"WARNING: no chat template: {file} is not there, with which the model was trained; copy it to {out}")
 
 
 def _export_critic(run: Path, config: ExperimentConfig, step: int | None, out: Path, role: str) -> int:
