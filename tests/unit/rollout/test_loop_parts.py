@@ -100,8 +100,8 @@ async def test_rollouts_that_fail_now_and_then_do_not_end_the_loop() -> None:
     loop._components = cast(Any, SimpleNamespace(prompts=prompts, play_to_train=play_to_train, agent=object()))
     loop._gate = cast(Any, SimpleNamespace(finish=ends.extend))
     while fails:
-        loop.slots._free = 0
         await loop._roll_out(GRANTED)
+        loop.slots._free -= 1  # the next one runs
     assert len(ends) == 3 * MAX_FAILURES_IN_A_ROW
 
 
