@@ -1,4 +1,4 @@
-"""What a back end of the GenerationServers can do: the class that each engine fills in, and the embedded engine's.
+"""What a back end of the GenerationServers can do: the class that each engine fills in.
 
 All others ask `generation.engine` and know no engine by its name. To add one, write its folder (`backend`, `checks`,
 `host`) and its line in `settings.BACKENDS`; for a program of its own also its `ProgramConfig`, as a field of this name
@@ -146,19 +146,3 @@ class Backend:
     def takes_pictures(self, weight_transport: str, model_type: str) -> bool:
         """Return whether the servers take the pictures of models of transformers' type `model_type`."""
         return False
-
-
-class Embedded(Backend):
-    """The torch engine of this package, in the GenerationServer's own process."""
-
-    label = "the embedded engine"
-    host = "asyncrl.inference.embedded.host:make_host"
-    slow_on_gpus = (
-        "on a GPU it is for tests and small models, as a token costs some thirty operators a layer, each started by "
-        "the CPU; use generation.backend=sglang for speed"
-    )
-    memory_is_counted = keeps_pictures = pause_ends_requests = True
-    same_arithmetic = tells_experts = loads_adapters = verifies_files = finds_stop_strings = True
-
-    def takes_pictures(self, weight_transport: str, model_type: str) -> bool:
-        return True

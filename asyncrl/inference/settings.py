@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from asyncrl.config.setting import Device, Dtype, setting
-from asyncrl.inference.backend import Backend, Embedded
+from asyncrl.inference.backend import Backend
+from asyncrl.inference.embedded.backend import Embedded
 from asyncrl.inference.sglang.backend import SGLang, SGLangConfig
 
 COLOCATE_NONE, COLOCATE_ALL = "none", "all"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,22 +61,28 @@ async def test_the_class_is_a_tool_and_the_agent_of_ones_own_calls_it(tmp_path: 
     namespace: dict[str, Any] = {}
     exec(code("run"), namespace)
 
+    asked: list[Any] = []
+
     class Client:
         async def chat(self, messages: Any, *, tools: Any) -> Any:
             assert [tool["function"]["name"] for tool in tools] == ["note"]
-
-            class Reply:
-                tool_calls = (ToolCall("a", "note", {"text": "x"}), ToolCall("b", "note", {"text": "y"}))
-
-            return Reply()
+            asked.append([*messages])
+            calls = () if asked[1:] else (ToolCall("a", "note", {"text": "x"}), ToolCall("b", "note", {"text": "y"}))
+            return SimpleNamespace(tool_calls=calls, content="x and y", message={"role": "assistant", "content": ""})
 
     class Prompt:
-        data = {"prompt": "?", "tool_args": {"note": {"notes": ["before"]}}}  # noqa: RUF012
+        data = {"prompt": "?", "answer": "y", "tool_args": {"note": {"notes": ["before"]}}}  # noqa: RUF012
 
     async with UserCodeRunner(ExperimentConfig().rollout.user_code) as runner:
         tools = RunTools([ToolConfig(path=f"{tmp_path / 'notes.py'}:Notes")], (), runner).toolbox
         assert isinstance(tools.tools["note"].tool, Tool)
         assert await namespace["run"](Prompt(), None, Client(), tools=tools) == 1.0
+        assert [(each["role"], each["content"]) for each in asked[1]] == [
+            ("user", "?"),
+            ("assistant", ""),
+            ("tool", "before\nx"),
+            ("tool", "before\nx\ny"),
+        ]
         async with tools.session(Prompt.data) as session:
             result = await session.call(ToolCall("a", "note", {"text": "x"}))
             assert result.text == "before\nx"
