@@ -4,8 +4,7 @@
 
 Speed-ups are against the fastest baseline, which come first in a table and have none, else against its first row.
 *prefilled again* is of the generated tokens, *in vain* the part of them that is not trained, *long* the part of the
-trained answers with 16,384 tokens or more. The parts, and what of them is real: `simulator/__init__.py`,
-`simulator/simulation.py`.
+trained answers with 16,384 tokens or more. `simulator/__init__.py` and `simulator/simulation.py` have what is real.
 """
 
 from __future__ import annotations
