@@ -1,4 +1,4 @@
-"""What leads a run without a trainer.
+"""The processes that lead a run without a trainer.
 
 - EvaluationMaster evaluates a fixed model on all sets.
 - Recorder saves rollouts in a run without training (`python -m asyncrl.launch rollout`).

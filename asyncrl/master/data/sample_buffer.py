@@ -241,15 +241,21 @@ class _Head:
     def __init__(self, client: RequestClient) -> None:
         self.client = client
         self.silent = False
-        self.refreshing: list[asyncio.Future[None]] = []  # those that the next poll completes
-        self.kick = asyncio.Event()
+        self._refreshing: list[asyncio.Future[None]] = []
+        self._kick = asyncio.Event()
 
     def refresh(self) -> asyncio.Future[None]:
         """Have the next poll begin now; return a future that its reply completes."""
         answer = asyncio.get_running_loop().create_future()
-        self.refreshing.append(answer)
-        self.kick.set()
+        self._refreshing.append(answer)
+        self._kick.set()
         return answer
+
+    def take_refreshes(self) -> list[asyncio.Future[None]]:
+        """Return the futures of `refresh` that a poll beginning now completes."""
+        self._kick.clear()
+        refreshing, self._refreshing = self._refreshing, []
+        return refreshing
 
     async def poll(self, request: PollBuffer) -> PolledBuffer | None:
         """Make one poll; None if `refresh` was called meanwhile. An abandoned poll loses nothing, as it is not
@@ -258,7 +264,7 @@ class _Head:
         call = self.call(request, request.timeout_s)
         if not request.timeout_s:
             return await call
-        poll, kick = asyncio.ensure_future(call), asyncio.ensure_future(self.kick.wait())
+        poll, kick = asyncio.ensure_future(call), asyncio.ensure_future(self._kick.wait())
         try:
             await asyncio.wait({poll, kick}, return_when=asyncio.FIRST_COMPLETED)
             return poll.result() if poll.done() else None
@@ -267,7 +273,7 @@ class _Head:
 
     async def pace(self, awaited: asyncio.Event) -> None:
         """Wait for a burst to gather, unless a step waits (`awaited`) or a refresh is requested."""
-        urgent = [asyncio.ensure_future(event.wait()) for event in (awaited, self.kick)]
+        urgent = [asyncio.ensure_future(event.wait()) for event in (awaited, self._kick)]
         try:
             await asyncio.sleep(BURST_S)
             await asyncio.wait(urgent, timeout=GATHER_S - BURST_S, return_when=asyncio.FIRST_COMPLETED)
@@ -349,9 +355,7 @@ class Collector:
         cursor = 0
         while True:
             poll = PollBuffer(cursor, 0.0)
-            head.kick.clear()
-            refreshing, head.refreshing = head.refreshing, []
-            if not refreshing:  # for one rollout, or for the head's share if a step waits
+            if not (refreshing := head.take_refreshes()):  # for one rollout, or for the head's share if a step waits
                 share = self._missing // len(self._heads) if self._awaited.is_set() else 1
                 poll = PollBuffer(cursor, HOLD_S, share, GATHER_S)
             reply = await head.poll(poll)
