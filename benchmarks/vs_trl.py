@@ -55,6 +55,8 @@ from asyncrl.reference import ReferenceConfig, ReferenceTrainer
 
 TORCH, TRL = "torch==2.13.0", "trl==1.16.0"
 EVALUATE_EVERY = 2
+WARM_UP_STEPS = 5
+LEAST_STEPS = WARM_UP_STEPS + 2
 HELD_OUT = {"demo": 1024, "smollm2": 256}
 """Problems: of 1,024 an accuracy of 0.9 has a standard error of 0.009."""
 SLOW = (0.1, 3.0, 0.3)
@@ -246,7 +248,7 @@ def _seconds_of_first_step(run_dir: Path) -> float:
 
 def outcome(job: Job, seconds: Sequence[float], curve: list[tuple[int, float, float]], memory_bytes: int) -> Outcome:
     """Summarise a run from the end times of its steps, in seconds, and its kept policies."""
-    steps = [after - before for before, after in itertools.pairwise(seconds[5:])]
+    steps = [after - before for before, after in itertools.pairwise(seconds[WARM_UP_STEPS:])]
     to_s = tuple(next((at for _, at, found in curve if found >= until), None) for until in job.until)
     return Outcome(statistics.median(steps), to_s, curve, memory_bytes)
 
@@ -271,6 +273,8 @@ def main() -> None:
     options = command.parse_args()
     if options.slow_reward and options.job != "demo":
         command.error("--slow-reward is the demo's")
+    if any(each is not None and each < LEAST_STEPS for each in (options.steps, options.own_steps)):
+        command.error(f"a step is timed after the first {WARM_UP_STEPS}: give at least {LEAST_STEPS}")
     options.out.mkdir(parents=True, exist_ok=True)
     job, slow, out = JOBS[options.job](), options.slow_reward, options.out
     steps = options.steps or job.steps

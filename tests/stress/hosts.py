@@ -1,10 +1,11 @@
 """What is killed, cut, filled and refused on several hosts, and the seconds that it costs a run.
 
-    python tests/stress/hosts.py [--tries 3] [--only WORDS ...]
+    python tests/stress/hosts.py [--tries 3] [--launcher ssh] [--only WORDS ...]
 
 The parts are real: an ssh server whose connections carry the processes of two further hosts (addresses of this
-machine), names in an etcd of three members, and the run's folder on a file system of its own (as root). It needs what
-the tests of hosts need: sshd and etcd.
+machine), or with `--launcher slurm` a cluster of two nodes, names in an etcd of three members, and the run's folder on
+a file system of its own (as root). It needs what the tests of hosts need: etcd, and sshd or Slurm. At the end the run's
+audit finds nothing, or the exit code is 1.
 
 The cost of a fault is the time from it to the end of the third step after it, less the time of three steps before it.
 Of a refusal it is the time from the command to its exit. A row whose outcome is not the one it states ends the
@@ -32,8 +33,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the tests' clust
 
 import psutil
 
-from tests.conftest import REWARD, Run
-from tests.e2e.clusters import await_that, ssh_hosts
+from asyncrl.launch.commands.audit import audit
+from tests.conftest import REWARD, Run, interrupt
+from tests.e2e.clusters import await_that, slurm, ssh_hosts
 from tests.etcd_cluster import EtcdCluster
 
 HOSTS = (
@@ -192,22 +194,23 @@ FAULTS: list[tuple[str, str, Fault]] = [
 class Bench:
     """The parts that all rows share."""
 
-    def __init__(self, folder: Path, config: Path, etcd: EtcdCluster, disk: Path | None) -> None:
-        self._folder, self._config, self.etcd, self.disk = folder, config, etcd, disk
+    def __init__(self, folder: Path, launcher: dict[str, str], etcd: EtcdCluster, disk: Path | None) -> None:
+        self._folder, self._launcher, self.etcd, self.disk = folder, launcher, etcd, disk
 
-    def settings(self, first: str = "box2", second: str = "box3", **others: Any) -> dict[str, Any]:
-        arguments = {"system.launcher_args": f"['-F', '{self._config}', '-o', 'ConnectionAttempts=1']"}
+    @property
+    def is_ssh(self) -> bool:
+        return self._launcher["system.launcher"] == "ssh"
+
+    def settings(self, **others: Any) -> dict[str, Any]:
         return {
             "experiment_name": EXPERIMENT,
             "model.path": self._folder / "model",
             "reward.path": f"{self._folder / 'rewards.py'}:even_digits",
             "total_train_steps": 100_000,
             "eval.interval": 0,
-            "system.launcher": "ssh",
-            "system.hosts": HOSTS % (first, second),
             "system.name_resolve": "etcd3",
             "system.name_resolve_root": self.etcd.address,
-            **arguments,
+            **self._launcher,
             **others,
         }
 
@@ -231,9 +234,9 @@ def measured(run: Run, started: Started, fault: Fault) -> float:
 
 
 def faults(bench: Bench, tries: int, only: list[str]) -> Iterator[Row]:
-    chosen = [
-        each for each in FAULTS if _is_chosen(each[0], only) and (bench.disk is not None or "disk" not in each[0])
-    ]
+    lacking = {"disk": bench.disk is None, "ssh": not bench.is_ssh}
+    left_out = [word for word, is_lacking in lacking.items() if is_lacking]
+    chosen = [each for each in FAULTS if _is_chosen(each[0], only) and not any(word in each[0] for word in left_out)]
     if not chosen:
         return
     run = bench.start(**{"system.restarts_per_process": 1000})
@@ -245,8 +248,12 @@ def faults(bench: Bench, tries: int, only: list[str]) -> Iterator[Row]:
             for _ in range(tries):
                 row.seconds.append(measured(run, started, fault))
             yield row
+        interrupt(run)
+        run.wait(LIMIT_S)
     finally:
         run.kill_tree()
+    if findings := audit(run.run_dir).findings:
+        raise SystemExit(f"the audit finds: {findings}")
 
 
 @dataclass
@@ -329,19 +336,29 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tries", type=int, default=3)
+    parser.add_argument("--launcher", choices=("ssh", "slurm"), default="ssh")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="only rows with one of these words")
     args = parser.parse_args()
     with contextlib.ExitStack() as parts:
         folder = Path(parts.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-hosts-")))
         make_model(folder / "model")
         (folder / "rewards.py").write_text(REWARD)
-        config = parts.enter_context(ssh_hosts(folder / "box", ["box2", "box3"]))
+        if args.launcher == "ssh":
+            config = parts.enter_context(ssh_hosts(folder / "box", ["box2", "box3"]))
+            launcher = {
+                "system.launcher_args": f"['-F', '{config}', '-o', 'ConnectionAttempts=1']",
+                "system.hosts": HOSTS % ("box2", "box3"),
+            }
+        else:
+            os.environ |= parts.enter_context(slurm(folder / "slurm", nodes=2))
+            launcher = {"system.hosts": HOSTS % ("n1", "n2")}
         etcd = EtcdCluster(folder / "etcd", 3)
         etcd.start()
         parts.callback(etcd.kill)
-        bench = Bench(folder, config, etcd, parts.enter_context(small_disk(folder / "disk")))
+        launcher["system.launcher"] = args.launcher
+        bench = Bench(folder, launcher, etcd, parts.enter_context(small_disk(folder / "disk")))
         print("| what happens | outcome | it costs |\n|---|---|---|", flush=True)
-        for kind in (refused, faults):
+        for kind in (refused, faults) if bench.is_ssh else (faults,):
             for row in kind(bench, args.tries, args.only):
                 print(row.reported, flush=True)
 
