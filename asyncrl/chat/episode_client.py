@@ -369,7 +369,7 @@ class EpisodeClient:
     def samples(self, reward: float = 0.0) -> list[Sample]:
         """See `asyncrl.api.ChatClient`."""
         others = [client for (policy, group), client in self._clients.items() if policy == self._name and group]
-        clients: list[Self] = [self, *(self._sides.values() if self._conversation else others)]
+        clients: list[EpisodeClient] = [self, *(self._sides.values() if self._conversation else others)]
         return [sample for client in clients for sample in client._own_samples(reward)]
 
     def _own_samples(self, reward: float) -> list[Sample]:

@@ -25,9 +25,10 @@ from asyncrl.chat.conversation import ChatLimits
 from asyncrl.chat.episode_client import ChatPolicy
 from asyncrl.chat.settings import Repeated
 from asyncrl.chat.template import ChatFormat
+from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.openai.endpoint import Endpoint, Session
 from asyncrl.rollout.settings import ConversationConfig, OfferedTools
-from asyncrl.rollout.user_code.conversations import ServedEpisodeClient
+from asyncrl.rollout.user_code.conversations import Conversations, ServedEpisodeClient
 
 BILLING = "x-anthropic-billing-header: cc_version=2.1.197.{}; cc_entrypoint=sdk-cli; cch=00000;"
 CACHED = {"cache_control": {"type": "ephemeral"}}
@@ -366,3 +367,21 @@ async def test_answers_that_a_program_threw_away_are_counted_and_dropped_on_requ
     assert world.client.metrics["chat/repeated_calls"] == 2
     kept = [["cut"], ["so a", "gone"], ["done"]]
     assert world.said(world.client.samples()) == (kept if repeated is Repeated.keep else [["so a", "done"]])
+
+
+async def test_an_answer_that_was_continued_as_the_beginning_of_another_is_not_thrown_away(world: World) -> None:
+    """Nor is that other one an answer to the same."""
+    await world.begin("cut", "other", " off", "last", rules=ChatPolicy(repeated=Repeated.drop))
+    for begun in ((), (), ({"role": "assistant", "content": "cut"},), ()):
+        await world.ask("/messages", claude(*begun))
+    assert world.said(world.client.samples()) == [["cut"], [" off"], ["last"]]
+    assert world.client.metrics["chat/repeated_calls"] == 2
+
+
+def test_the_settings_reach_the_endpoint_and_the_records(chat: ChatFormat) -> None:
+    config = ExperimentConfig()
+    config.rollout.endpoint.conversations, config.rollout.chat.repeated = [TITLES], Repeated.drop
+    config.rollout.chat.parser = "none"
+    made = Conversations(config, chat._prompts, {"max_position_embeddings": 4096})
+    assert made.endpoint._rules == [TITLES]
+    assert made._policy.repeated is Repeated.drop

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from asyncrl.chat.checks import check
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.memory import context_length, turns
+from asyncrl.config.optional_checks import optional_problems
 from asyncrl.config.setting import ConfigError
 from asyncrl.data.prompt_queue import PromptRef
 from asyncrl.launch.before_start.setting_checks import validate
@@ -72,7 +72,7 @@ def test_a_rule_of_conversations_that_is_for_no_call_or_does_nothing_is_named(
     config = ExperimentConfig()
     config.policies = [PolicyConfig(name="judge", trained=True)]
     config.rollout.endpoint.conversations = [ConversationConfig(**rule) for rule in rules]
-    (problem,) = check(config)
+    (problem,) = (each for each in optional_problems(config) if each.startswith("rollout.endpoint"))
     assert re.search(named, problem)
 
 
@@ -81,7 +81,7 @@ def test_rules_of_conversations_that_differ_pass_and_come_from_a_file() -> None:
     config = load_experiment("gsm8k_chat", [f"rollout.endpoint.conversations={text}"])
     assert isinstance(config, ExperimentConfig)
     assert [rule.tools for rule in config.rollout.endpoint.conversations] == ["none", "none", "any"]
-    assert list(check(config)) == []
+    assert list(optional_problems(config)) == []
 
 
 def test_a_stop_string_that_no_text_holds_is_named() -> None:
