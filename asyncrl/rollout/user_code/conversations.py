@@ -45,7 +45,10 @@ class Conversations:
         if self._endpoint is None:
             from asyncrl.inference.openai.endpoint import Endpoint  # most agents do not ask for it
 
-            self._endpoint = Endpoint(self._served.host, max_body_bytes=self._served.max_body_mb << 20)
+            served = self._served
+            self._endpoint = Endpoint(
+                served.host, port=served.port, advertise=served.advertise, max_body_bytes=served.max_body_mb << 20
+            )
         return self._endpoint
 
     async def close(self) -> None:
