@@ -53,6 +53,8 @@ class Running:
     def start(self) -> None:
         """Start docker's daemon, and wait until it answers."""
         own = self.folder
+        # a containerd that died with its daemon, and that nobody has reaped, counts as running
+        (own / "exec-root" / "containerd" / "containerd.pid").unlink(missing_ok=True)
         places = [f"--{name}={own / name}" for name in ("data-root", "exec-root", "pidfile")]
         without_network = ("--bridge=none", "--iptables=false", "--ip-masq=false")
         with (own / "log").open("ab") as log:
@@ -99,14 +101,13 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Running]:
         made.run_args = ["--ulimit=nofile=20000:20000", "--ulimit=nproc=4096:4096"]
     made.asked("import", str(image_of_busybox(folder)), IMAGE)
     yield made
-    remove = [] if request.param == "docker" else made.asked("ps", "--all", "--quiet").split()
-    assert not remove, "a container is left"
     if made.daemon is not None:
         made.daemon.terminate()
         made.daemon.wait(60)
-    else:
-        made.asked("system", "reset", "--force")
+    mounted = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    subprocess.run(["umount", *reversed([place for place in mounted if place.startswith(f"{folder}/")])], check=False)
     command.remove(folder)
+    assert not folder.exists()
 
 
 @pytest_asyncio.fixture
@@ -128,8 +129,10 @@ async def test_a_program_in_a_container_asks_the_policy_and_is_rewarded_there(
     agent = engine.agent(program, reward=reward)
     (sample,) = await episodes.play(agent, right=ANSWER)
     assert (sample.reward, sample.metrics["exit_nonzero"]) == (1.0, 1.0)
-    with pytest.raises(ProgramFailed, match=r"(?s)sh got no answer from the policy.*no such file"):
-        await episodes.play(engine.agent("exec no-such-program no such file"), right="")
+    with pytest.raises(
+        ProgramFailed, match=r"sh got no answer from the policy: it ended with exit code 127 .*: not found"
+    ):
+        await episodes.play(engine.agent("exec no-such-program"), right="")
     assert engine.asked("ps", "--all", "--quiet") == ""
 
 
@@ -137,7 +140,7 @@ async def test_what_a_container_needs_is_refused_by_name(
     episodes: Episodes, engine: Running, endpoint: Endpoint
 ) -> None:
     with pytest.raises(
-        ValueError, match=r"image='no-such-image': .* cannot use it \(.*[Nn]o such (image|object).*pull or build"
+        ValueError, match=r"image='no-such-image': .* cannot use it \(.*(o such image|not known).*pull or build"
     ):
         engine.agent("", image="no-such-image")
     with pytest.raises(EngineFailed, match=r"does not reach the endpoint at 127\.0\.0\.1.*rollout.endpoint.host"):
@@ -150,7 +153,7 @@ async def test_what_a_container_needs_is_refused_by_name(
 
 @pytest.mark.parametrize("end", ["time limit", "cancelled"])
 async def test_a_container_ends_with_its_episode(end: str, episodes: Episodes, engine: Running, until: Until) -> None:
-    agent = engine.agent(f"{ASK}\ntouch asked\nsleep 600", timeout_s=20.0 if end == "time limit" else None)
+    agent = engine.agent(f"{ASK}\ntouch asked\nsleep 600", timeout_s=6.0 if end == "time limit" else None)
     playing = asyncio.create_task(episodes.play(agent, right=ANSWER))
     await until(lambda: playing.done() or _asked(agent))
     if end == "cancelled":
@@ -166,11 +169,11 @@ def _asked(agent: CommandAgent) -> bool:
     return agent._folders is not None and bool([*agent._folders.path.glob("*/work/asked")])
 
 
+@pytest.mark.parametrize("engine", ["docker"], indirect=True)  # podman has no daemon
 async def test_where_the_engine_dies_the_episode_fails_by_name_and_the_next_ones_run(
     episodes: Episodes, engine: Running, until: Until
 ) -> None:
-    if engine.daemon is None:
-        pytest.skip("podman has no daemon")
+    assert engine.daemon is not None
     agent = engine.agent(f"{ASK}\ntouch asked\nsleep 600")
     playing = asyncio.create_task(episodes.play(agent, right=ANSWER))
     await until(lambda: playing.done() or _asked(agent))
