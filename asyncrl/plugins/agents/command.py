@@ -35,7 +35,6 @@ import sys
 import tempfile
 import threading
 import time
-import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -229,7 +228,7 @@ class CommandAgent(Agent):
                 "rollout.endpoint.host to an address that containers reach, such as that of the engine's bridge (`ip "
                 "addr`), or agent.args.network=host"
             )
-        async with self._episode() as folder:
+        async with self._folder() as folder:
             await asyncio.to_thread(self._fill, folder, values, prompt.data)
             command = [_filled(word, values, prompt.data) for word in self._command]
             own_env = {name: _filled(text, values, prompt.data) for name, text in self._env.items()}
@@ -252,17 +251,23 @@ class CommandAgent(Agent):
         return [replace(sample, metrics={**sample.metrics, **metrics}) for sample in client.all_samples(reward)]
 
     @asynccontextmanager
-    async def _episode(self) -> AsyncIterator[Path]:
+    async def _folder(self) -> AsyncIterator[Path]:
         """Yield a new folder, which is removed at the end."""
         async with self._making:
             if self._folders is None:
-                self._folders = await asyncio.to_thread(_Folders, self._engine and self._engine.words)
-        folder = self._folders.next()
+                self._folders = await asyncio.to_thread(_Folders, None if self._engine is None else self._engine.words)
+            folders = self._folders
+            folder = folders.begin()
         try:
             await asyncio.to_thread(_made, folder)
             yield folder
         finally:
-            await asyncio.to_thread(remove, folder)
+            try:
+                await asyncio.to_thread(remove, folder)
+            finally:
+                folders.end()
+                if folders.is_closed and self._folders is folders:
+                    self._folders = None
 
     def _fill(self, folder: Path, values: Mapping[str, str], row: Mapping[str, Any]) -> None:
         """Write the episode's files."""
@@ -349,12 +354,13 @@ class CommandAgent(Agent):
 
 
 class _Folders:
-    """Folders of this worker's episodes, after what dead workers left is removed. Blocks.
+    """Folders of the episodes that an agent runs, after what dead workers left is removed. Blocks.
 
     Attributes:
         path: the folder of all, on which this process holds a lock; its name is a label of the worker's containers.
         containers: their numbers.
         left: containers that could not be removed.
+        is_closed: True after the last episode's end.
     """
 
     def __init__(self, engine: Sequence[str] | None) -> None:
@@ -369,17 +375,21 @@ class _Folders:
         new.rename(self.path)  # it is locked when others see it
         self.containers = itertools.count(1)
         self.left: list[str] = []
-        self._numbers = itertools.count(1)
-        self._removed_at_end = weakref.finalize(self, _end_folders, self.path, self.left)
+        self.is_closed = False
+        self._numbers, self._running = itertools.count(1), 0
 
-    def next(self) -> Path:
+    def begin(self) -> Path:
         """Return the path of a new episode's folder."""
+        self._running += 1
         return self.path / str(next(self._numbers))
 
-
-def _end_folders(path: Path, left: Sequence[str]) -> None:
-    if not left:  # else its name is needed to find them
-        remove(path)
+    def end(self) -> None:
+        """An episode is over. With the last one the folder goes, unless its name is needed to find a container."""
+        self._running -= 1
+        if not self._running and not self.left:
+            self.is_closed = True
+            remove(self.path)
+            self._lock.close()
 
 
 def remove_abandoned(folder: Path) -> None:

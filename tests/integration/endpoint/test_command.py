@@ -35,13 +35,14 @@ async def episodes(
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     yield Episodes(endpoint, chat, load_tokenizer(tokenizer_folder))
-    assert not [*(tmp_path / "temporary").glob("*/[0-9]*")], "an episode's folder is left"
+    assert not [*(tmp_path / "temporary").iterdir()], "an episode's folder is left"
 
 
 def as_told(prompt: Prompt, folder: Path, output: str) -> float | None:
     """What the program wrote as its reward, and what it saw as columns of the row."""
     prompt.data["seen"].update(json.loads((folder / "seen.json").read_text()), output=output, folder=folder)
-    return prompt.data["reward"]
+    reward: float | None = prompt.data["reward"]
+    return reward
 
 
 async def test_a_program_is_given_address_files_and_a_folder_and_is_rewarded_for_what_it_leaves(
@@ -76,7 +77,7 @@ print("done")
         assert sum(int(sample.loss_mask.sum()) for sample in samples) == 2 * len(
             [*episodes.tokenizer.encode(ANSWER), 0]
         )
-        assert samples[0].metrics | {"program_s": 0} == {
+        assert {**samples[0].metrics, "program_s": 0} == {
             **{"exit_nonzero": 0.0, "timed_out": 0.0, "output_truncated": 0.0, "program_s": 0}
         }
         assert own["texts"][0] == files["of_row.txt"]
@@ -238,7 +239,7 @@ DIES = """
 
     async def play():
         agent = CommandAgent(command=[sys.executable, "-c", program])
-        async with agent._episode() as folder:
+        async with agent._folder() as folder:
             print(folder, flush=True)
             await agent._ended(folder, agent._command, {}, None)
 
@@ -262,8 +263,9 @@ def test_a_program_ends_with_its_worker_and_the_next_worker_removes_its_folder(
     (folder / "work" / "closed").mkdir(mode=0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     mine = command._Folders(None)
+    mine.begin()
     assert [*tmp_path.glob("asyncrl-*")] == [mine.path]
-    mine._removed_at_end()
+    mine.end()
     assert [*tmp_path.glob("asyncrl-*")] == []
 
 
