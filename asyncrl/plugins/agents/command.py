@@ -203,7 +203,7 @@ class CommandAgent(Agent):
             self._command[0] = _program("command[0]", self._command[0], self._env.get("PATH"))
             if self._reward_command is not None:
                 program, *arguments = self._reward_command.command
-                judge = _program("reward.command[0]", program, None)
+                judge = _program("reward: command[0]", program, None)
                 self._reward_command = replace(self._reward_command, command=[judge, *arguments])
             if path is not None:
                 _try_to_mount(path)
@@ -349,7 +349,7 @@ class CommandAgent(Agent):
         remove(beside)
         beside.mkdir()
         (beside / "output.txt").write_text(ended.stdout, encoding="utf-8")
-        for name, content in _files("reward.files", self._reward_command.files, ()).items():
+        for name, content in _files("reward: files", self._reward_command.files, ()).items():
             _write(beside / name, content, {}, row)
 
 
@@ -633,8 +633,8 @@ def _reward_of(given: object) -> Callable[[Prompt, Path, str], object] | RewardC
             reward = RewardCommand(**given)
         except TypeError as error:
             raise ValueError(f"reward={dict(given)}: {error}") from None
-        words = _texts("reward.command", reward.command, ())
-        _files("reward.files", reward.files, ())
+        words = _texts("reward: command", reward.command, ())
+        _files("reward: files", reward.files, ())
         return replace(reward, command=words)
     if not isinstance(given, str):
         raise ValueError(f"reward={given!r:.80}: give the import path of a function, or {{command: [...]}}")

@@ -15,6 +15,7 @@ from typing import Any
 from asyncrl.api import (
     Completion,
     FinishReason,
+    GenerationClient,
     GenerationRequest,
     GenerationResult,
     Prompt,
@@ -25,6 +26,7 @@ from asyncrl.api import (
 from asyncrl.chat.template import ChatFormat
 from asyncrl.inference.openai.endpoint import Endpoint
 from asyncrl.plugins.agents.command import CommandAgent
+from asyncrl.rollout.episode import run_group
 from asyncrl.rollout.user_code.conversations import ServedEpisodeClient
 
 ANSWER = "the answer is 4"
@@ -72,15 +74,19 @@ class Episodes:
         self.scored.append(action)
         return "", float(len(action)), True, False, {}
 
+    async def close(self) -> None:
+        """Of an environment."""
+
     async def play(self, agent: CommandAgent, **row: Any) -> Sequence[Sample]:
-        sampling = SamplingParams(max_new_tokens=40)
-        prompt = Prompt("p", 0, {"prompt": "2 + 2 = ?", **row}, (), 1, sampling)
-        client = ServedEpisodeClient(self, prompt, self.chat, endpoint=lambda: self.endpoint)
-        try:
-            samples: Any = await agent.run(prompt, self, client)  # type: ignore[arg-type]
-            return samples or ()
-        finally:
-            client.close()
+        """One episode, as a RolloutWorker plays it; raises the error of one that is lost."""
+        prompt = Prompt("p", 0, {"prompt": "2 + 2 = ?", **row}, (), 1, SamplingParams(max_new_tokens=40, seed=1))
+        env: Any = self
+
+        def client(policy: GenerationClient, prompt: Prompt) -> ServedEpisodeClient:
+            return ServedEpisodeClient(policy, prompt, self.chat, endpoint=lambda: self.endpoint)
+
+        samples, _ = await run_group(agent, lambda: env, prompt, self, client)
+        return samples
 
 
 def agent_of(program: str, **args: Any) -> CommandAgent:

@@ -106,7 +106,7 @@ print("done")
         ({"env": {"HOME": "/root"}}, r"env\[HOME\]: is of each episode"),
         ({"files": {"../out.txt": ""}}, r"files\[../out.txt\]: no name below the episode's folder"),
         ({"files": {"a": {"path": "/no/such/file"}}}, "a file or folder to copy"),
-        ({"reward": {"command": ["true", "{api_key}"]}}, r"reward.command\[1\]: no such placeholder: {api_key}"),
+        ({"reward": {"command": ["true", "{api_key}"]}}, r"reward: command\[1\]: no such placeholder: {api_key}"),
         ({"reward": {"command": ["true"], "limit": 3}}, "unexpected keyword argument 'limit'"),
         ({"reward": "json:loads"}, "is to take"),
         ({"path": "/proc/nowhere"}, "path='/proc/nowhere': a program's folder cannot be mounted there.*path=null"),
