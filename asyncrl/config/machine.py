@@ -84,6 +84,7 @@ def bypass_proxy(config: ExperimentConfig) -> None:
     if "*" in named:
         return
     hosts = [address for host in config.system.hosts for address in (host.address, host.name)]
-    own = [*_THIS_HOST, config.system.host, socket.gethostname(), *hosts]
+    endpoint = config.rollout.endpoint
+    own = [*_THIS_HOST, config.system.host, socket.gethostname(), *hosts, endpoint.host, endpoint.advertise]
     value = ",".join(dict.fromkeys([*named, *filter(None, own)]))
     os.environ.update(dict.fromkeys(VARIABLES, value))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from asyncrl.api.columns import check_name
 from asyncrl.api.reward import RunIn
+from asyncrl.comm.names import ROLLOUT_WORKER
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.optional_checks import optional_problems
 from asyncrl.config.plugin_code import interfaces
@@ -28,6 +29,8 @@ from asyncrl.plugins.checks import check_env, check_rewards, env_code_problems, 
 from asyncrl.rollout.settings import EncoderConfig, EvalConfig
 from asyncrl.runtime.process.hardware import bind_error
 
+_ANY_ADDRESS = ("", "0.0.0.0", "::")
+"""Not addresses that a client could connect to."""
 _FROM_SERVERS = "server"
 """`encoder` in the arguments of a reward that uses `Episode.embedding`."""
 
@@ -91,13 +94,36 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     yield from check_env(config.env)
     yield from check_rewards(config)
     yield from _code_of_sets(config)
-    endpoint = config.rollout.endpoint.host
-    if not config.system.hosts and (why := bind_error(endpoint)):
+    yield from _endpoint(config)
+    yield from _encoder(config)
+
+
+def _endpoint(config: ExperimentConfig) -> Iterator[str]:
+    """Yield an error message for each invalid setting of `rollout.endpoint`."""
+    endpoint = config.rollout.endpoint
+    if not config.system.hosts and (why := bind_error(endpoint.host)):
         yield (
-            f"rollout.endpoint.host={endpoint!r}: not an address of this machine ({why}); give one that `ip addr` "
+            f"rollout.endpoint.host={endpoint.host!r}: not an address of this machine ({why}); give one that `ip addr` "
             "shows, for example 127.0.0.1 or ::1"
         )
-    yield from _encoder(config)
+    if endpoint.host in _ANY_ADDRESS and not endpoint.advertise:
+        yield (
+            f"rollout.endpoint.host={endpoint.host!r}: stands for all addresses, and agents need one; give it as "
+            "rollout.endpoint.advertise"
+        )
+    advertised = endpoint.advertise
+    if advertised and (advertised in _ANY_ADDRESS or any(char in advertised for char in "/@ \t")):
+        yield (
+            f"rollout.endpoint.advertise={advertised!r}: no host name or address; give one without scheme, port "
+            "and path, for example host.docker.internal"
+        )
+    hosts = sum(ROLLOUT_WORKER in host.runs for host in config.system.hosts) or 1
+    if endpoint.port and config.rollout.workers > hosts:
+        yield (
+            f"rollout.endpoint.port={endpoint.port}: one RolloutWorker of a host can listen on it, and "
+            f"rollout.workers={config.rollout.workers} run on {hosts} host{'s'[: hosts > 1]}; give 0 for any port, or "
+            "one worker per host"
+        )
 
 
 def _agent(config: ExperimentConfig) -> Iterator[str]:

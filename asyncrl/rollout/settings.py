@@ -166,7 +166,16 @@ class EndpointConfig:
 
     host: str = setting(
         "127.0.0.1",
-        "address that it listens on, without TLS; use another than the loopback only if agents run on other machines",
+        "address that it listens on, without TLS; use another than the loopback only if agents run on other machines "
+        "or in containers",
+    )
+    advertise: str = setting(
+        "",
+        "host name or address in the URLs that agents get, if they reach it by another than rollout.endpoint.host: "
+        "host.docker.internal, a pod's address; empty: the address that it listens on",
+    )
+    port: int = setting(
+        0, "port that it listens on, one RolloutWorker on each host; 0: any free one", minimum=0, maximum=65535
     )
     max_body_mb: int = setting(32, "largest request body; larger ones are refused", unit="MB", minimum=1)
     conversations: list[ConversationConfig] = setting(

@@ -253,6 +253,8 @@ class Endpoint:
 
     Args:
         host: interface to listen on.
+        port: port to listen on; 0 for any free one.
+        advertise: name or address in the sessions' URLs; "" for the one that it listens on.
         max_body_bytes: limit of a request.
         keep_alive_s: interval of the comments in a stream that waits.
         conversations: rules of `rollout.endpoint.conversations`, of which the first that a call meets decides.
@@ -262,13 +264,16 @@ class Endpoint:
         self,
         host: str = "127.0.0.1",
         *,
+        port: int = 0,
+        advertise: str = "",
         max_body_bytes: int = 32 << 20,
         keep_alive_s: float = KEEP_ALIVE_S,
         conversations: Sequence[ConversationConfig] = (),
     ) -> None:
         self.refused: Counter[str] = Counter()
         """Calls that were not served, by `code` of the error."""
-        self._host, self._max_body_bytes, self._keep_alive_s = host, max_body_bytes, keep_alive_s
+        self._host, self._port, self._advertise = host, port, advertise
+        self._max_body_bytes, self._keep_alive_s = max_body_bytes, keep_alive_s
         self._rules = conversations
         self._sessions: dict[str, Session] = {}
         self._starting = asyncio.Lock()
@@ -291,7 +296,11 @@ class Endpoint:
         return len(self._sessions)
 
     async def open(self, client: RecordingClient, sampling: SamplingParams) -> Session:
-        """Return a session that asks `client`, with `sampling` unless the agent's request differs."""
+        """Return a session that asks `client`, with `sampling` unless the agent's request differs.
+
+        Raises:
+            OSError: the first session finds the port taken.
+        """
         async with self._starting:
             if self._runner is None:
                 await self._start()
@@ -310,11 +319,18 @@ class Endpoint:
             self._runner = None
 
     async def _start(self) -> None:
-        self._runner = await careful_runner(self._handle)
-        site = web.TCPSite(self._runner, self._host, 0)
-        await site.start()
-        host, port = self._runner.addresses[0][:2]
-        self._url = f"http://{url_host(host)}:{port}"
+        runner = await careful_runner(self._handle)
+        try:
+            await web.TCPSite(runner, self._host, self._port).start()
+        except OSError as error:
+            await runner.cleanup()
+            what = (
+                f"rollout.endpoint.port={self._port} on {self._host} cannot be listened on: {error.strerror or error}"
+            )
+            raise OSError(error.errno, f"{what}; give another port, or 0 for any") from error
+        self._runner = runner
+        host, port = runner.addresses[0][:2]
+        self._url = f"http://{url_host(self._advertise or host)}:{port}"
 
     def _forget(self, session_id: str) -> None:
         del self._sessions[session_id]

@@ -45,10 +45,13 @@ class Conversations:
         if self._endpoint is None:
             from asyncrl.inference.openai.endpoint import Endpoint  # most agents do not ask for it
 
+            served = self._served
             self._endpoint = Endpoint(
-                self._served.host,
-                max_body_bytes=self._served.max_body_mb << 20,
-                conversations=self._served.conversations,
+                served.host,
+                port=served.port,
+                advertise=served.advertise,
+                max_body_bytes=served.max_body_mb << 20,
+                conversations=served.conversations,
             )
         return self._endpoint
 

@@ -12,7 +12,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.machine import bypass_proxy
 from asyncrl.runtime.settings import HostConfig
 
-HOSTS = ["localhost", "127.0.0.1", "10.0.0.1", "10.0.0.2", "box3", socket.gethostname()]
+HOSTS = ["localhost", "127.0.0.1", "10.0.0.1", "10.0.0.2", "box3", socket.gethostname(), "agents.lan"]
 
 
 @pytest.fixture
@@ -23,6 +23,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> ExperimentConfig:
         monkeypatch.setenv(name, "")
     made = ExperimentConfig()
     made.system.host = "10.0.0.1"
+    made.rollout.endpoint.advertise = "agents.lan"
     made.system.hosts = [HostConfig(), HostConfig(name="box2", address="10.0.0.2"), HostConfig(name="box3")]
     return made
 

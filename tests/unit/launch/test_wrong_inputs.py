@@ -438,6 +438,12 @@ PLACES: list[Case] = [
     (["system.host=10.99.99.99"], "no interface of this machine has that address; use one of"),
     (["system.host=no.such.host.invalid"], "neither an IP address nor a name of an IPv4 one"),
     (["rollout.endpoint.host=10.99.99.99"], "rollout.endpoint.host='10.99.99.99': not an address of this machine"),
+    (["rollout.endpoint.host=0.0.0.0"], "rollout.endpoint.host='0.0.0.0': stands for all addresses"),
+    (
+        ["rollout.endpoint.advertise='http://box:8'"],
+        "rollout.endpoint.advertise='http://box:8': no host name or address",
+    ),
+    (["rollout.endpoint.port=8123", "rollout.workers=2"], "rollout.endpoint.port=8123: one RolloutWorker of a host"),
     (["system.launcher=ssh"], "system.launcher=ssh needs to know the hosts"),
     (hosts("local", ELSEWHERE), "starts processes on this host only"),
     (hosts("ssh", "{address: 127.0.0.1, runs: [model_worker]}"), "system.hosts: none runs master_worker"),
