@@ -146,3 +146,13 @@ def test_a_branch_without_sampled_tokens_is_no_sample_and_later_ones_keep_their_
     assert [sample.tokens.tolist() for sample in samples] == [[6, 7], [1, 2, 4, 5]]
     assert [sample.loss_mask.tolist() for sample in samples] == [[0, 1], [0, 1, 0, 1]]
     assert [sample.versions.tolist() for sample in samples] == [[-1, 3], [-1, 3, -1, 3]]
+
+
+def test_an_answer_without_a_token_takes_no_loss_from_those_before_it() -> None:
+    first = made([1], [2])
+    silent = made([3], [], first)
+    again = made([4], [], silent)
+    (sample,) = recorded(first, silent, again).samples(0.5)
+    assert (sample.tokens.tolist(), sample.loss_mask.tolist()) == ([1, 2], [0, 1])
+    (sample,) = recorded(first, silent, again, made([5], [6], again)).samples(0.5)
+    assert (sample.tokens.tolist(), sample.loss_mask.tolist()) == ([1, 2, 3, 4, 5, 6], [0, 1, 0, 0, 0, 1])
