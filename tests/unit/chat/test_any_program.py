@@ -126,7 +126,7 @@ class Program:
         client = self.client.conversation(name) if name else self.client
         own, what = self.conversations[name], self.draw(st.sampled_from(self.STEPS))
         messages = [*self.draw(st.sampled_from(own.histories))]
-        self.policy.cut, self.policy.silent = self.draw(st.booleans()), self.draw(st.integers(0, 9)) == 9
+        self.policy.cut, self.policy.silent = self.draw(st.booleans()), self.draw(st.sampled_from([0, 0, 0, 1])) == 1
         tools, n = TOOLS if self.draw(st.booleans()) else [], self.draw(st.integers(1, 2))
         if what == "ids" and own.seen:
             ids = (*self.draw(st.sampled_from(own.seen)), *self.draw(st.lists(st.integers(20, 500), max_size=2)))
