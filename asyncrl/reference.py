@@ -46,11 +46,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from asyncrl.algorithms.arithmetic import Stats, merge_stats, stat_values
+from asyncrl.algorithms.arithmetic import Stats, merge_stats, segment_sum, stat_values
 from asyncrl.algorithms.critic import ValueObjective, align_values
 from asyncrl.algorithms.inputs import (
     AdvantageInputs,
     AdvantageOutput,
+    LossTokens,
     PolicyLossInputs,
     SelectionInputs,
     SelectionOutput,
@@ -140,8 +141,9 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class TrainSample:
-    """A sample with its inputs of the losses; all tensors are `[T]` of this sample."""
+    """A sample with its inputs of the losses; all tensors are `[T]` of this sample. `rollout` numbers its group."""
 
+    rollout: int
     sample: Sample
     advantages_T: Tensor
     prox_logprobs_T: Tensor
@@ -149,8 +151,9 @@ class TrainSample:
 
 @dataclass(frozen=True, slots=True)
 class ValuedSample:
-    """A sample with its inputs of the critic's loss; all tensors are `[T]` of this sample."""
+    """As `TrainSample`, of the critic's loss."""
 
+    rollout: int
     sample: Sample
     old_values_T: Tensor
     returns_T: Tensor
@@ -181,14 +184,14 @@ class Critic:
         """Take one step on the minibatch's mean loss; return the loss."""
         samples = [item.sample for item in minibatch]
         mask_T = torch.cat([item.mask_T for item in minibatch])
-        ids_T = mask_and_ids(samples)[1]
+        tokens = loss_tokens(minibatch, mask_T)
         inputs = ValueLossInputs(
-            align_values(self.outputs(samples), ids_T, len(samples))[0],
+            align_values(self.outputs(samples), tokens.seq_ids_T, len(samples))[0],
             torch.cat([item.old_values_T for item in minibatch]),
             torch.cat([item.returns_T for item in minibatch]),
             mask_T,
         )
-        loss, _ = objective(inputs, ids_T, len(samples), objective.normaliser(mask_T, ids_T, len(samples)))
+        loss, _ = objective(inputs, tokens, objective.normaliser(tokens))
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
         self.optimizer.step()
@@ -328,8 +331,7 @@ class Actor:
         inputs = policy_loss_inputs(minibatch, logprobs_T, entropy_T, version, self.config.columns)
         if self.objective.selects:
             inputs = replace(inputs, selection=self.select(inputs))
-        normaliser = self.objective.normaliser(inputs.mask_T, inputs.seq_ids_T, inputs.num_seqs)
-        loss, stats = self.objective(inputs, None, normaliser)
+        loss, stats = self.objective(inputs, None, self.objective.normaliser(inputs.loss_tokens))
         torch.autograd.backward(loss)
         grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
         self.optimizer.step()
@@ -508,20 +510,31 @@ def policy_loss_inputs(
 ) -> PolicyLossInputs:
     """Return the packed micro-batch as input of the objective."""
     samples = [item.sample for item in items]
-    mask_T, seq_ids_T = mask_and_ids(samples)
+    tokens = loss_tokens(items, mask_and_ids(samples)[0])
     return PolicyLossInputs(
         logprobs_T=logprobs_T,
         prox_logprobs_T=torch.cat([item.prox_logprobs_T for item in items]),
         behave_logprobs_T=torch.from_numpy(np.concatenate([sample.behave_logprobs for sample in samples])),
         advantages_T=torch.cat([item.advantages_T for item in items]),
-        mask_T=mask_T,
-        seq_ids_T=seq_ids_T,
-        num_seqs=len(samples),
+        mask_T=tokens.mask_T,
+        seq_ids_T=tokens.seq_ids_T,
+        num_seqs=tokens.num_seqs,
         versions_T=torch.from_numpy(np.concatenate([sample.versions for sample in samples]).astype(np.int64)),
         current_version=version,
         entropy_T=entropy_T,
         columns={name: column_by_token(samples, name) for name in columns},
+        episode_tokens_T=tokens.episode_tokens_T,
     )
+
+
+def loss_tokens(items: Sequence[Item], mask_T: Tensor) -> LossTokens:
+    """Return the tokens of a minibatch; each is told the tokens with loss in its episode, over all of its samples."""
+    seq_ids_T = mask_and_ids([item.sample for item in items])[1]
+    names = [(item.rollout, item.sample.episode) for item in items]
+    number_of = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    episodes_T = torch.tensor([number_of[name] for name in names])[seq_ids_T]
+    episode_tokens_T = segment_sum(mask_T.double(), episodes_T, len(number_of))[episodes_T]
+    return LossTokens(mask_T, seq_ids_T, len(items), episode_tokens_T)
 
 
 def column_by_token(samples: Sequence[Sample], name: str) -> Tensor:
@@ -541,8 +554,9 @@ def mask_and_ids(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
 def grouped(kind: Callable[..., Item], groups: Sequence[Sequence[Sample]], *values_T: Tensor) -> list[list[Item]]:
     """Return each group's samples as items of `kind`, with the sample's parts of the packed tensors `values_T`."""
     samples = [sample for group in groups for sample in group]
+    rollouts = (number for number, group in enumerate(groups) for _ in group)
     columns = (torch.split(each_T, [len(sample.tokens) for sample in samples]) for each_T in values_T)
-    items = (kind(*part) for part in zip(samples, *columns, strict=True))
+    items = (kind(*part) for part in zip(rollouts, samples, *columns, strict=True))
     return [list(islice(items, len(group))) for group in groups]
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms.arithmetic import AllReduce, Stats, as_float, mean_stat
-from asyncrl.algorithms.inputs import ValueLossInputs, ValueLossOutput
+from asyncrl.algorithms.inputs import LossTokens, ValueLossInputs, ValueLossOutput
 from asyncrl.algorithms.registry import Choice, Resolve, ValueNormalisation, value_loss
 
 
@@ -53,16 +53,18 @@ class ValueObjective:
         self._loss = resolve("value_loss", value_loss.name, value_loss.params)
         self._aggregation = resolve("aggregation", aggregation.name, aggregation.params)
 
-    def normaliser(self, mask_T: Tensor, seq_ids_T: Tensor, num_seqs: int) -> float:
-        """Return this micro-batch's share of the global denominator."""
-        return float(self._aggregation(mask_T, seq_ids_T, num_seqs).denominator)
+    def normaliser(self, tokens: LossTokens) -> float:
+        """Return the share of the global denominator of these tokens."""
+        return float(self._aggregation(tokens).denominator)
 
-    def __call__(
-        self, inputs: ValueLossInputs, seq_ids_T: Tensor, num_seqs: int, normaliser: float
-    ) -> tuple[Tensor, Stats]:
-        """Return this micro-batch's contribution to the loss (0-d, differentiable) and its statistics."""
+    def __call__(self, inputs: ValueLossInputs, tokens: LossTokens, normaliser: float) -> tuple[Tensor, Stats]:
+        """Return a micro-batch's contribution to the loss (0-d, differentiable) and its statistics.
+
+        Args:
+            tokens: the tokens of `inputs`, with the same mask.
+        """
         output = self._loss(inputs)
-        weight_T = self._aggregation(inputs.mask_T, seq_ids_T, num_seqs).weight_T
+        weight_T = self._aggregation(tokens).weight_T
         scale = 1.0 / normaliser if normaliser > 0.0 else 0.0
         stats = {**output.stats, "loss/value": mean_stat(output.loss_T, inputs.mask_T)}
         return (torch.where(inputs.mask_T, output.loss_T, 0) * weight_T).sum() * scale, stats

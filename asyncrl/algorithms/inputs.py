@@ -41,6 +41,13 @@ class PolicyLossInputs:
     """The user's columns (`rollout.columns`), [T] each; columns of samples are repeated for their tokens."""
     selection: SelectionOutput | None = None
     """Tokens that the spec's selection chose over the whole minibatch."""
+    episode_tokens_T: Tensor | None = None
+    """As in `LossTokens`."""
+
+    @property
+    def loss_tokens(self) -> LossTokens:
+        """The tokens for an aggregation."""
+        return LossTokens(self.mask_T, self.seq_ids_T, self.num_seqs, self.episode_tokens_T)
 
     @property
     def required_prox_T(self) -> Tensor:
@@ -204,6 +211,20 @@ class ValueLossOutput:
 
     loss_T: Tensor
     stats: Stats = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class LossTokens:
+    """The tokens of a micro-batch or of a rank's whole minibatch, for an aggregation; `mask_T` are those with loss.
+
+    `episode_tokens_T` is the number of tokens with loss in the token's episode, in all of its sequences, also those in
+    other micro-batches; fp64. An episode is never split over two minibatches or ranks. None: it was not counted.
+    """
+
+    mask_T: Tensor
+    seq_ids_T: Tensor
+    num_seqs: int
+    episode_tokens_T: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)

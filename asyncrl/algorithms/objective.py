@@ -9,7 +9,7 @@ policy that the loss's ratio refers to; its square keeps the policy near that on
 Kimi k1.5, arXiv:2501.12599; prime-rl), with a gradient of log_ratio_coef l_t grad log pi, also where the loss is
 masked. Use:
 
-    D = all_reduce(sum(objective.normaliser(m.mask_T, m.seq_ids_T, m.num_seqs) for m in micro_batches))
+    D = all_reduce(sum(objective.normaliser(loss_tokens(m)) for m in micro_batches))
     for m in micro_batches:
         loss, stats = objective(inputs(m), ref_logprobs_T(m), D)
         loss.backward()
@@ -45,6 +45,7 @@ from asyncrl.algorithms.inputs import (
     CorrectionInputs,
     CorrectionOutput,
     KLInputs,
+    LossTokens,
     PolicyLossInputs,
     SelectionInputs,
     SelectionOutput,
@@ -89,12 +90,12 @@ class Objective:
         self.needs_reference = self._kl is not None
         self.acts_without_advantage = self.needs_reference or spec.entropy_coef != 0.0 or spec.log_ratio_coef != 0.0
 
-    def normaliser(self, mask_T: Tensor, seq_ids_T: Tensor, num_seqs: int) -> float:
-        """Return this micro-batch's share of D.
+    def normaliser(self, tokens: LossTokens) -> float:
+        """Return the share of D of these tokens.
 
         Add the shares of micro-batches and ranks, and pass the sum to every call.
         """
-        return float(self._aggregation(mask_T, seq_ids_T, num_seqs).denominator)
+        return float(self._aggregation(tokens).denominator)
 
     def __call__(
         self,
@@ -159,7 +160,7 @@ class Objective:
                     "entropy_T is None but entropy_coef is not 0; compute the entropy or set entropy_coef to 0"
                 )
             total_T = total_T - self.spec.entropy_coef * as_float(inputs.entropy_T)
-        weight_T = self._aggregation(mask_T, inputs.seq_ids_T, inputs.num_seqs).weight_T
+        weight_T = self._aggregation(inputs.loss_tokens).weight_T
         scale = 1.0 / normaliser if normaliser > 0.0 else 0.0
         return (torch.where(mask_T, total_T, 0) * weight_T).sum() * scale, stats
 
@@ -319,9 +320,9 @@ def everything(inputs: SelectionInputs) -> SelectionOutput:
 
 
 @aggregation("token_mean")
-def token_mean(mask_T: Tensor, seq_ids_T: Tensor, num_seqs: int) -> Aggregation:
+def token_mean(tokens: LossTokens) -> Aggregation:
     """Every token has the same weight: sum_t loss_t / number of loss tokens in the global batch.
 
     DAPO (arXiv:2503.14476) eq. 12.
     """
-    return Aggregation(mask_T.double(), mask_T.sum(dtype=torch.float64))
+    return Aggregation(tokens.mask_T.double(), tokens.mask_T.sum(dtype=torch.float64))

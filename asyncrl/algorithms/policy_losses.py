@@ -4,7 +4,7 @@ In every equation A is the token's advantage, r = pi / pi_old and l = log r, whi
 stops the gradient; means, products and ratios of a sequence are over its loss tokens. pi_old is the behaviour policy,
 or the proximal one if a correction supplies prox / behave (`PolicyLossInputs.old_policy`).
 
-Other averages than the mean of all tokens, `(mask_T, seq_ids_T, num_seqs, *, params) -> Aggregation`, are at the end of
+Other averages than the mean of all tokens, `(LossTokens, *, params) -> Aggregation`, are at the end of
 the file.
 """
 
@@ -24,7 +24,7 @@ from asyncrl.algorithms.arithmetic import (
     sequence_mean,
 )
 from asyncrl.algorithms.grpo import check_clip, clipped, old_log_ratio
-from asyncrl.algorithms.inputs import Aggregation, PolicyLossInputs, PolicyLossOutput
+from asyncrl.algorithms.inputs import Aggregation, LossTokens, PolicyLossInputs, PolicyLossOutput
 from asyncrl.algorithms.registry import aggregation, policy_loss
 
 
@@ -287,28 +287,27 @@ def vespo(
 
 
 @aggregation("seq_mean_token_mean")
-def seq_mean_token_mean(mask_T: Tensor, seq_ids_T: Tensor, num_seqs: int) -> Aggregation:
+def seq_mean_token_mean(tokens: LossTokens) -> Aggregation:
     """1/N sum_i 1/|y_i| sum_t loss_it over the N sequences that have loss tokens. GRPO (arXiv:2402.03300) eq. 3.
 
     Every sequence has the same weight, so a token of a long answer counts less.
     """
-    lengths_S = sequence_lengths(mask_T, seq_ids_T, num_seqs, torch.float64)
-    weight_T = torch.where(mask_T, 1.0 / lengths_S.clamp(min=1)[seq_ids_T], 0)
-    return Aggregation(weight_T, (lengths_S > 0).sum(dtype=torch.float64))
+    lengths_S = _lengths(tokens)
+    weight_T = torch.where(tokens.mask_T, 1.0 / lengths_S.clamp(min=1)[tokens.seq_ids_T], 0)
+    return Aggregation(weight_T, _num_with_loss(lengths_S))
 
 
 @aggregation("seq_mean_token_sum")
-def seq_mean_token_sum(mask_T: Tensor, seq_ids_T: Tensor, num_seqs: int) -> Aggregation:
+def seq_mean_token_sum(tokens: LossTokens) -> Aggregation:
     """1/N sum_i sum_t loss_it over the N sequences that have loss tokens: the policy gradient of whole sequences.
 
     The gradient grows with the length of answers; choose the learning rate accordingly.
     """
-    lengths_S = sequence_lengths(mask_T, seq_ids_T, num_seqs)
-    return Aggregation(mask_T.double(), (lengths_S > 0).sum(dtype=torch.float64))
+    return Aggregation(tokens.mask_T.double(), _num_with_loss(_lengths(tokens)))
 
 
 @aggregation("constant")
-def constant(mask_T: Tensor, seq_ids_T: Tensor, num_seqs: int, *, divisor: float) -> Aggregation:
+def constant(tokens: LossTokens, *, divisor: float) -> Aggregation:
     """1/N sum_i 1/divisor sum_t loss_it: no length enters the normaliser. Dr. GRPO (arXiv:2503.20783) section 3.
 
     `divisor` is in tokens; the longest allowed answer is usual. N counts the sequences that have loss tokens.
@@ -318,5 +317,32 @@ def constant(mask_T: Tensor, seq_ids_T: Tensor, num_seqs: int, *, divisor: float
     """
     if divisor <= 0.0:
         raise ValueError(f"divisor is {divisor} tokens; set it above 0, the longest allowed answer is usual")
-    lengths_S = sequence_lengths(mask_T, seq_ids_T, num_seqs)
-    return Aggregation(mask_T.double() / divisor, (lengths_S > 0).sum(dtype=torch.float64))
+    return Aggregation(tokens.mask_T.double() / divisor, _num_with_loss(_lengths(tokens)))
+
+
+@aggregation("episode_mean_token_mean")
+def episode_mean_token_mean(tokens: LossTokens) -> Aggregation:
+    """1/E sum_e 1/n_e sum_t loss_et over the E episodes that have loss tokens, n_e of them in all of its samples.
+
+    Every episode has the same weight, however many samples it gives and however long they are. Agent Lightning 1.0
+    (arXiv:2608.17528) section 2.4, as the mean per rollout in its words and slime's. With one sample per episode it is
+    `seq_mean_token_mean`.
+
+    Raises:
+        ValueError: the tokens of episodes were not counted.
+    """
+    if tokens.episode_tokens_T is None:
+        raise ValueError(
+            "episode_tokens_T is None but the aggregation is a mean over episodes; count the tokens with loss of each "
+            "token's episode, as StepBatch.episode_tokens does"
+        )
+    weight_T = torch.where(tokens.mask_T, 1.0 / tokens.episode_tokens_T.clamp(min=1), 0)
+    return Aggregation(weight_T, weight_T.sum(dtype=torch.float64))  # the part of each episode that is here
+
+
+def _lengths(tokens: LossTokens) -> Tensor:
+    return sequence_lengths(tokens.mask_T, tokens.seq_ids_T, tokens.num_seqs, torch.float64)
+
+
+def _num_with_loss(lengths_S: Tensor) -> Tensor:
+    return (lengths_S > 0).sum(dtype=torch.float64)

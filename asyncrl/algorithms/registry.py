@@ -15,21 +15,21 @@ from typing import Any, TypeAlias, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-KINDS = {
-    "policy_loss": 1,
-    "correction": 1,
-    "selection": 1,
-    "advantage": 1,
-    "kl": 1,
-    "value_loss": 1,
-    "aggregation": 3,
-    "filter": 1,
-    "shaping": 1,
-    "reward_loss": 1,
-    "pair_loss": 1,
-    "label_loss": 1,
-}
-"""Kinds of algorithms, with their number of positional arguments; parameters after a bare `*` are configurable."""
+KINDS = (
+    "policy_loss",
+    "correction",
+    "selection",
+    "advantage",
+    "kl",
+    "value_loss",
+    "aggregation",
+    "filter",
+    "shaping",
+    "reward_loss",
+    "pair_loss",
+    "label_loss",
+)
+"""Kinds of algorithms. Each is a function of one argument; parameters after a bare `*` are configurable."""
 
 
 def _marker(kind: str) -> Callable[[str], Callable[[F], F]]:
@@ -37,10 +37,10 @@ def _marker(kind: str) -> Callable[[str], Callable[[F], F]]:
         def mark(function: F) -> F:
             parameters = inspect.signature(function).parameters.values()
             ordinary = [p for p in parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY]
-            if len(ordinary) != KINDS[kind]:
+            if len(ordinary) != 1:
                 raise TypeError(
-                    f"{kind} {name!r}: {function.__name__} takes {len(ordinary)} positional arguments, expected "
-                    f"{KINDS[kind]}; write its parameters after a bare * so that they can be configured"
+                    f"{kind} {name!r}: {function.__name__} takes {len(ordinary)} positional arguments, expected 1; "
+                    "write its parameters after a bare * so that they can be configured"
                 )
             return function
 
@@ -62,7 +62,7 @@ kl_estimator = _marker("kl")
 value_loss = _marker("value_loss")
 """`@value_loss("name")` on `(ValueLossInputs, *, params) -> ValueLossOutput`."""
 aggregation = _marker("aggregation")
-"""`@aggregation("name")` on `(mask_T, seq_ids_T, num_seqs, *, params) -> Aggregation`."""
+"""`@aggregation("name")` on `(LossTokens, *, params) -> Aggregation`."""
 filter_ = _marker("filter")
 """`@filter_("name")` on `(GroupView, *, params) -> FilterDecision`."""
 shaping = _marker("shaping")

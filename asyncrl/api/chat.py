@@ -77,6 +77,11 @@ class ChatClient(GenerationClient, Protocol):
         """True if messages may have pictures."""
         ...
 
+    @property
+    def max_context(self) -> int:
+        """Tokens that a conversation may have, prompt and answers; 0: no limit."""
+        ...
+
     async def chat(
         self,
         messages: Sequence[Message],

@@ -173,8 +173,15 @@ def pictures_of_path(path: Sequence[Turn]) -> tuple[PlacedPicture, ...]:
 
 
 def branches(turns: Sequence[Turn]) -> Iterator[list[Turn]]:
-    """Yield the branches of recorded `turns`, in the order in which their first own turns were recorded."""
-    inner = {turn.parent for turn in turns}
+    """Yield the branches that end in one of the recorded `turns`, in the order in which their first own turns were
+    recorded.
+    """
+    inner: set[Turn] = set()
+    for turn in turns:
+        parent = turn.parent
+        while parent is not None and parent not in inner:
+            inner.add(parent)
+            parent = parent.parent
     order = {turn: number for number, turn in enumerate(turns)}
     leaves = [turn.path for turn in turns if turn not in inner]
     yield from sorted(leaves, key=lambda path: [order[turn] for turn in path if turn in order])
@@ -327,7 +334,7 @@ class TurnRecorder:
         return True
 
     def samples(self, reward: float, *, drop_repeated: bool = False) -> list[Sample]:
-        """Return a sample for every branch that ends in sampled tokens, up to its last answer that is trained.
+        """Return a sample for every branch, up to its last answer that has a token and is trained.
 
         Args:
             drop_repeated: leave out answers to what was asked again, if no call continued them.
@@ -336,13 +343,9 @@ class TurnRecorder:
         if drop_repeated:
             earlier = {turn for later in self.turns for turn in self._earlier.get(later, ())}
             taken |= earlier - self.continued
-        turns = self.turns
-        if taken:
-            kept = {each for turn in turns if turn not in taken for each in turn.path}
-            turns = [turn for turn in turns if turn in kept]
         cut_off = {turn for turn, _ in self._cut_off}
-        sampled = [path for path in branches(turns) if path[-1].completion.token_ids]
-        return [sample_of(path, taken, reward, cut_off=path[-1] in cut_off) for path in sampled]
+        sampled = [turn for turn in self.turns if turn.completion.token_ids and turn not in taken]
+        return [sample_of(path, taken, reward, cut_off=path[-1] in cut_off) for path in branches(sampled)]
 
 
 def _prefixes(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[tuple[int, bytes, bytes]]:

@@ -57,6 +57,7 @@ BATCH_KEYS: tuple[str, ...] = (
     "lengths",
     "rollouts",
     "group_ids",
+    "episode_ids",
     "episodes",
     "minibatches",
 )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms.critic import ValueObjective
-from asyncrl.algorithms.inputs import AdvantageInputs, PolicyLossInputs, SelectionInputs, ValueLossInputs
+from asyncrl.algorithms.inputs import AdvantageInputs, LossTokens, PolicyLossInputs, SelectionInputs, ValueLossInputs
 from asyncrl.algorithms.objective import Objective
 from asyncrl.algorithms.registry import Choice, ObjectiveSpec
 from asyncrl.api.picture import Picture
@@ -83,6 +83,7 @@ def test_a_part_of_an_objective_gives_the_cpus_loss_without_a_wait(kind: str, na
             current_version=1,
             entropy_T=entropy,
             selection=type(chosen)(keep, penalty) if objective.selects else None,
+            episode_tokens_T=torch.full((T,), 8.0, dtype=torch.float64, device=device),
         )
         with pretended.watched() as watch:
             loss, stats = objective(inputs, ref, 3.0, log_probs_TV=dists[0], ref_log_probs_TV=dists[1])
@@ -131,7 +132,7 @@ def test_a_loss_of_values_gives_the_cpus_without_a_wait(name: str) -> None:
         mask = (torch.arange(T) % LENGTH > 1).to(device)
         inputs, ids = ValueLossInputs(values, next(drawn), next(drawn), mask), seq_ids(device)
         with pretended.watched() as watch:
-            loss, _ = objective(inputs, ids, S, 3.0)
+            loss, _ = objective(inputs, LossTokens(mask, ids, S), 3.0)
             loss.backward()  # type: ignore[no-untyped-call]
         assert not watch.waits, watch.lines()
         assert values.grad is not None

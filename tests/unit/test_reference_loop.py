@@ -147,7 +147,7 @@ def test_each_minibatch_has_as_many_groups_with_a_signal() -> None:
 def item_of_reward(reward: float) -> TrainSample:
     tokens = np.zeros(1, np.int32)
     sample = Sample(tokens, np.zeros(1, np.uint8), np.zeros(1, np.float32), tokens - 1, reward)
-    return TrainSample(sample, torch.zeros(1), torch.zeros(1))
+    return TrainSample(0, sample, torch.zeros(1), torch.zeros(1))
 
 
 def advantages(loop: ReferenceTrainer, group: Sequence[Sample]) -> list[torch.Tensor]:

@@ -200,10 +200,10 @@ def function_entry(kind: str, path: str) -> RegisteredFunction:
         raise PluginError(f"{path!r} is not a plain function; a {kind} is one, with its parameters after a bare *")
     if isinstance(node, ast.FunctionDef) and kind in KINDS and node.args.vararg is None:
         ordinary = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args)]
-        if len(ordinary) != KINDS[kind]:
+        if len(ordinary) != 1:
             raise PluginError(
-                f"{path!r} takes ({', '.join(ordinary)}) by position, and a {kind} is called with {KINDS[kind]}; write "
-                "its parameters after a bare *"
+                f"{path!r} takes ({', '.join(ordinary)}) by position, and a {kind} is called with 1; write its "
+                "parameters after a bare *"
             )
     params = _configurable(node, kind) if isinstance(node, ast.FunctionDef) else None
     return RegisteredFunction(kind, path, *split_path(path), params)
@@ -211,7 +211,7 @@ def function_entry(kind: str, path: str) -> RegisteredFunction:
 
 def _configurable(function: ast.FunctionDef, kind: str) -> Params | None:
     """Return the parameters of an algorithm; the reference page shows their defaults."""
-    params = _params(function, KINDS.get(kind, 2))  # a model function takes its context and the batch
+    params = _params(function, 2 if kind == MODEL_FUNCTION else 1)  # its context and the batch
     for param in (params or {}).values():
         if param.default is ...:
             raise ValueError(

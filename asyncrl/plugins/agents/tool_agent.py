@@ -7,11 +7,27 @@ the tools' results do not.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from asyncrl.api import Agent, ChatClient, Environment, Prompt, Sample, Tokenizer, ToolCall, ToolResult, messages_of
+from asyncrl.api import (
+    Agent,
+    ChatClient,
+    Environment,
+    Message,
+    Prompt,
+    Sample,
+    Tokenizer,
+    ToolCall,
+    ToolResult,
+    messages_of,
+)
 from asyncrl.data.picture_parts import Content, joined
 from asyncrl.plugins.tools.toolbox import Toolbox
+
+if TYPE_CHECKING:
+    from asyncrl.plugins.agents.compaction import CompactionRules
 
 
 class ToolAgent(Agent):
@@ -29,6 +45,12 @@ class ToolAgent(Agent):
         max_calls: limit on calls in one turn; for each further call the model reads that it was not run.
         ordered_calls: the calls of one turn run one after the other, as written; False: at the same time.
         malformed_penalty: deducted from the reward for each malformed call, as the part `malformed_calls`.
+        compaction: fields of `CompactionRules` (asyncrl.plugins.agents.compaction), such as `{at: 0.75}`: a
+            conversation that has become long is summarised, and goes on from the summary. Its metrics are
+            `compactions` and `cut_summaries`. None: it ends at the context's end.
+
+    Raises:
+        ValueError: an argument is out of range.
     """
 
     def __init__(
@@ -40,6 +62,7 @@ class ToolAgent(Agent):
         max_calls: int = 16,
         ordered_calls: bool = False,
         malformed_penalty: float = 0.0,
+        compaction: Mapping[str, Any] | None = None,
     ) -> None:
         if max_turns < 1:
             raise ValueError(f"agent max_turns is {max_turns}: give at least 1")
@@ -47,14 +70,23 @@ class ToolAgent(Agent):
             raise ValueError(f"agent max_calls is {max_calls}: give at least 1")
         self._tools, self._max_turns, self._max_calls = tools, max_turns, max_calls
         self._ordered_calls, self._malformed_penalty = ordered_calls, malformed_penalty
+        self._compaction: CompactionRules | None = None
+        if compaction is not None:
+            from asyncrl.plugins.agents.compaction import CompactionRules  # only with compaction
+
+            self._compaction = CompactionRules.of(compaction)
 
     async def run(self, prompt: Prompt, env: Environment, client: ChatClient) -> list[Sample]:
-        """Play one conversation. Return its sample, or several if the template rewrites history."""
+        """Play one conversation. Return its sample, or several if it is compacted or the template rewrites history."""
         await env.reset(options={"data": prompt.data})
-        messages, schemas = messages_of(prompt), self._tools.schemas
+        messages: list[Message] = [*messages_of(prompt)]
+        schemas = self._tools.schemas
+        compaction = self._compaction.begin(prompt, client, schemas) if self._compaction else None
         calls = malformed = 0
         async with self._tools.session(prompt.data) as session:
             for turn in range(1, self._max_turns + 1):
+                if compaction:
+                    messages = await compaction.shortened(messages)
                 reply = await client.chat(messages, tools=schemas)
                 malformed += reply.malformed_calls
                 if not reply.tool_calls or reply.finish_reason == "length" or turn == self._max_turns:
@@ -82,6 +114,7 @@ class ToolAgent(Agent):
         if malformed and self._malformed_penalty:
             parts["malformed_calls"] = -self._malformed_penalty * malformed
         metrics = {"turns": float(turn), "tool_calls": float(calls), "malformed_calls": float(malformed)}
+        metrics |= compaction.metrics if compaction else {}
         truncated = reply.finish_reason == "length" or bool(reply.tool_calls)
         return [
             replace(sample, reward_parts=parts, metrics=metrics, truncated=truncated)

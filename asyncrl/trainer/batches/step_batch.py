@@ -14,6 +14,7 @@ Samples lie end to end in canonical order (by rollout, then by sample within it)
     group_ids         [S] int64     comparison group of the sample: one for each rollout, or for each name in it
     episodes          [S] int64     which of its comparison group's episodes the sample counts as (`compared_episodes`);
                                     an episode may have several
+    episode_ids       [S] int64     episode of the sample: one for each `Sample.episode` of each rollout
     minibatches       [S, E] int64  the optimizer step that the sample belongs to, in each of E passes over the batch
 
 Where the engine's choices of experts are replayed, `StepBatch.routing` has them too.
@@ -40,6 +41,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from asyncrl.algorithms.arithmetic import segment_sum
 from asyncrl.api.columns import TOKEN, column
 from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.api.trajectory import SampleColumns, SharedPrompt, Trajectory, compared_episodes, join_routing, unrecorded
@@ -168,6 +170,11 @@ class StepBatch:
             )
         self._columns[key] = tensor
 
+    def episode_tokens(self, wanted_T: Tensor) -> Tensor:
+        """Return the number of tokens of `wanted_T` (bool) in each token's episode, in all of its samples; fp64 [T]."""
+        episodes_T = self["episode_ids"][self.seq_ids_T]
+        return segment_sum(wanted_T.double(), episodes_T, self.num_seqs)[episodes_T]
+
     def own_by_token(self, targets_N: Tensor) -> dict[str, Tensor]:
         """Return the user's columns at the tokens `targets_N`, float32 [N] each; a sample's value is repeated for its
         tokens.
@@ -241,6 +248,7 @@ def build_step_batch(
         "lengths": _join([group.lengths for group in groups], np.int64),
         "rollouts": np.repeat(np.arange(len(sizes)), sizes),
         "group_ids": group_ids,
+        "episode_ids": _episode_ids(groups),
         "episodes": _join([compared_episodes(group.episodes.tolist(), group.groups) for group in groups], np.int64),
         "minibatches": np.repeat(by_pass if by_pass.ndim == 2 else by_pass[:, None], sizes, axis=0),
         **{
@@ -272,6 +280,19 @@ def _comparison_groups(groups: Sequence[SampleColumns]) -> tuple[NDArray[np.int6
         for name in group.groups or ("",) * len(group)
     ]
     return np.array(ids, np.int64), [name for _, name in numbers]
+
+
+def _episode_ids(groups: Sequence[SampleColumns]) -> NDArray[np.int64]:
+    """Return number [S] of each sample's episode, in order of first appearance."""
+    numbers: dict[tuple[int, int], int] = {}
+    return np.array(
+        [
+            numbers.setdefault((rollout, episode), len(numbers))
+            for rollout, group in enumerate(groups)
+            for episode in group.episodes.tolist()
+        ],
+        np.int64,
+    )
 
 
 def _routing(groups: Sequence[SampleColumns]) -> Tensor | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms.arithmetic import Stat, Stats, count_stat, merge_stats
-from asyncrl.algorithms.inputs import PolicyLossInputs, SelectionInputs, SelectionOutput
+from asyncrl.algorithms.inputs import LossTokens, PolicyLossInputs, SelectionInputs, SelectionOutput
 from asyncrl.algorithms.objective import Objective, should_stop, weight_variance
 from asyncrl.algorithms.registry import WHOLE_DISTRIBUTIONS
 from asyncrl.models.chunked_logprobs import EntropyMode
@@ -64,18 +64,27 @@ def policy_logprobs(ctx: CallContext, batch: StepBatch) -> Tensor:
     return batch["prox_logprobs" if "prox_logprobs" in ctx.reads else "behave_logprobs"]
 
 
-Normaliser = Callable[[Tensor, Tensor, int], float]
-"""(mask_N, seq_ids_N, num_seqs) to a share of the denominator."""
+def global_normalisers(
+    ctx: CallContext,
+    batch: StepBatch,
+    wanted_T: Tensor,
+    episode_tokens_T: Tensor,
+    share: Callable[[LossTokens], float],
+) -> list[float]:
+    """Return the denominator of every minibatch over all ranks, by one collective for the whole step.
 
-
-def global_normalisers(ctx: CallContext, batch: StepBatch, wanted_T: Tensor, share: Normaliser) -> list[float]:
-    """Return the denominator of every minibatch over all ranks, by one collective for the whole step."""
+    Args:
+        wanted_T: the tokens that carry loss, bool [T].
+        episode_tokens_T: `batch.episode_tokens(wanted_T)`.
+        share: the share of the denominator of some of these tokens.
+    """
     minibatches_TE = batch["minibatches"][batch.seq_ids_T]
     shares = torch.zeros(batch.num_minibatches, dtype=torch.float64)
     for number in range(batch.num_minibatches):
         chosen_T = wanted_T & (minibatches_TE == number).any(-1)
         ids, seq_ids_N = torch.unique_consecutive(batch.seq_ids_T[chosen_T], return_inverse=True)
-        shares[number] = share(torch.ones_like(seq_ids_N, dtype=torch.bool), seq_ids_N, len(ids))
+        mask_N = torch.ones_like(seq_ids_N, dtype=torch.bool)
+        shares[number] = share(LossTokens(mask_N, seq_ids_N, len(ids), episode_tokens_T[chosen_T]))
     total: list[float] = ctx.ranks.all_reduce_sum(shares).tolist()
     return total
 
@@ -141,7 +150,10 @@ class ActorLoss:
         """Entropies that the loss gets: with gradients for a bonus, else for statistics only."""
         self.wanted_T = self._signal()
         """The tokens that carry loss, bool [T]."""
-        self.normalisers = global_normalisers(ctx, batch, self.wanted_T, self._objective.normaliser)
+        self._episode_tokens_T = batch.episode_tokens(self.wanted_T)
+        self.normalisers = global_normalisers(
+            ctx, batch, self.wanted_T, self._episode_tokens_T, self._objective.normaliser
+        )
         # The reference first: it is then done before the actor moves to the device, if idle roles are off-loaded.
         self._ref_T = batch[REF] if self._objective.needs_reference and not self.exact_kl else None
         self._prox_T: Tensor | None = None
@@ -204,6 +216,7 @@ class ActorLoss:
             entropy_T=none_N,
             columns=self._batch.own_by_token(ids_N),
             selection=SelectionOutput(ids_N.bool()) if self._objective.selects else None,
+            episode_tokens_T=none_N,
         )
         with torch.no_grad():
             stats = self._objective(
@@ -245,6 +258,7 @@ class ActorLoss:
             entropy_T=entropy_N,
             columns=batch.own_by_token(targets_N),
             selection=None if self._selection is None else self._selection.of(targets_N),
+            episode_tokens_T=self._episode_tokens_T[targets_N],
         )
 
     def _signal(self) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from asyncrl.algorithms.arithmetic import Stats, mean_stat, merge_stats
 from asyncrl.algorithms.critic import align_values
-from asyncrl.algorithms.inputs import ValueLossInputs
+from asyncrl.algorithms.inputs import LossTokens, ValueLossInputs
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.functions.actor import global_normalisers
@@ -33,7 +33,8 @@ def critic_train(ctx: CallContext, batch: StepBatch) -> StatValues:
     engine, objective = ctx.value(), ctx.state.value_objective
     wanted_T = batch["value_mask"] if "value_mask" in batch else batch["loss_mask"]
     old_T, returns_T = _targets(ctx, batch, wanted_T)
-    normalisers = global_normalisers(ctx, batch, wanted_T, objective.normaliser)
+    episode_tokens_T = batch.episode_tokens(wanted_T)
+    normalisers = global_normalisers(ctx, batch, wanted_T, episode_tokens_T, objective.normaliser)
     losses, stats, norms = [], [_no_stats(ctx, batch.device)], []
     lr = 0.0
     for number, normaliser in enumerate(normalisers):
@@ -45,7 +46,9 @@ def critic_train(ctx: CallContext, batch: StepBatch) -> StatValues:
             targets_N = micro_batch.targets_N
             everything_N = torch.ones_like(targets_N, dtype=torch.bool)
             inputs = ValueLossInputs(values_N, old_T[targets_N], returns_T[targets_N], everything_N)
-            return objective(inputs, micro_batch.seq_ids_N, micro_batch.num_seqs, normaliser)
+            episode_tokens_N = episode_tokens_T[targets_N]
+            tokens = LossTokens(everything_N, micro_batch.seq_ids_N, micro_batch.num_seqs, episode_tokens_N)
+            return objective(inputs, tokens, normaliser)
 
         loss, parts = engine.compute_gradients(batch, wanted_T, batch.minibatches[number], share)
         norms.append(engine.step(lr))
@@ -97,4 +100,5 @@ def _targets(ctx: CallContext, batch: StepBatch, wanted_T: Tensor) -> tuple[Tens
 def _no_stats(ctx: CallContext, device: torch.device) -> Stats:
     none_N = torch.zeros(0, device=device)
     ids_N = torch.zeros(0, dtype=torch.int64, device=device)
-    return ctx.state.value_objective(ValueLossInputs(none_N, none_N, none_N, ids_N.bool()), ids_N, 0, 0.0)[1]
+    inputs, tokens = ValueLossInputs(none_N, none_N, none_N, ids_N.bool()), LossTokens(ids_N.bool(), ids_N, 0, none_N)
+    return ctx.state.value_objective(inputs, tokens, 0.0)[1]

@@ -32,6 +32,9 @@ class Ragged:
     versions: NDArray[np.int64]
     rewards: Array
     groups: NDArray[np.int64]
+    episodes: NDArray[np.int64]
+    """Of each sequence, whatever its group; and its loss tokens, of each token."""
+    episode_tokens: Array
     current_version: int = 7
 
     def spans(self) -> Iterator[NDArray[np.int64]]:
@@ -44,9 +47,9 @@ class Ragged:
         where = [np.flatnonzero(self.seq_ids == s) for s in sequences]
         index = np.concatenate(where)
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        per_token = ("mask", "logprobs", "prox", "behave", "ref", "advantages", "entropy", "versions")
+        per_token = ("mask", "logprobs", "prox", "behave", "ref", "advantages", "entropy", "versions", "episode_tokens")
         fields |= {name: fields[name][index] for name in per_token}
-        fields |= {name: fields[name][sequences] for name in ("rewards", "groups")}
+        fields |= {name: fields[name][sequences] for name in ("rewards", "groups", "episodes")}
         fields["seq_ids"] = np.repeat(np.arange(len(sequences)), [len(w) for w in where])
         return Ragged(**fields | {"num_seqs": len(sequences)})
 
@@ -63,6 +66,7 @@ class Ragged:
             versions_T=torch.tensor(self.versions),
             current_version=self.current_version,
             entropy_T=torch.tensor(self.entropy, dtype=dtype),
+            episode_tokens_T=torch.tensor(self.episode_tokens),
         )
 
 
@@ -73,9 +77,11 @@ def make_ragged(seed: int, num_seqs: int = 6, longest: int = 12, spread: float =
     mask = rng.random(total) < 0.7
     logprobs = -rng.exponential(1.0, total) - 0.01
     versions = np.where(mask, rng.integers(0, 8, total), -1)
+    seq_ids = np.repeat(np.arange(num_seqs), lengths)
+    episodes = np.random.default_rng([seed, 1]).integers(0, max(1, num_seqs // 2), num_seqs)
     return Ragged(
         num_seqs=num_seqs,
-        seq_ids=np.repeat(np.arange(num_seqs), lengths),
+        seq_ids=seq_ids,
         mask=mask,
         logprobs=logprobs,
         prox=np.minimum(logprobs + spread * rng.standard_normal(total), -1e-3),
@@ -86,6 +92,8 @@ def make_ragged(seed: int, num_seqs: int = 6, longest: int = 12, spread: float =
         versions=versions,
         rewards=rng.standard_normal(num_seqs).round(2),
         groups=rng.permutation(np.arange(num_seqs) // group_size) * 10 + 3,
+        episodes=episodes,
+        episode_tokens=np.bincount(episodes[seq_ids], mask, num_seqs)[episodes[seq_ids]],
     )
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.algorithms.critic import ValueNorm, ValueObjective, align_values
-from asyncrl.algorithms.inputs import ValueLossInputs
+from asyncrl.algorithms.inputs import LossTokens, ValueLossInputs
 from asyncrl.algorithms.registry import Choice, ValueNormalisation
 from asyncrl.config.plugin_code.catalog import known, resolve
 from tests.examples import examples
@@ -50,19 +50,25 @@ def test_both_registered_value_losses_are_tested_here():
 @given(seed=st.integers(0, 1000), edge=st.integers(1, 7))
 @settings(max_examples=examples(20))
 def test_value_objective_does_not_depend_on_the_cut(seed, edge):
+    """The eight sequences are those of three episodes."""
     inputs = value_inputs(seed)
     seq_ids = torch.arange(40) // 5
-    objective = ValueObjective(Choice("clipped"), Choice("seq_mean_token_mean"), resolve)
-    whole, _ = objective(inputs, seq_ids, 8, objective.normaliser(inputs.mask_T, seq_ids, 8))
+    counts = torch.stack([inputs.mask_T[seq_ids % 3 == episode].sum() for episode in range(3)]).double()
+    whole_tokens = LossTokens(inputs.mask_T, seq_ids, 8, counts[seq_ids % 3])
+    objective = ValueObjective(Choice("squared"), Choice("episode_mean_token_mean"), resolve)
+    whole, _ = objective(inputs, whole_tokens, objective.normaliser(whole_tokens))
     pieces = [(slice(0, 5 * edge), edge), (slice(5 * edge, 40), 8 - edge)]
-    parts = [(inputs.mask_T[w], seq_ids[w] - seq_ids[w][0], n) for w, n in pieces]
-    total = sum(objective.normaliser(*part) for part in parts)
+    parts = [LossTokens(inputs.mask_T[w], seq_ids[w] - seq_ids[w][0], n, counts[seq_ids[w] % 3]) for w, n in pieces]
+    total = sum(objective.normaliser(part) for part in parts)
     found = sum(
         objective(
-            ValueLossInputs(inputs.values_T[w], inputs.old_values_T[w], inputs.returns_T[w], mask), ids, n, total
+            ValueLossInputs(inputs.values_T[w], inputs.old_values_T[w], inputs.returns_T[w], part.mask_T), part, total
         )[0]
-        for (w, _), (mask, ids, n) in zip(pieces, parts, strict=True)
+        for (w, _), part in zip(pieces, parts, strict=True)
     )
+    errors_T = 0.5 * (inputs.values_T - inputs.returns_T).square()
+    means = [errors_T[inputs.mask_T & (seq_ids % 3 == episode)].mean() for episode in range(3)]
+    torch.testing.assert_close(whole, sum(means) / 3, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-12)
 
 

@@ -26,6 +26,7 @@ AGGREGATIONS = {
     "seq_mean_token_mean": {},
     "seq_mean_token_sum": {},
     "constant": {"divisor": 7.0},
+    "episode_mean_token_mean": {},
 }
 REQUIRED_STATS = {"ppo/clip_fraction", "ppo/behave_imp_weight_mean", "ppo/behave_kl", "ppo/approx_kl", "entropy"}
 
@@ -34,7 +35,7 @@ def run(objective: Objective, batch, dtype=torch.float64, normaliser: float | No
     """(loss, gradient, stats) of `batch` as one micro-batch."""
     inputs = batch.inputs(dtype)
     if normaliser is None:
-        normaliser = objective.normaliser(inputs.mask_T, inputs.seq_ids_T, inputs.num_seqs)
+        normaliser = objective.normaliser(inputs.loss_tokens)
     ref_T = torch.tensor(batch.ref, dtype=dtype) if objective.needs_reference else None
     loss, stats = objective(inputs, ref_T, normaliser)
     (gradient,) = torch.autograd.grad(loss, inputs.logprobs_T)
@@ -44,13 +45,18 @@ def run(objective: Objective, batch, dtype=torch.float64, normaliser: float | No
 def token_weights(name: str, batch) -> np.ndarray:
     """a_t / D of each aggregation."""
     spans = [span for span in batch.spans() if len(span)]
+    of_episodes: dict[int, list[np.ndarray]] = {}
+    for span in spans:
+        of_episodes.setdefault(batch.episodes[batch.seq_ids[span[0]]], []).append(span)
     weights = np.zeros(len(batch.mask))
     for span in spans:
+        siblings = of_episodes[batch.episodes[batch.seq_ids[span[0]]]]
         weights[span] = {
             "token_mean": 1 / sum(len(s) for s in spans),
             "seq_mean_token_mean": 1 / len(spans) / len(span),
             "seq_mean_token_sum": 1 / len(spans),
             "constant": 1 / len(spans) / 7.0,
+            "episode_mean_token_mean": 1 / len(of_episodes) / sum(len(s) for s in siblings),
         }[name]
     return weights
 
@@ -100,13 +106,13 @@ SPECS = [
         ("gspo", "geometric_mask", "seq_mean_token_mean"),
         ("cispo", "sequence_truncate", "constant"),
         ("cpgd", "sequence_mask", "seq_mean_token_sum"),
-        ("dppo", "icepop", "token_mean"),
+        ("dppo", "icepop", "episode_mean_token_mean"),
         ("sapo", "token_mask", "seq_mean_token_mean"),
         ("gpg", "none", "token_mean"),
         ("reinforce", "token_truncate", "constant"),
         ("dppo_kl", "opsm", "token_mean"),
         ("gmpo", "chain", "seq_mean_token_mean"),
-        ("topr", "none", "seq_mean_token_mean"),
+        ("topr", "none", "episode_mean_token_mean"),
         ("vespo", "token_truncate", "token_mean"),
     ]
 ] + [ObjectiveSpec(policy_loss=Choice("reinforce"), kl=Choice("k3_unbiased"), kl_coef=0.1, log_ratio_coef=0.3)]
@@ -128,7 +134,7 @@ def test_loss_gradient_and_stats_do_not_depend_on_the_cut(ragged, spec, dtype, t
 
     parts = [batch.select([order[i] for i in piece]) for piece in cut(cuts, 8)]
     masks = [p.inputs() for p in parts]
-    total = sum(objective.normaliser(i.mask_T, i.seq_ids_T, i.num_seqs) for i in masks)
+    total = sum(objective.normaliser(i.loss_tokens) for i in masks)
     results = [run(objective, part, dtype, total) for part in parts]
 
     index = np.concatenate([np.flatnonzero(batch.seq_ids == s) for s in order])

@@ -77,9 +77,7 @@ def test_a_recipe_has_the_gradient_of_its_paper(ragged, name: str, slope: Callab
     for seed in range(5):
         batch = ragged(seed, spread=0.8)
         inputs = batch.inputs()
-        loss, _ = objective(
-            inputs, torch.tensor(batch.ref), objective.normaliser(inputs.mask_T, inputs.seq_ids_T, inputs.num_seqs)
-        )
+        loss, _ = objective(inputs, torch.tensor(batch.ref), objective.normaliser(inputs.loss_tokens))
         (gradient,) = torch.autograd.grad(loss, inputs.logprobs_T)
         spans = [span for span in batch.spans() if len(span)]
         of_token, expected = slope(batch, spans), np.zeros(len(batch.mask))

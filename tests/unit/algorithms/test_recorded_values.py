@@ -34,7 +34,7 @@ def batch() -> PolicyLossInputs:
 
 def found(spec: ObjectiveSpec) -> tuple[float, list[float]]:
     objective, inputs = Objective(spec, resolve), batch()
-    normaliser = objective.normaliser(inputs.mask_T, inputs.seq_ids_T, inputs.num_seqs)
+    normaliser = objective.normaliser(inputs.loss_tokens)
     loss, _ = objective(inputs, torch.tensor(REFERENCE, dtype=torch.float64), normaliser)
     (gradient,) = torch.autograd.grad(loss, inputs.logprobs_T)
     return float(loss), gradient.tolist()

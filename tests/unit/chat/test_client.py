@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -155,55 +153,6 @@ def test_ids_of_what_a_tokenizer_would_say_are_those_of_the_whole_rendering(
     whole = chat.tokenizer.decode_all(chat.begin(messages).ids)
     assert whole.startswith(chat.tokenizer.decode_all(sample.tokens.tolist()))
     assert client.metrics.get("chat/drift_text", 0) == 0
-
-
-@settings(max_examples=examples(80), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(data=st.data())
-def test_every_sampled_token_is_learned_from_once_where_it_was_drawn(
-    chat_format: MakeFormat, prompt: Prompt, data: st.DataObject
-) -> None:
-    """Whatever an episode does: goes on, back, elsewhere, several times, in messages or ids."""
-    chat = chat_format(data.draw(st.sampled_from(list(TEMPLATES))))
-    policy = random_policy(chat)
-    rules = ChatPolicy(reasoning=data.draw(st.sampled_from(Reasoning)), limits=ChatLimits(max_turns=4, max_context=400))
-    client = EpisodeClient(policy, prompt, chat, rules)
-    sampled: list[list[Any]] = [[]]
-    seen: list[tuple[int, ...]] = []
-
-    async def act(number: int) -> None:
-        before = data.draw(st.sampled_from(sampled))
-        policy.cut = data.draw(st.booleans())
-        if data.draw(st.integers(0, 4)) == 0 and seen:
-            ids = (*data.draw(st.sampled_from(seen)), 5, 6)
-            await client.generate(GenerationRequest(str(number), ids, data.draw(st.integers(1, 2)), SamplingParams()))
-            return
-        if before and data.draw(st.integers(0, 4)) == 0:
-            before = [{**before[0], "content": "other"}, *before[1:]]
-        messages = [*before, user(data.draw(st.sampled_from("ab")))]
-        reply = await client.chat(messages, n=data.draw(st.integers(1, 2)))
-        for each in (reply, *reply.alternatives):
-            sampled.append([*messages, each.message])
-            seen.append((*each.prompt_ids, *each.completion.token_ids))
-
-    async def episode() -> None:
-        for number in range(data.draw(st.integers(1, 8))):
-            with contextlib.suppress(ConversationEnded):
-                await act(number)
-
-    asyncio.run(episode())
-    drawn = Counter(
-        (*request.input_ids, -1, *made.token_ids)
-        for request, made in ((asked, made) for asked, group in policy.answered for made in group)
-    )
-    learned: Counter[tuple[int, ...]] = Counter()
-    for sample in client.samples():
-        tokens, mask = sample.tokens.tolist(), sample.loss_mask.tolist()
-        edges = [at for at in range(len(mask)) if mask[at] and (at == 0 or not mask[at - 1])]
-        ends = [next((at for at in range(start, len(mask)) if not mask[at]), len(mask)) for start in edges]
-        learned.update((*tokens[:start], -1, *tokens[start:end]) for start, end in zip(edges, ends, strict=True))
-        assert (sample.versions[sample.loss_mask == 0] == -1).all()
-        assert (sample.versions[sample.loss_mask == 1] >= 0).all()
-    assert learned == drawn
 
 
 async def test_an_answer_cut_off_is_closed_by_a_token_without_loss(chat_format: MakeFormat, prompt: Prompt) -> None:

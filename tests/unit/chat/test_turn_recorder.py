@@ -198,3 +198,13 @@ def test_untrained_answers_are_context_and_end_no_sample() -> None:
     (sample,) = recorder.samples(1.0)
     assert sample.tokens.tolist() == [1, 2, 3, 4, 9, 10]
     assert sample.loss_mask.tolist() == [0, 1, 0, 0, 0, 1]
+
+
+def test_an_answer_without_a_token_takes_no_loss_from_those_before_it() -> None:
+    first = made([1], [2])
+    silent = made([3], [], first)
+    again = made([4], [], silent)
+    (sample,) = recorded(first, silent, again).samples(0.5)
+    assert (sample.tokens.tolist(), sample.loss_mask.tolist()) == ([1, 2], [0, 1])
+    (sample,) = recorded(first, silent, again, made([5], [6], again)).samples(0.5)
+    assert (sample.tokens.tolist(), sample.loss_mask.tolist()) == ([1, 2, 3, 4, 5, 6], [0, 1, 0, 0, 0, 1])

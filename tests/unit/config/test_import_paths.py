@@ -83,9 +83,9 @@ def my_kl(inputs, *, scale: float = 1.0):
     return k2(inputs)
 
 
-def my_aggregation(mask_T, seq_ids_T, num_seqs, *, scale: float = 1.0):
+def my_aggregation(tokens, *, scale: float = 1.0):
     from asyncrl.algorithms.objective import token_mean
-    return token_mean(mask_T, seq_ids_T, num_seqs)
+    return token_mean(tokens)
 
 
 def my_value_loss(inputs, *, scale: float = 1.0):

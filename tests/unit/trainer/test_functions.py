@@ -380,6 +380,24 @@ def test_ppo_trains_a_critic_towards_the_returns(
     assert losses[-1] < 0.6 * losses[0]
 
 
+def test_the_critics_loss_is_a_mean_over_episodes_where_that_is_set(
+    config: ExperimentConfig, make_rank: MakeRank, make_trajectories: Callable[..., list[Trajectory]], run_step: RunStep
+) -> None:
+    """Of two samples each; the values of a new critic are 0."""
+    config.algorithm.graph, config.algorithm.advantage = "ppo", ChoiceConfig("gae")
+    config.algorithm.aggregation = ChoiceConfig("episode_mean_token_mean")
+    groups = [
+        dataclasses.replace(group, samples=[dataclasses.replace(s, episode=s.episode // 2) for s in group.samples])
+        for group in make_trajectories(groups=2)
+    ]
+    batch = build_step_batch(groups, [0, 0], version=0, num_minibatches=1)
+    loss = run_step(config, make_rank(config), batch)["critic_train"]["critic/loss"]
+    episodes_T = batch["episode_ids"][batch.seq_ids_T]
+    parts = [batch["returns"][batch["loss_mask"] & (episodes_T == episode)].square() / 2 for episode in range(4)]
+    assert loss == pytest.approx(float(torch.stack([part.mean() for part in parts]).mean()), rel=1e-5)
+    assert loss != pytest.approx(float(torch.cat(parts).mean()), rel=1e-2)
+
+
 def test_the_actor_waits_while_the_critic_warms_up(
     config: ExperimentConfig, make_rank: MakeRank, make_batch: MakeBatch, run_step: RunStep
 ) -> None:

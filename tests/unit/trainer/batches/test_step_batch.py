@@ -69,6 +69,9 @@ def test_episodes_and_rewards_of_turns_come_with_the_samples() -> None:
         batch = build_step_batch(made, [0, 1], version=4, num_minibatches=2)
         assert batch["group_ids"].tolist() == [0, 0, 0, 1]
         assert batch["episodes"].tolist() == [0, 1, 1, 0]
+        assert batch["episode_ids"].tolist() == [0, 1, 1, 2]
+        counts = batch.episode_tokens(batch["loss_mask"] & (batch["versions"] > 3))
+        assert counts.tolist() == [0.0] * 3 + [2.0] * 8 + [0.0] * 2
         assert batch["token_rewards"].tolist() == [0, 0, 0, *turns.tolist(), *turns.tolist(), 0, 0]
         assert record_of(made[0], 0).episodes == (0, 1, 1)
         assert record_of(made[0], 0).episode_rewards == (1.0, (1.5 + 0.5) / 2)

@@ -86,6 +86,8 @@ def test_losses_are_those_of_the_reference_loop(
     config.algorithm.policy_loss.name, config.rollout.columns = loss, ["row/index"] if passes > 1 else []
     estimator, selection = ("rae", "m2po") if roles else ("grpo", "none")
     config.algorithm.advantage, config.algorithm.selection = ChoiceConfig(estimator), ChoiceConfig(selection)
+    aggregation = "episode_mean_token_mean" if roles else "token_mean"
+    config.algorithm.aggregation = ChoiceConfig(aggregation)
     if roles:
         config.algorithm.selection.params = {"threshold": 1e-7}
     oracle = ReferenceTrainer(
@@ -96,7 +98,9 @@ def test_losses_are_those_of_the_reference_loop(
             ppo_minibatches=config.trainer.ppo_minibatches,
             ppo_epochs=config.trainer.ppo_epochs,
             objective=ObjectiveSpec(
-                policy_loss=Choice(loss), selection=Choice(selection, config.algorithm.selection.params)
+                policy_loss=Choice(loss),
+                selection=Choice(selection, config.algorithm.selection.params),
+                aggregation=Choice(aggregation),
             ),
             advantage=Choice(estimator),
             columns=tuple(config.rollout.columns),

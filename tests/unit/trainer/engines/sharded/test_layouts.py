@@ -24,7 +24,7 @@ from transformers import (
 
 from asyncrl.api.trajectory import Trajectory
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.setting import Dtype, token_ids
+from asyncrl.config.setting import ChoiceConfig, Dtype, token_ids
 from asyncrl.master.graph import load_graph
 from asyncrl.master.step import Dealing, minibatches_of_groups
 from asyncrl.models.model_config import routing_shape_of
@@ -92,6 +92,8 @@ def train(run_step: Any, make_trajectories: Any) -> Callable[[ExperimentConfig, 
             Dealing(config.trainer.ppo_minibatches, config.trainer.ppo_epochs),
             make_trajectories(groups=4, group_size=2),
         )
+        if config.algorithm.graph == "ppo":  # a critic compares no episodes: the two samples of a group are of one
+            everything = [replace(each, samples=[replace(s, episode=0) for s in each.samples]) for each in everything]
         if config.moe.replay_routing:
             everything = [_routed(trajectory, config) for trajectory in everything]
         if allowed := token_ids(config.rollout.sampling.allowed_token_ids):
@@ -192,6 +194,7 @@ def test_any_layout_trains_as_one_process_does(
     config.trainer.gradient_checkpointing = how == "replay" and "p" in layout
     if not how:  # a critic is laid out by the layout and the model alone
         config.algorithm.graph, config.algorithm.advantage.name = "ppo", "gae"
+        config.algorithm.aggregation = ChoiceConfig("episode_mean_token_mean")
     config.algorithm.kl_coef = 0.1
     config.algorithm.entropy_coef = 0.01
     config.optimizer.lr = config.algorithm.critic.optimizer.lr = 1e-3
