@@ -7,6 +7,7 @@ launcher leaves to a process of its own before the start (`rehearsal`), and to t
 from __future__ import annotations
 
 import inspect
+import pkgutil
 import re
 from collections.abc import Collection, Iterator
 from contextlib import suppress
@@ -28,6 +29,7 @@ from asyncrl.plugins.checks import check_env, check_rewards, env_code_problems, 
 from asyncrl.rollout.settings import EncoderConfig, EvalConfig
 from asyncrl.runtime.process.hardware import bind_error
 
+_ONLINE_CHECKS = "asyncrl.rollout.online.checks:check"
 _FROM_SERVERS = "server"
 """`encoder` in the arguments of a reward that uses `Episode.embedding`."""
 
@@ -98,6 +100,8 @@ def check(config: ExperimentConfig) -> Iterator[str]:
             "shows, for example 127.0.0.1 or ::1"
         )
     yield from _encoder(config)
+    if config.is_online:
+        yield from pkgutil.resolve_name(_ONLINE_CHECKS)(config)
 
 
 def _agent(config: ExperimentConfig) -> Iterator[str]:

@@ -38,6 +38,8 @@ class Conversations:
         self._policy = chat_policy(config, model_config)
         self._served = config.rollout.endpoint
         self._endpoint: Endpoint | None = None
+        self.make_endpoint: Callable[..., Endpoint] | None = None
+        """Makes the endpoint, with the arguments of `Endpoint`; None: it is an `Endpoint`."""
 
     @property
     def endpoint(self) -> Endpoint:
@@ -45,7 +47,8 @@ class Conversations:
         if self._endpoint is None:
             from asyncrl.inference.openai.endpoint import Endpoint  # most agents do not ask for it
 
-            self._endpoint = Endpoint(self._served.host, max_body_bytes=self._served.max_body_mb << 20)
+            make = self.make_endpoint or Endpoint
+            self._endpoint = make(self._served.host, max_body_bytes=self._served.max_body_mb << 20)
         return self._endpoint
 
     async def close(self) -> None:
