@@ -32,6 +32,7 @@ class OnlineAgent(Agent):
     docs/online.md.
 
     Args:
+        tokenizer: the run's tokenizer; not needed.
         lease_s: silence after which a session ends; its episode is lost.
         hold_s: time for which a session may keep a train step waiting (`on_stale=wait`); then it ends.
         wait_s: time for which a client waits for a session; then it is told to ask again (429).
@@ -40,7 +41,9 @@ class OnlineAgent(Agent):
         ValueError: one of them is not a positive number.
     """
 
-    def __init__(self, *, lease_s: float = 300.0, hold_s: float = 60.0, wait_s: float = 60.0) -> None:
+    def __init__(
+        self, *, tokenizer: object = None, lease_s: float = 300.0, hold_s: float = 60.0, wait_s: float = 60.0
+    ) -> None:
         self.sessions = Sessions(lease_s, hold_s, wait_s)
         self.door: Door | None = None
 

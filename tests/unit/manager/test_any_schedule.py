@@ -162,6 +162,11 @@ def some_sessions_were_opened(self: Schedule) -> bool:
     return bool(self.opened)
 
 
+def some_keep_a_step_waiting(self: Schedule) -> bool:
+    gate, waits = self.service.gate, self.online and self.on_stale == OnStale.wait and self.service.begun
+    return waits and gate.is_blocked(gate.trained_version)
+
+
 def between_steps(self: Schedule) -> bool:
     return self.announced == self.trainer.version
 
@@ -524,11 +529,12 @@ class Schedule(RuleBasedStateMachine):
 
     # Programs outside the run.
 
-    @move(pick=WORKER, when=is_online)
-    def a_client_asks(self, pick: int) -> None:
+    @move(pick=WORKER, count=UP_TO_3, when=is_online)
+    def clients_ask(self, pick: int, count: int) -> None:
         worker = self.at(pick)
-        worker.clients.append(next(self.numbers))
-        worker.online.ask(worker.clients[-1], self.now)
+        for _ in range(count):
+            worker.clients.append(next(self.numbers))
+            worker.online.ask(worker.clients[-1], self.now)
 
     @move(pick=PICK, when=some_have_asked)
     def a_client_leaves(self, pick: int) -> None:
@@ -574,13 +580,10 @@ class Schedule(RuleBasedStateMachine):
             assert worker.online.reward(session, reward, {}) is (end is End.rewarded and not other)
             assert session.end is end
 
-    @move(when=lambda self: self.online and self.on_stale == OnStale.wait and self.service.begun)
+    @move(when=some_keep_a_step_waiting)
     def sessions_keep_a_step_waiting(self) -> None:
-        """As the door sees it: there is a batch, and a running rollout would expire. Its session ends after a while."""
-        gate = self.service.gate
-        if gate.finished < self.batch:
-            return
-        holding = gate.blocking(gate.trained_version)
+        """A running rollout would expire, and its session ends after a while; the door waits for a batch besides."""
+        holding = self.service.gate.blocking(self.service.gate.trained_version)
         for _ in range(2):
             for worker in self.workers:
                 self.lose(worker, worker.online.end_over_age(holding, self.now))
@@ -1046,8 +1049,8 @@ class Schedule(RuleBasedStateMachine):
         count = len(self.workers)
         for pick in (each % count for each in range(first, first + count)):  # whoever asks first finds the places
             worker = self.at(pick)
-            for _ in range(3 if self.online else 0):
-                self.a_client_asks(pick)
+            if self.online:
+                self.clients_ask(pick, 3)
             self.allocate(pick, 3, "answered")
             while worker.running:
                 self.push(0)
