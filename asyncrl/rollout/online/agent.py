@@ -67,13 +67,14 @@ async def open_door(worker: AsyncWorker, components: UserComponents) -> Door:
     key = await asyncio.to_thread(run_key, folder)
     batch_size = config.train_batch_size if config.on_stale == OnStale.wait else 0
     components.conversations.make_endpoint = partial(Door, sessions=agent.sessions, key=key, batch_size=batch_size)
-    door: Any = components.conversations.endpoint
+    door = components.conversations.endpoint
+    assert isinstance(door, Door), "nothing has asked for the endpoint before"
     url = await door.listen()
     agent.door = door
     observer.gauges(door.figures)
     await asyncio.to_thread(_announce, folder / f"door-{worker.index}.json", url)
     notice(worker.run_dir, f"sessions are opened at {url}/v1/sessions with the key in {folder / KEY_FILE}")
-    return agent.door
+    return door
 
 
 def run_key(folder: Path) -> str:

@@ -194,12 +194,12 @@ class Door(Endpoint):
             self._online.end(session, End.closed)
             self._ends.pop(session.session_id, None)
             served.close()
-        if session.end is End.rewarded:
+        if (end := session.end) is End.rewarded:
             samples = episode.all_samples(session.reward)
             return [replace(each, episode=own.member, metrics={**each.metrics, **session.metrics}) for each in samples]
-        if session.end in LOST:
-            self.lost[session.end] += 1
-            group.lose(f"online session {session.end}", RolloutDropped(LOST[session.end]))
+        if end is not None and (reason := LOST.get(end)) is not None:
+            self.lost[end] += 1
+            group.lose(f"online session {end}", RolloutDropped(reason))
         return ()
 
     def _over(self, ended: Iterable[OnlineSession]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.rollout.checks import check
 from asyncrl.rollout.settings import ONLINE_AGENT
@@ -12,7 +13,9 @@ FOLDER = Path(__file__).parents[3] / "experiments"
 
 
 def problems(*overrides: str) -> list[str]:
-    return list(check(load_experiment("online", overrides, FOLDER)))
+    config = load_experiment("online", overrides, FOLDER)
+    assert isinstance(config, ExperimentConfig)
+    return list(check(config))
 
 
 def test_the_experiment_has_no_problem() -> None:
