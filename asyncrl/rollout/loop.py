@@ -140,8 +140,7 @@ class RolloutLoop:
         door: Door | None = None,
     ) -> None:
         self._components, self._gate, self._client, self._config = components, gate, client, config
-        attempts = MAX_ATTEMPTS if door is None else 1  # nobody plays an online session again
-        self._tries = RetryLimits(attempts, least_episodes, config.rollout_timeout_s)
+        self._tries = RetryLimits(MAX_ATTEMPTS, least_episodes, config.rollout_timeout_s)
         self._rules, self._make_answers, self._push, self._door = rules, make_answers, push, door
         self._lost: Counter[str] = Counter()  # episodes since the last trajectory that was acknowledged, by name
         self._failures_in_a_row = 0

@@ -309,7 +309,7 @@ class Door(Endpoint):
 
     @contextmanager
     def _call_of(self, session: OnlineSession) -> Iterator[None]:
-        self._online.begin_call(session, self._clock())
+        self._online.begin_call(session)
         try:
             yield
         finally:

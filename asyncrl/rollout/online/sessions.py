@@ -14,7 +14,7 @@ new: a session's rollout runs from its admission to its end like any other, all 
 admission or newer, and a session that ends without a reward only takes a rollout out of the count.
 
 A session ends once. What ended stays known for a while: a late call hears how it ended, a repeated reward gets the same
-answer, and another one is refused. A call renews the lease as it begins and as it ends, and none runs out meanwhile.
+answer, and another one is refused. A call renews the lease when it ends, and none runs out before.
 
 Pure state: the caller passes the time, in seconds.
 """
@@ -59,7 +59,7 @@ class OnlineSession:
 
     Attributes:
         key: the session's own key.
-        renewed_at: time of the last call's begin or end.
+        renewed_at: time at which the last call ended.
         calls: number of calls that run now.
         end: how it ended; None while it is open.
         reward, metrics: what its client reported.
@@ -145,12 +145,12 @@ class Sessions:
         """Return a session that is open or remembered."""
         return self._open.get(session_id) or self._ended.get(session_id)
 
-    def begin_call(self, session: OnlineSession, now: float) -> None:
-        """Record that a call of an open session begins."""
-        session.calls, session.renewed_at = session.calls + 1, now
+    def begin_call(self, session: OnlineSession) -> None:
+        """Record that a call of an open session begins: its lease does not run out meanwhile."""
+        session.calls += 1
 
     def end_call(self, session: OnlineSession, now: float) -> None:
-        """Record that a call has ended."""
+        """Record that a call has ended, which renews the lease."""
         session.calls, session.renewed_at = session.calls - 1, now
 
     def reward(self, session: OnlineSession, reward: float, metrics: Mapping[str, float]) -> bool:

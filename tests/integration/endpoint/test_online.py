@@ -59,10 +59,12 @@ class Run:
         self.service = ManagerService(
             batch_size=batch, max_staleness=eta, routing="least_requests", lease_s=1e9, order=order, ledger=self.ledger
         )
-        self.version = 0
+        self.version = self.asked = 0
         self.pushed: dict[str, Trajectory] = {}
         self.untrained: list[Trajectory] = []
         self.reporting: set[asyncio.Task[Any]] = set()
+        self.error: Exception | None = None
+        """Of the policy."""
         self.generating = asyncio.Event()
         self.generating.set()
         agent = OnlineAgent(**times)
@@ -123,7 +125,10 @@ class Run:
     async def generate(
         self, request: GenerationRequest, rollout_id: str, *, route: m.Route | None = None
     ) -> GenerationResult:
+        self.asked += 1
         await self.generating.wait()
+        if self.error is not None:
+            raise self.error
         completion = Completion([11, 12], [-0.5, -0.5], [self.version] * 2, FinishReason.stop)
         return GenerationResult(request.request_id, (completion,) * request.n)
 
@@ -288,24 +293,23 @@ async def test_a_client_that_leaves_while_it_waits_costs_one_rollout_at_most(mak
 
 
 async def test_sessions_that_hang_cost_their_leases_and_nothing_else(make_run: Any) -> None:
-    run = await make_run(batch=100, eta=0, lease_s=1.0)
+    run = await make_run(batch=100, eta=0, lease_s=2.0)
     hanging = await asyncio.gather(*(run.session() for _ in range(100)))
     await until(lambda: run.counts.dropped == {"session_silent": 100})
     assert await hanging[0].ask() == (410, "session_silent")
     assert await hanging[1].reward(1.0) == (410, "session_silent")
     assert run.pushed == {}
-    clients = await asyncio.gather(*(run.session() for _ in range(100)))
-    await asyncio.gather(*(client.play() for client in clients))
-    await run.train()
-    assert run.counts.dropped == {"session_silent": 100}
+    await (await run.session()).play()
+    await until(lambda: len(run.pushed) == 1)
+    assert (run.counts.dropped, run.counts.running) == ({"session_silent": 100}, 0)
 
 
 async def test_a_lease_does_not_run_out_while_the_policy_answers(make_run: Any) -> None:
-    run = await make_run(batch=1, lease_s=0.2)
+    run = await make_run(batch=1, lease_s=1.0)
     client = await run.session()
     run.generating.clear()
     asking = asyncio.create_task(client.ask())
-    await asyncio.sleep(0.6)
+    await asyncio.sleep(2.0)
     run.generating.set()
     assert (await asking)[0] == 200
     assert await client.reward(1.0) == (200, None)
@@ -329,15 +333,34 @@ async def test_a_session_that_keeps_a_step_waiting_ends(make_run: Any) -> None:
 
 
 async def test_a_group_is_trained_without_its_silent_member(make_run: Any) -> None:
-    run = await make_run(batch=1, group=3, lease_s=1.0)
+    run = await make_run(batch=1, group=3, lease_s=3.0)
     _, answer = await run.open()
     first, second, _ = [Client(run, given) for given in answer["sessions"]]
-    await first.play(1.0)
+    assert (await first.ask())[0] == 200
+    run.generating.clear()
+    asking = asyncio.create_task(first.ask())
+    await until(lambda: run.asked == 2)
+    assert await first.reward(1.0) == (200, None)
+    assert await asking == (410, "session_rewarded"), "though the group goes on"
+    run.generating.set()
     await second.play(0.0)
     await run.train()
     (trajectory,) = run.pushed.values()
     assert [(sample.episode, sample.reward) for sample in trajectory.samples] == [(0, 1.0), (1, 0.0)]
     assert trajectory.metrics["rollout/lost_episodes: online session silent"] == 1.0
+
+
+async def test_a_session_whose_policy_failed_is_not_trained_whatever_its_client_says(make_run: Any) -> None:
+    run = await make_run(batch=1)
+    client = await run.session()
+    assert (await client.ask())[0] == 200
+    run.error = RuntimeError("no server")
+    assert await client.ask() == (500, "policy_failed")
+    assert await client.reward(1.0) == (200, None)
+    await until(lambda: run.counts.dropped == {"failed": 1})
+    run.error = None
+    await (await run.session()).play()
+    await run.train()
 
 
 async def test_a_session_ends_with_the_time_of_its_rollout_and_a_call_hears_it(make_run: Any) -> None:

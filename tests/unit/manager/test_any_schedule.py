@@ -569,7 +569,7 @@ class Schedule(RuleBasedStateMachine):
     def a_session_asks_the_policy(self, pick: int) -> None:
         worker, session = self.opened[pick % len(self.opened)]
         if session.end is None:
-            worker.online.begin_call(session, self.now)
+            worker.online.begin_call(session)
             worker.online.end_call(session, self.now)
 
     @move(pick=PICK, other=BOTH, when=some_sessions_were_opened)

@@ -67,8 +67,8 @@ def test_no_reward_counts_after_another_end(end: End) -> None:
 def test_each_call_renews_the_lease_and_none_runs_out_during_a_call() -> None:
     sessions = Sessions(lease_s=10.0)
     session, silent = opened(sessions, "a", name="s"), opened(sessions, "b", name="t")
-    sessions.begin_call(session, 5.0)
-    sessions.begin_call(session, 6.0)
+    sessions.begin_call(session)
+    sessions.begin_call(session)
     sessions.end_call(session, 7.0)
     assert sessions.end_silent(10.0) == []
     assert sessions.end_silent(10.5) == [silent]
