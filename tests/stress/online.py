@@ -57,7 +57,7 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="asyncrl-online-") as folder:
         run_dir = Path(folder) / "online_stress" / "trial0"
-        steps = max(1, args.sessions // (2 * BATCH))  # silence, rejections and deaths take the others
+        steps = max(4, args.sessions * 3 // (4 * BATCH))  # a quarter of the sessions is silent or rejects
         settings = SETTINGS | {"fileroot": folder, "total_train_steps": steps}
         command = [sys.executable, "-m", "asyncrl.launch", "online", *(f"{k}={v}" for k, v in settings.items())]
         launcher = subprocess.Popen([*command, *args.settings], stdout=sys.stderr, start_new_session=True)

@@ -199,6 +199,7 @@ class Door(Endpoint):
             return [replace(each, episode=own.member, metrics={**each.metrics, **session.metrics}) for each in samples]
         if end is not None and (reason := LOST.get(end)) is not None:
             self.lost[end] += 1
+            _log.info("episode %d of prompt %s is lost with its session: %s", own.member, own.prompt_id, _WHY[end])
             group.lose(f"online session {end}", RolloutDropped(reason))
         return ()
 
