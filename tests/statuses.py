@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from asyncrl.comm.ended_rollouts import RolloutCounts
 from asyncrl.manager.messages import GateState, ServerState, ServerStatus, StatusReply
@@ -11,6 +11,7 @@ from asyncrl.manager.messages import GateState, ServerState, ServerStatus, Statu
 def status_reply(
     *,
     running: int = 0,
+    finished: int = 0,
     served: int = 0,
     dropped: Mapping[str, int] | None = None,
     idle_s: float = 0.0,
@@ -19,6 +20,7 @@ def status_reply(
     rebuilt: bool = True,
     used_up: bool = False,
     versions: Collection[int] = (),
+    workers: Sequence[str] = (),
 ) -> StatusReply:
     """Return the state of a manager with one server of an unknown version, and one of each of `versions`.
 
@@ -31,8 +33,8 @@ def status_reply(
         ServerStatus(index, f"http://s{index}", state, version, None, "", 0, 0, 0)
         for index, version in enumerate((None, *versions))
     ]
-    counts = RolloutCounts(running=running, dropped=dict(dropped or {}))
+    counts = RolloutCounts(running=running, finished_untrained=finished, dropped=dict(dropped or {}))
     gate = GateState(
         counts=counts, version=served, trained_version=served, limit=8, closed=False, idle_s=idle_s, used_up=used_up
     )
-    return StatusReply(gate, servers, None, [], rebuilt)
+    return StatusReply(gate, servers, None, list(workers), rebuilt)

@@ -72,6 +72,21 @@ class DropReason(StrEnum):
         "beyond rollout.rollout_timeout_s",
     )
     agent_rejected = "agent_rejected", "as their agent returned no samples", "0, unless your agent rejects prompts."
+    session_silent = (
+        "session_silent",
+        "as too few of their online sessions got a reward before their clients fell silent",
+        "Few. Each is a client that came and went.",
+    )
+    session_over_age = (
+        "session_over_age",
+        "as their online sessions kept a step waiting for `hold_s`",
+        "Few. More mean that sessions last longer than `max_head_offpolicyness` versions.",
+    )
+    client_left = (
+        "client_left",
+        "as the client that had asked for their online session was gone",
+        "Few.",
+    )
     curriculum = (
         "curriculum",
         "as their prompt was too easy or too hard and is left out of this epoch",

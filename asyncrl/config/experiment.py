@@ -24,7 +24,7 @@ from asyncrl.plugins.settings import (
     RewardConfig,
     ToolConfig,
 )
-from asyncrl.rollout.settings import EvalConfig, RolloutConfig
+from asyncrl.rollout.settings import ONLINE_AGENT, EvalConfig, RolloutConfig
 from asyncrl.runtime.settings import Resume, SystemConfig
 from asyncrl.trainer.settings import (
     SOURCE_NUMBER,
@@ -114,6 +114,11 @@ class ExperimentConfig:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     system: SystemConfig = field(default_factory=SystemConfig)
+
+    @property
+    def is_online(self) -> bool:
+        """True if programs outside the run open its sessions (`asyncrl.rollout.online`)."""
+        return self.agent.path == ONLINE_AGENT
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -82,7 +82,7 @@ class GserverManager(AsyncWorker):
             lease_s=config.system.silence_s,
             order=self._order(),
             number=spec.incarnation,
-            first=None if config.manager.update_mode == UpdateMode.finish else first,
+            first=None if config.manager.update_mode == UpdateMode.finish or config.is_online else first,
             pacing=pkgutil.resolve_name(DEADLINE_PACING)(*bound) if config.rollout.pacing == Pacing.deadline else None,
             clock=self._clock,
             versions_in_use=lambda: self._fleets.versions_in_use(),

@@ -119,7 +119,8 @@ class TrainLoop:
         self.announcer = VersionAnnouncer(board, peers.rollouts, self.metrics_log, win_rates, clock, limit_s)
         ahead = (config.max_head_offpolicyness + 1) * config.train_batch_size
         self.stall = StallWatch(
-            limit_s, clock, stop, self.announcer, board, manager, buffer, self.collector, ahead, run_dir
+            *(limit_s, clock, stop, self.announcer, board, manager, buffer, self.collector, ahead, run_dir),
+            online=config.is_online,
         )
         self.turns = DeviceTurns()
         if colocated := colocated_servers(config.generation):

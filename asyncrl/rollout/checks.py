@@ -7,6 +7,7 @@ launcher leaves to a process of its own before the start (`rehearsal`), and to t
 from __future__ import annotations
 
 import inspect
+import pkgutil
 import re
 from collections.abc import Collection, Iterator
 from contextlib import suppress
@@ -31,6 +32,7 @@ from asyncrl.runtime.process.hardware import bind_error
 
 _ANY_ADDRESS = ("", "0.0.0.0", "::")
 """Not addresses that a client could connect to."""
+_ONLINE_CHECKS = "asyncrl.rollout.online.checks:check"
 _FROM_SERVERS = "server"
 """`encoder` in the arguments of a reward that uses `Episode.embedding`."""
 
@@ -96,6 +98,8 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     yield from _code_of_sets(config)
     yield from _endpoint(config)
     yield from _encoder(config)
+    if config.is_online:
+        yield from pkgutil.resolve_name(_ONLINE_CHECKS)(config)
 
 
 def _endpoint(config: ExperimentConfig) -> Iterator[str]:

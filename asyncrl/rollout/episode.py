@@ -26,7 +26,7 @@ from asyncrl.api.agent import cancelled_within
 from asyncrl.api.columns import numbers_of
 from asyncrl.api.generation import seed_from
 from asyncrl.api.trajectory import named_columns, role_of
-from asyncrl.comm.ended_rollouts import LOST_EPISODES
+from asyncrl.comm.ended_rollouts import LOST_EPISODES, DropReason
 from asyncrl.rollout.user_code.rewards import Rewards
 from asyncrl.rollout.user_code_pool.call_records import Meter, current_meter, named_failure
 from asyncrl.trainer.settings import SOURCE_NUMBER
@@ -57,6 +57,14 @@ class _EpisodePolicy:
                 own = replace(request.sampling, seed=seed_from("again", seed, uses))
                 request = replace(request, sampling=own)
         return await self.policy.generate(request)
+
+
+class RolloutDropped(Exception):  # no error
+    """Ends a rollout that is dropped for `reason`, which is nobody's failure."""
+
+    def __init__(self, reason: DropReason) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +143,13 @@ class Group:
         )
         if again:
             return prompt.again(failures)
+        self.lose(name, error)
+        return None
+
+    def lose(self, name: str, error: Exception) -> None:
+        """Count an episode as lost under `name`; with too few others, the group fails with `error`."""
         self.lost[name] += 1
         self.last_failure = error
-        return None
 
     def _full_context(self, member: int) -> str:
         """Return the setting that ended the conversation of `member`'s newest episode; empty if none did."""

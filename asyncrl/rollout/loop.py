@@ -42,7 +42,7 @@ from asyncrl.data.prompt_format import InvalidPrompt, OverlongPrompt
 from asyncrl.data.prompt_queue import PromptRef
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import FinishedRollout, GrantedRollout
-from asyncrl.rollout.episode import RetryLimits, metrics_of
+from asyncrl.rollout.episode import RetryLimits, RolloutDropped, metrics_of
 from asyncrl.rollout.rollout_client import RolloutClient, RolloutPolicy
 from asyncrl.rollout.settings import RolloutConfig
 from asyncrl.rollout.user_code.components import UserComponents
@@ -51,6 +51,7 @@ from asyncrl.rollout.user_code_pool.call_records import group_failed_in, metered
 if TYPE_CHECKING:  # optional, see `asyncrl.runtime.plan`
     from asyncrl.algorithms.filters import FilterDecision
     from asyncrl.rollout.group_rules import GroupRules
+    from asyncrl.rollout.online.door import Door
     from asyncrl.rollout.policy_answers import PolicyAnswers
 
 _log = logging.getLogger(__name__)
@@ -65,10 +66,14 @@ MAX_FAILURES_IN_A_ROW = 16
 
 
 class RolloutSlots:
-    """Slots for concurrent rollouts. Each rollout that the gate grants takes one until it ends."""
+    """Slots for concurrent rollouts. Each rollout that the gate grants takes one until it ends.
 
-    def __init__(self, gate: ManagerClient, number: int) -> None:
-        self._gate, self._number, self._free = gate, number, number
+    Args:
+        door: rollouts are requested only for clients that wait there; None: for every free slot.
+    """
+
+    def __init__(self, gate: ManagerClient, number: int, door: Door | None = None) -> None:
+        self._gate, self._number, self._free, self._door = gate, number, number, door
         self._ids: list[str] = []
         """Ids for rollouts that are requested and not granted yet; a repeated request has the same."""
         self._slot_free = asyncio.Event()
@@ -91,9 +96,14 @@ class RolloutSlots:
             self._slot_free.clear()
             await self._slot_free.wait()
             await asyncio.sleep(BURST_S)
-        most = min(self._free, MAX_ASKED)
+        most, hold_s = min(self._free, MAX_ASKED), HOLD_S
+        if self._door is not None:
+            clients, patience_s = await self._door.clients()
+            most, hold_s = min(most, clients), min(hold_s, patience_s)
         self._ids += [uuid.uuid4().hex for _ in range(most - len(self._ids))]
-        reply = await self._gate.allocate(self._ids[:most], timeout_s=HOLD_S)
+        reply = await self._gate.allocate(self._ids[:most], timeout_s=hold_s)
+        if self._door is not None:
+            self._door.admit(reply.granted)
         settled = {grant.rollout_id for grant in reply.granted} | set(reply.gone)
         self._ids = [rollout_id for rollout_id in self._ids if rollout_id not in settled]
         self._free -= len(reply.granted)
@@ -114,6 +124,7 @@ class RolloutLoop:
         rules: for groups that were played; None if the run has no filter, shaping or curriculum.
         least_episodes: a group that lost episodes and has fewer left fails.
         make_answers: makes the record of a rollout's answers by policy; None if the run has one policy.
+        door: where programs outside the run open sessions; None if the run's own agents play.
     """
 
     def __init__(
@@ -126,17 +137,20 @@ class RolloutLoop:
         rules: GroupRules | None = None,
         least_episodes: int = 1,
         make_answers: Callable[[], PolicyAnswers] | None = None,
+        door: Door | None = None,
     ) -> None:
         self._components, self._gate, self._client, self._config = components, gate, client, config
         self._tries = RetryLimits(MAX_ATTEMPTS, least_episodes, config.rollout_timeout_s)
-        self._rules, self._make_answers, self._push = rules, make_answers, push
+        self._rules, self._make_answers, self._push, self._door = rules, make_answers, push, door
         self._lost: Counter[str] = Counter()  # episodes since the last trajectory that was acknowledged, by name
         self._failures_in_a_row = 0
-        self.slots = RolloutSlots(gate, config.max_concurrent)
+        self.slots = RolloutSlots(gate, config.max_concurrent, door)
 
     async def run(self) -> NoReturn:
         """Keep as many rollouts running as the gate and `max_concurrent` allow."""
         async with asyncio.TaskGroup() as tasks:
+            if self._door is not None:
+                tasks.create_task(self._door.watch(self._gate))
             while True:
                 for granted in await self.slots.granted():
                     tasks.create_task(self._roll_out(granted))
@@ -224,6 +238,8 @@ class RolloutLoop:
             Exception: `error`, if too many rollouts have failed in a row.
         """
         rollout_id, prompt_id = granted.rollout_id, granted.prompt_id
+        if isinstance(error, RolloutDropped):
+            return FinishedRollout(rollout_id, accepted=False, reason=error.reason)
         if isinstance(error, EpisodeTimeout):  # other TimeoutErrors are the user's own
             _log.warning("rollout of prompt %s exceeded rollout.rollout_timeout_s", prompt_id)
             return FinishedRollout(rollout_id, accepted=False, reason=DropReason.timeout)

@@ -30,6 +30,7 @@ from asyncrl.runtime.plan import (
     EMBEDDER,
     GROUP_RULES,
     KEPT_ANSWERS,
+    ONLINE,
     POLICY_ANSWERS,
     REPLAY,
     WORKER_INPUTS,
@@ -153,7 +154,9 @@ class RolloutWorker(AsyncWorker):
             if config.rollout.filters or config.rollout.shaping or right_at is not None:
                 rules = pkgutil.resolve_name(GROUP_RULES)(config.rollout, config.algorithm.plugins, right_at)
             least = config.algorithm.least_episodes
-            loop = RolloutLoop(components, manager, client, pusher.push, config.rollout, rules, least, make_answers)
+            door = await pkgutil.resolve_name(ONLINE)(self, components) if config.is_online else None
+            parts = components, manager, client, pusher.push, config.rollout
+            loop = RolloutLoop(*parts, rules, least, make_answers, door)
             self.ready()
             observer.stage("plays", Activity.serves)
             observer.gauges(loop.slots.figures)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
-from typing import Any, Optional
+from typing import Any, Final, Optional
 
 from asyncrl.chat.settings import ChatConfig
 from asyncrl.config.setting import ChoiceConfig, PluginConfig, setting
+
+ONLINE_AGENT: Final = "asyncrl.rollout.online.agent:OnlineAgent"
+"""The agent whose sessions are opened by programs outside the run. A run with another agent loads nothing of it."""
 
 
 @dataclass

@@ -240,6 +240,11 @@ def session_is_over() -> ApiError:
     return ApiError(404, "no such session: it is closed with its episode, or never was", code="session_not_found")
 
 
+def wrong_key() -> ApiError:
+    """Return the refusal of a call with a wrong key."""
+    return ApiError(401, "wrong key: use the api_key that the episode was given", code="invalid_api_key")
+
+
 MODEL: Final = "policy"
 """The only model's name. Some frameworks choose an API by the name; this one means nothing to them."""
 KEEP_ALIVE_S: Final = 15.0
@@ -301,12 +306,20 @@ class Endpoint:
         Raises:
             OSError: the first session finds the port taken.
         """
+        session = Session(await self.listen(), client, sampling, self._forget)
+        self._sessions[session.id] = session
+        return session
+
+    async def listen(self) -> str:
+        """Listen, unless it does already; return the server's URL.
+
+        Raises:
+            OSError: the port is taken.
+        """
         async with self._starting:
             if self._runner is None:
                 await self._start()
-        session = Session(self._url, client, sampling, self._forget)
-        self._sessions[session.id] = session
-        return session
+        return self._url
 
     async def close(self) -> None:
         """Close all sessions and stop listening."""
@@ -339,26 +352,30 @@ class Endpoint:
         session_id, path = _session_and_path(request)
         api: Api = anthropic.Messages() if path.startswith("/messages") else ChatCompletions()
         try:
-            session = self._sessions.get(session_id)
-            if session is None:
-                raise session_is_over()
-            if path == "/" and request.method in ("GET", "HEAD") and request.content.is_eof():
-                return web.Response()  # Claude Code looks whether there is a server, without its key
-            if not session.accepts(_key(request)):
-                raise ApiError(401, "wrong key: use the api_key that the episode was given", code="invalid_api_key")
-            session = await _conversation(request, session)
-            method, handler = self._routes.get(path, ("", None))
-            if handler is None:
-                raise ApiError(404, f"no such path: {path[:200]}", code="unknown_path")
-            if request.method != method:
-                raise ApiError(405, f"{path} takes {method}", code="unknown_path")
-            return await handler(request, session, path)
+            return await self._answer(request, session_id, path)
         except Refused as refused:
             error = ApiError(refused.status, str(refused.body["error"]), code=refused.reason)
         except ApiError as refused:
             error = refused
         self.refused[error.code or "invalid_request"] += 1
         return refusal(request, _json(api.error(error), error.status, ERROR_HEADERS))
+
+    async def _answer(self, request: web.BaseRequest, session_id: str, path: str) -> web.StreamResponse:
+        """Answer a request, or raise why it is not served."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise session_is_over()
+        if path == "/" and request.method in ("GET", "HEAD") and request.content.is_eof():
+            return web.Response()  # Claude Code looks whether there is a server, without its key
+        if not session.accepts(key_of(request)):
+            raise wrong_key()
+        session = await _conversation(request, session)
+        method, handler = self._routes.get(path, ("", None))
+        if handler is None:
+            raise ApiError(404, f"no such path: {path[:200]}", code="unknown_path")
+        if request.method != method:
+            raise ApiError(405, f"{path} takes {method}", code="unknown_path")
+        return await handler(request, session, path)
 
     async def _body(self, request: web.BaseRequest) -> bytes:
         return await read_body(request, self._max_body_bytes)
@@ -531,7 +548,8 @@ def _fits(value: str, wanted: str) -> bool:
     return value == wanted or fnmatchcase(value, wanted)
 
 
-def _key(request: web.BaseRequest) -> str:
+def key_of(request: web.BaseRequest) -> str:
+    """Return the key that a request brings."""
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
     return key if scheme == "Bearer" else request.headers.get("x-api-key", "")
 

@@ -199,8 +199,11 @@ def _found(process: subprocess.Popen[bytes], folder: Path, config: ExperimentCon
 
 
 def plays_first_row(config: ExperimentConfig) -> bool:
-    """True if a row is played: not without a model, which has yet to be made, nor in a run of kept samples."""
-    return config.rollout.rehearse and config.model.path is not None and not config.samples.replay
+    """True if a row is played: not without a model, which has yet to be made, nor in a run of kept samples, nor in one
+    whose sessions others open.
+    """
+    plays = not (config.samples.replay or config.is_online)
+    return config.rollout.rehearse and config.model.path is not None and plays
 
 
 class MadeUpPolicy:

@@ -8,7 +8,9 @@ while there are signs. For a wait for rollouts these are, by counters of buffer 
 - a server loads weights, whose own silence `manager.update_timeout_s` limits;
 - a rollout is under way on a living worker: it decodes, or its agent, tools or rewards run within limits of their own.
   This is no sign if all servers are in quarantine, or if as many rollouts as may be ahead were lost since one arrived:
-  then rollouts only fail.
+  then rollouts only fail;
+- if programs outside the run open its sessions (`asyncrl.rollout.online`): a session is open, or the gate has room for
+  one. Clients may stay away, and go without a reward, for any time.
 
 An evaluation pins the served version, and with it the gate, so while one runs no rollout is expected; nor is one while
 all generation servers or all RolloutWorkers are still starting. Both have limits of their own. The ranks' signs are
@@ -57,10 +59,11 @@ class RolloutSigns:
 
     Args:
         ahead: number of rollouts that may be ahead of the trainer.
+        online: programs outside the run open its sessions.
     """
 
-    def __init__(self, ahead: int) -> None:
-        self._ahead = ahead
+    def __init__(self, ahead: int, *, online: bool = False) -> None:
+        self._ahead, self._online = ahead, online
         self._seen: tuple[int, int, int] | None = None
         self._lost_before: dict[str, int] = {}
         self.lost: dict[str, int] = {}
@@ -82,6 +85,9 @@ class RolloutSigns:
             self._seen, self._lost_before, self.lost = seen, lost, {}
             return True
         self.lost = {reason: n for reason, count in lost.items() if (n := count - self._lost_before.get(reason, 0)) > 0}
+        if self._online:
+            has_room = counts.trained + counts.finished_untrained + counts.running < status.gate.limit
+            return status.loading or (status.able and bool(status.workers) and (counts.running > 0 or has_room))
         return status.loading or (counts.running > 0 and status.able and sum(self.lost.values()) < self._ahead)
 
     def describe(self) -> str:
@@ -138,7 +144,7 @@ class StallWatch:
     Args:
         announcer: knows whether an evaluation pins the served version.
         board: knows whether the processes that make a step's data are starting.
-        ahead: see `RolloutSigns`.
+        ahead, online: see `RolloutSigns`.
     """
 
     def __init__(
@@ -153,11 +159,13 @@ class StallWatch:
         collector: Collector,
         ahead: int,
         run_dir: Path,
+        *,
+        online: bool = False,
     ) -> None:
         self.limit_s, self.clock = limit_s, clock
         self._stop, self._announcer, self._board, self._run_dir = stop, announcer, board, run_dir
         self._manager, self._buffer, self._collector = manager, buffer, collector
-        self._signs, self._filtered = RolloutSigns(ahead), FilteredOut(buffer.batch_size)
+        self._signs, self._filtered = RolloutSigns(ahead, online=online), FilteredOut(buffer.batch_size)
         self._received = buffer.received
         self.progressed()
         self._waited_at = self._progress_at

@@ -38,6 +38,8 @@ class Conversations:
         self._policy = chat_policy(config, model_config)
         self._served = config.rollout.endpoint
         self._endpoint: Endpoint | None = None
+        self.make_endpoint: Callable[..., Endpoint] | None = None
+        """Makes the endpoint, with the arguments of `Endpoint`; None: it is an `Endpoint`."""
 
     @property
     def endpoint(self) -> Endpoint:
@@ -45,8 +47,8 @@ class Conversations:
         if self._endpoint is None:
             from asyncrl.inference.openai.endpoint import Endpoint  # most agents do not ask for it
 
-            served = self._served
-            self._endpoint = Endpoint(
+            served, make = self._served, self.make_endpoint or Endpoint
+            self._endpoint = make(
                 served.host,
                 port=served.port,
                 advertise=served.advertise,

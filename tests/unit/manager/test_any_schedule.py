@@ -11,6 +11,8 @@ outlives them (the last step, the inboxes, checkpoints) are played as `manager/c
                measured that the trainer took
     policies   opponents, whose servers never move the gate, and in half of the schedules a second trained policy: the
                gate counts by the older of the two servers, and a rollout has samples of both policies
+    sessions   in half of the schedules programs outside the run play: a worker asks only for clients that wait; they
+               come, leave, fall silent, report a reward late, twice, or never, and keep a step waiting
     deaths     of a RolloutWorker, the brain (which resumes from its last step), or of the run (from its newest
                checkpoint); and a worker's lease that lapses though it lives
     steps      end in points (trained, recorded by the gate, complete in memory, announced), and anything may happen
@@ -65,6 +67,7 @@ from asyncrl.manager.rollouts.staleness_gate import TRAINED
 from asyncrl.manager.service import ManagerService
 from asyncrl.master.data.sample_buffer import SampleBuffer, TrainBatch, check_counts, received, trained_rollout
 from asyncrl.master.settings import OnStale
+from asyncrl.rollout.online.sessions import LOST, End, OnlineSession, Sessions
 from asyncrl.trainer.messages import RolloutRecord
 from asyncrl.verify.audit.ledger_files import read_ledger, surviving
 from asyncrl.verify.audit.ledger_rules import Replay
@@ -103,7 +106,10 @@ BEGINNINGS: dict[str, Sequence[Any]] = {
     "judged": BOTH,
     "skips": BOTH,
     "ends_twice": BOTH,
+    "online": BOTH,
 }
+LEASE_S = HOLD_S = 10.0
+"""Of online sessions."""
 _T = TypeVar("_T")
 _Method = TypeVar("_Method", bound=Callable[..., None])
 Call: TypeAlias = Callable[[ManagerService], Coroutine[Any, Any, _T]]
@@ -144,6 +150,23 @@ def some_joined(self: Schedule) -> bool:
     return len(self.workers) > self.own
 
 
+def is_online(self: Schedule) -> bool:
+    return self.online
+
+
+def some_have_asked(self: Schedule) -> bool:
+    return any(worker.clients for worker in self.workers)
+
+
+def some_sessions_were_opened(self: Schedule) -> bool:
+    return bool(self.opened)
+
+
+def some_keep_a_step_waiting(self: Schedule) -> bool:
+    gate, waits = self.service.gate, self.online and self.on_stale == OnStale.wait and self.service.begun
+    return waits and gate.is_blocked(gate.trained_version)
+
+
 def between_steps(self: Schedule) -> bool:
     return self.announced == self.trainer.version
 
@@ -165,7 +188,7 @@ class Worker:
 
     `ids`: of rollouts that it has room for; `running`: what it plays; `pushed`: of those, what is on its way to the
     trainer, `arrived`: what has been there; `ended`: what the manager was not heard to know; `manager`: that it has a
-    session with.
+    session with; `online`: its clients and sessions, which programs outside the run open.
     """
 
     def __init__(self, index: int, incarnation: int, own: int) -> None:
@@ -180,6 +203,8 @@ class Worker:
         self.arrived: set[str] = set()
         self.ended: list[m.FinishedRollout] = []
         self.delivered: set[str] = set()  # prompts among `ended`
+        self.online = Sessions(LEASE_S, HOLD_S)
+        self.clients: list[int] = []
 
     def who(self) -> dict[str, Any]:
         whole = {"worker": self.name, "incarnation": self.incarnation, "finished": list(self.ended)}
@@ -240,9 +265,14 @@ class Schedule(RuleBasedStateMachine):
         judged: bool = False,
         skips: bool = False,
         ends_twice: bool = False,
+        online: bool = False,
     ) -> None:
         self.batch, self.eta, self.on_stale, self.stops_early = batch, eta, on_stale, stops_early
-        self.own, self.skips, self.ends_twice = own, skips, ends_twice
+        self.own, self.skips, self.ends_twice = own, skips and not online, ends_twice
+        self.online, self.now = online, 0.0
+        self.opened: list[tuple[Worker, OnlineSession]] = []
+        self.accepted: dict[str, float] = {}
+        """Rewards that a session has taken, by rollout."""
         self.trained = ("", JUDGE) if judged else ("",)
         """The trained policies."""
         self.loop = asyncio.new_event_loop()  # a Runner costs a quarter of a schedule: it handles signals
@@ -467,7 +497,11 @@ class Schedule(RuleBasedStateMachine):
         worker = self.at(pick)
         if not self.has_session(worker, fate):
             return
+        if self.online:
+            count = min(count, worker.online.waiting)
         worker.ids += [next(self.ids) for _ in range(count - len(worker.ids))]
+        if not worker.ids:  # nobody waits
+            return
         request = m.AllocateRequest(**worker.who(), rollouts=list(worker.ids))
 
         async def answer(service: ManagerService) -> m.AllocateReply:
@@ -490,6 +524,72 @@ class Schedule(RuleBasedStateMachine):
                 worker.end(m.FinishedRollout(granted.rollout_id, False, str(DropReason.curriculum)))
         settled = {granted.rollout_id for granted in reply.granted} | set(reply.gone)
         worker.ids = [name for name in worker.ids if name not in settled]
+        for granted in new if self.online else ():
+            self.open_online_session(worker, granted.rollout_id)
+
+    # Programs outside the run.
+
+    @move(pick=WORKER, count=UP_TO_3, when=is_online)
+    def clients_ask(self, pick: int, count: int) -> None:
+        worker = self.at(pick)
+        for _ in range(count):
+            worker.clients.append(next(self.numbers))
+            worker.online.ask(worker.clients[-1], self.now)
+
+    @move(pick=PICK, when=some_have_asked)
+    def a_client_leaves(self, pick: int) -> None:
+        asked = [(worker, client) for worker in self.workers for client in worker.clients]
+        worker, client = asked[pick % len(asked)]
+        worker.clients.remove(client)
+        self.lose(worker, worker.online.leave(client))
+
+    def open_online_session(self, worker: Worker, name: str) -> None:
+        """A rollout was admitted: it is its client's, or dropped if the client has left."""
+        worker.online.admit(name)
+        session = worker.online.open(name, name, "", self.now)
+        if worker.online.client_of(name) is None:
+            worker.online.end(session, End.client_left)
+            self.lose(worker, [session])
+        else:
+            self.opened.append((worker, session))
+
+    def lose(self, worker: Worker, ended: Iterable[OnlineSession]) -> None:
+        for session in ended:
+            assert session.end is not None
+            del worker.running[session.rollout_id]
+            worker.end(m.FinishedRollout(session.rollout_id, False, str(LOST[session.end])))
+
+    @move(seconds=(1.0, 4.0, 2 * LEASE_S), when=is_online)
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        for worker in self.workers:
+            self.lose(worker, worker.online.end_silent(self.now))
+
+    @move(pick=PICK, when=some_sessions_were_opened)
+    def a_session_asks_the_policy(self, pick: int) -> None:
+        worker, session = self.opened[pick % len(self.opened)]
+        if session.end is None:
+            worker.online.begin_call(session)
+            worker.online.end_call(session, self.now)
+
+    @move(pick=PICK, other=BOTH, when=some_sessions_were_opened)
+    def a_reward_is_reported_late_or_again(self, pick: int, other: bool) -> None:
+        worker, session = self.opened[pick % len(self.opened)]
+        if session.end is not None:
+            end, reward = session.end, self.accepted.get(session.rollout_id, 1.0) + other
+            assert worker.online.reward(session, reward, {}) is (end is End.rewarded and not other)
+            assert session.end is end
+
+    @move(when=some_keep_a_step_waiting)
+    def sessions_keep_a_step_waiting(self) -> None:
+        """A running rollout would expire, and its session ends after a while; the door waits for a batch besides."""
+        holding = self.service.gate.blocking(self.service.gate.trained_version)
+        for _ in range(2):
+            for worker in self.workers:
+                self.lose(worker, worker.online.end_over_age(holding, self.now))
+            self.now += HOLD_S
+        left = [each.rollout_id for worker, each in self.opened if worker in self.workers and each.end is None]
+        assert not set(left) & set(holding)
 
     @move(index=range(JOINED), when=lambda self: len(self.workers) < self.own + JOINED)
     def a_worker_joins(self, index: int) -> None:
@@ -572,13 +672,14 @@ class Schedule(RuleBasedStateMachine):
         """The rollout's end: a token of each trained policy, of a version that its server has had since."""
         worker, name = self.pick_running(pick)
         granted = worker.running[name]
+        reward = self.take_reward(worker, name, float(pick % 3)) if self.online else 1.0
         n, tokens = len(self.trained), defaultdict[int, int](int)
         for bit, now in enumerate(self.versions.values()):
             tokens[now if n > 1 and newer >> bit & 1 else min(granted.version, now)] += 1
         sizes: dict[str, Any] = {
             "lengths": (2,) * n,
             "generated": (1,) * n,
-            "rewards": (1.0,) * n,
+            "rewards": (reward,) * n,
             "truncated": (False,) * n,
         }
         policies: dict[str, Any] = {
@@ -590,6 +691,16 @@ class Schedule(RuleBasedStateMachine):
         )
         record = msgspec.structs.replace(record, **policies) if n > 1 else record
         worker.pushed.setdefault(name, record)  # pushed again, it is the same
+
+    def take_reward(self, worker: Worker, name: str, reward: float) -> float:
+        """The client reports the reward, which ends the session; it is that of the trajectory, however often."""
+        session = worker.online.get(name)
+        assert session is not None
+        if session.end is None:
+            assert worker.online.reward(session, reward, {})
+            assert name not in self.accepted, "a session takes one reward"
+            self.accepted[name] = reward
+        return session.reward
 
     @move(pick=PICK, head=range(HEADS), acknowledged=BOTH, when=some_are_pushed)
     def arrive(self, pick: int, head: int, acknowledged: bool) -> None:
@@ -615,6 +726,10 @@ class Schedule(RuleBasedStateMachine):
     def reject(self, pick: int, how: str) -> None:
         worker, name = self.pick_of(pick, lambda worker: worker.running.keys() - worker.pushed)
         worker.running.pop(name)
+        if self.online:  # the client rejects the episode; nobody else plays it
+            how, session = "for good", worker.online.get(name)
+            assert session is not None
+            worker.online.end(session, End.rejected)
         again = how != "for good"
         worker.end(
             m.FinishedRollout(name, False, "rejected", return_prompt=again, as_next_attempt=how == "as next attempt")
@@ -715,6 +830,8 @@ class Schedule(RuleBasedStateMachine):
         """1 of `TrainLoop._end_step`; its state is what is written into memory."""
         trainer = self.trainer
         assert trainer.batch is not None
+        for record in trainer.batch.records if self.online else ():
+            assert set(record.rewards) == {self.accepted[record.rollout_id]}, "the reward is its client's"
         reply = self.consumed([trained_rollout(record) for record in trainer.batch.records], lost, dies)
         if reply is None:
             return
@@ -932,6 +1049,8 @@ class Schedule(RuleBasedStateMachine):
         count = len(self.workers)
         for pick in (each % count for each in range(first, first + count)):  # whoever asks first finds the places
             worker = self.at(pick)
+            if self.online:
+                self.clients_ask(pick, 3)
             self.allocate(pick, 3, "answered")
             while worker.running:
                 self.push(0)

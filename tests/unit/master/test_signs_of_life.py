@@ -55,6 +55,23 @@ def test_rollouts_live_while_they_arrive_or_are_under_way_and_do_not_only_fail(
     assert signs_after((4, status_reply(served=2))).take(received, status) is alive
 
 
+@pytest.mark.parametrize(
+    ("status", "alive"),
+    [
+        (status_reply(served=2, workers=["w"]), True),
+        (status_reply(served=2, workers=["w"], running=8, dropped={"session_silent": 9}), True),
+        (status_reply(served=2, workers=["w"], finished=8), False),
+        (status_reply(served=2, workers=["w"], able=False), False),
+        (status_reply(served=2), False),
+    ],
+    ids=["room for a client", "sessions that only fail", "full, and none runs", "no server", "no worker"],
+)
+def test_clients_outside_the_run_may_stay_away_and_fail(status: StatusReply, alive: bool) -> None:
+    signs = RolloutSigns(AHEAD, online=True)
+    signs.take(4, status_reply(served=2))
+    assert signs.take(4, status) is alive
+
+
 def test_what_was_lost_before_the_last_arrival_is_not_counted_again() -> None:
     signs = signs_after((4, status_reply()), (5, status_reply(dropped={"failed": 9})))
     assert signs.take(5, status_reply(running=1, dropped={"failed": 9 + AHEAD - 1}))
