@@ -292,7 +292,13 @@ class Agent:
         if isinstance(outcome, Real):
             samples = own.all_samples(float(outcome))
             if not samples:
-                raise self._error(prompt, f"returned the reward {outcome} without asking the policy; return None")
+                why = own.why_no_samples
+                raise self._error(
+                    prompt,
+                    f"has no sample for the reward {outcome}: {why}"
+                    if why
+                    else f"returned the reward {outcome} without asking the policy; return None",
+                )
         else:
             samples = [outcome] if isinstance(outcome, Sample) else outcome
         earned = parts.means()

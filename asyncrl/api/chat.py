@@ -136,6 +136,11 @@ class ChatClient(GenerationClient, Protocol):
         """
         ...
 
+    @property
+    def why_no_samples(self) -> str:
+        """Reason why an episode without samples has none although the policy was asked, for a message; else empty."""
+        ...
+
     def samples(self, reward: float = 0.0) -> list[Sample]:
         """Return every recorded branch that ends in sampled tokens, in order of their beginning, each with `reward`.
 

@@ -74,6 +74,11 @@ class ChatRequest:
         return ChatRequest(self.limits, self.turns, tool_s=self.tool_s)
 
     @property
+    def is_full(self) -> bool:
+        """True if the context is the limit that was reached."""
+        return bool(self.over) and self.over == self._context_message()
+
+    @property
     def tokens_left(self) -> int | None:
         """Tokens that the running answer may take; None: no limit."""
         return self.limits.max_context - self.tokens if self.limits.max_context else None
@@ -218,31 +223,58 @@ def sample_of(path: Sequence[Turn], taken: set[Turn], reward: float, *, cut_off:
 
 
 class TurnRecorder:
-    """The turns of one episode, in the order in which they were recorded."""
+    """The turns of one episode, in the order in which they were recorded.
+
+    Attributes:
+        recorded: number of turns so far, those that were forgotten included.
+        continued: turns that a call went on from, whether by their ids or rendered anew.
+    """
 
     def __init__(self) -> None:
         self.turns: list[Turn] = []
+        self.recorded = 0
+        self.continued: set[Turn] = set()
+        self._answers: dict[bytes, list[tuple[int, Turn]]] = {}
+        """The answers to the same, each after its number, by the digest of what was asked."""
+        self._earlier: dict[Turn, list[Turn]] = {}
+        """For an answer to what had been answered before: the earlier answers."""
+        self._untrained: set[Turn] = set()
         self._cut_off: set[tuple[Turn | None, int]] = set()
         self._by_messages: dict[bytes, Turn] = {}
         self._by_ids: dict[int, dict[bytes, Turn]] = {}
 
-    def add(self, turn: Turn, tools: Sequence[ToolSchema] = ()) -> None:
+    def add(self, turn: Turn, tools: Sequence[ToolSchema] = (), *, since: int | None = None) -> bool:
         """Record an answer to a conversation with these `tools`.
 
         If two recorded conversations are equal, later calls continue the newer one.
+
+        Args:
+            since: `recorded` when its call began; None: the call repeats none, and none repeats it.
+
+        Returns:
+            True if the call asked again what had been answered, and nothing has been continued from that answer.
         """
         self.turns.append(turn)
-        if turn.reply is not None:
-            (*_, (_, key)) = _prefixes(turn.conversation, tools)
+        self.recorded += 1
+        ids, pictures = _bytes_of(turn.ids), _shown(turn.pictures)
+        self._by_ids.setdefault(len(ids) // _BYTES, {})[_digest(ids + pictures).digest()] = turn
+        if turn.reply is None:
+            asked = _digest(ids[: len(ids) - _BYTES * len(turn.completion.token_ids)] + pictures).digest()
+        else:
+            (*_, (_, asked, key)) = _prefixes(turn.conversation, tools)
             self._by_messages[key] = turn
-        ids = turn.ids
-        self._by_ids.setdefault(len(ids), {})[_digest(bytes_of_ids(ids, turn.pictures)).digest()] = turn
+        if since is None:
+            return False
+        answers = self._answers.setdefault(asked, [])
+        self._earlier[turn] = [answer for number, answer in answers if number <= since]
+        answers.append((self.recorded, turn))
+        return not self.continued.issuperset(self._earlier[turn])
 
     def find(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> tuple[Turn | None, int]:
         """Return the turn that `messages` continue, and how many of them it covers; None and 0 without one."""
         found: tuple[Turn | None, int] = (None, 0)
         if self._by_messages:
-            for count, key in _prefixes(messages, tools):
+            for count, _, key in _prefixes(messages, tools):
                 if (turn := self._by_messages.get(key)) is not None:
                     found = turn, count
         return found
@@ -266,6 +298,18 @@ class TurnRecorder:
         for found in (self._by_messages, *self._by_ids.values()):
             for key in [key for key, other in found.items() if other is turn]:
                 del found[key]
+        for answers in self._answers.values():
+            answers[:] = [(number, other) for number, other in answers if other is not turn]
+
+    def leave_untrained(self, completions: Sequence[Completion]) -> bool:
+        """Carry no loss on these answers. What continues them has them as context.
+
+        Returns:
+            False if none of them is recorded.
+        """
+        found = {turn for turn in self.turns if any(turn.completion is each for each in completions)}
+        self._untrained |= found
+        return bool(found)
 
     def cut_off(self, turn: Turn | None, tokens: int) -> bool:
         """Record that a limit left no room for an answer. A branch that ends with `turn` is then truncated.
@@ -282,24 +326,36 @@ class TurnRecorder:
         self._cut_off.add((turn, tokens))
         return True
 
-    def samples(self, reward: float) -> list[Sample]:
-        """Return a sample for every branch that ends in sampled tokens."""
-        taken: set[Turn] = set()
+    def samples(self, reward: float, *, drop_repeated: bool = False) -> list[Sample]:
+        """Return a sample for every branch that ends in sampled tokens, up to its last answer that is trained.
+
+        Args:
+            drop_repeated: leave out answers to what was asked again, if no call continued them.
+        """
+        taken = set(self._untrained)
+        if drop_repeated:
+            earlier = {turn for later in self.turns for turn in self._earlier.get(later, ())}
+            taken |= earlier - self.continued
+        turns = self.turns
+        if taken:
+            kept = {each for turn in turns if turn not in taken for each in turn.path}
+            turns = [turn for turn in turns if turn in kept]
         cut_off = {turn for turn, _ in self._cut_off}
-        sampled = [path for path in branches(self.turns) if path[-1].completion.token_ids]
+        sampled = [path for path in branches(turns) if path[-1].completion.token_ids]
         return [sample_of(path, taken, reward, cut_off=path[-1] in cut_off) for path in sampled]
 
 
-def _prefixes(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[tuple[int, bytes]]:
-    """Return, for each assistant's message, the number of messages up to it, and a digest of these messages and the
-    tools.
+def _prefixes(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[tuple[int, bytes, bytes]]:
+    """Return, for each assistant's message, the number of messages up to it, and digests of the tools and the messages:
+    of those before it, and with it.
     """
     digest = _digest(_canonical(list(tools)))
     found = []
     for count, message in enumerate(messages, start=1):
+        before = digest.copy() if message["role"] == "assistant" else digest
         digest.update(b"\n" + _canonical(_what_counts(message)))
-        if message["role"] == "assistant":
-            found.append((count, digest.digest()))
+        if before is not digest:
+            found.append((count, before.digest(), digest.digest()))
     return found
 
 

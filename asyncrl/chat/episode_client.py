@@ -41,7 +41,7 @@ from asyncrl.api.generation import seed_from
 from asyncrl.api.picture import PictureError, PlacedPicture
 from asyncrl.api.trajectory import check_group, role_of
 from asyncrl.chat.conversation import ChatLimits, ChatRequest, Turn, TurnRecorder, bytes_of_ids
-from asyncrl.chat.settings import DriftCheck, Reasoning
+from asyncrl.chat.settings import DriftCheck, Reasoning, Repeated
 from asyncrl.chat.template import ChatFormat, empty_reply, no_completion, reply_of
 from asyncrl.data.chat_template import ChatError
 from asyncrl.data.picture_parts import check_prompt_pictures, with_content, wrong_turns
@@ -57,7 +57,16 @@ RENDERED_ON_LOOP_CHARS = 20_000
 
 
 class ConversationEnded(RuntimeError):
-    """The agent continues a conversation that has reached a limit, as an answer with finish `length` has reported."""
+    """The agent continues a conversation that has reached a limit, as an answer with finish `length` has reported.
+
+    Attributes:
+        tokens: tokens of the conversation that the agent sent, if the limit is the context; else 0.
+        most: the limit of the context, in tokens; 0 for other limits.
+    """
+
+    def __init__(self, message: str, tokens: int = 0, most: int = 0) -> None:
+        super().__init__(message)
+        self.tokens, self.most = tokens, most
 
 
 class DriftError(RuntimeError):
@@ -71,6 +80,7 @@ class ChatPolicy:
     limits: ChatLimits = ChatLimits()
     reasoning: Reasoning = Reasoning.keep
     drift: DriftCheck = DriftCheck.off
+    repeated: Repeated = Repeated.keep
     policies: tuple[str, ...] = ()
     """Names of the policies that an agent may ask besides the run's own."""
     trained: tuple[str, ...] = ()
@@ -124,11 +134,16 @@ class EpisodeClient:
         self._name = ""
         """The policy's name; empty: the run's own."""
         self._counts: defaultdict[str, float] = defaultdict(float)
+        self._unfit: list[str] = []
+        """The first conversation of the episode that did not even begin, in words; all clients share this."""
         self._start("")
 
     def _start(self, group: str) -> None:
         """Begin the records of this client, whose samples are in comparison group `group`."""
         self._group, self._recorder = group, TurnRecorder()
+        self._conversation = ""
+        """Name that `conversation` was called with; empty for the client of an episode or a policy."""
+        self._sides: dict[str, Self] = {}
 
     def policy(self, name: str) -> Self:
         """See `asyncrl.api.ChatClient`.
@@ -164,20 +179,48 @@ class EpisodeClient:
             made = copy.copy(self)
             made._start(f"{self._name}/{group}" if self._name in self._rules.trained else group)
             check_group(made._group)
+            made._conversation = group
             self._clients[self._name, group] = made
         return self._clients[self._name, group]
+
+    def aside(self, group: str) -> Self:
+        """Return the client of side conversations of this one: `conversation(group)`, or of a conversation `name`,
+        `conversation(name/group)`. Their samples are among this client's.
+
+        Raises:
+            ValueError: as for `conversation`.
+        """
+        made = self.conversation(f"{self._conversation}/{group}" if self._conversation else group)
+        self._sides[group] = made
+        return made
 
     @property
     def metrics(self) -> dict[str, float]:
         """Return the counts so far, as `chat/...`.
 
         - `calls`, the calls that `extended` a conversation, the `branches` begun, and `malformed_calls`;
+        - `repeated_calls`, which asked again what had been answered, when no call had continued the answer;
+        - of the endpoint: `left_out_tools`, the tools offered that a policy cannot have; `unmet_tool_choices`, answers
+          without the call that was asked for; `untrained_calls`, by the rules of `rollout.endpoint.conversations`;
         - `limit_context_length` and its like: conversations that met the limit of this name;
         - `tool_s`: seconds between an answer that calls tools and what follows it;
         - `drift_checks`, and of these `drift_text`, `drift_tokens`, `drift_refused` (the template cannot render it
           again).
         """
         return {f"chat/{name}": count for name, count in self._counts.items()}
+
+    def count(self, name: str, number: int) -> None:
+        """Add `number` to the metric `chat/<name>`."""
+        if number:
+            self._counts[name] += number
+
+    @property
+    def why_no_samples(self) -> str:
+        """See `asyncrl.api.ChatClient`."""
+        if self._unfit:
+            return self._unfit[0]
+        untrained = self._counts.get("untrained_calls")
+        return "all its calls are untrained by rollout.endpoint.conversations" if untrained else ""
 
     @property
     def max_context(self) -> int:
@@ -211,6 +254,7 @@ class EpisodeClient:
         if request.score_from is not None:  # scoring generates nothing, so nothing is recorded
             return await self._policy.generate(request)
         check_prompt_pictures(self._prompt, request.input_ids, request.pictures)
+        since = self._recorder.recorded
         parent = self._recorder.find_ids(request.input_ids, request.pictures)
         length = len(parent.ids) if parent else 0
         given = request.input_ids[length:]
@@ -219,10 +263,13 @@ class EpisodeClient:
         if state.over:
             return GenerationResult(request.request_id, tuple(no_completion() for _ in range(request.n)))
         result = await self._policy.generate(replace(request, sampling=_within(request.sampling, state)))
+        repeats = False
         for completion in result.completions:
             finish = ChatFinish.stop if completion.finish_reason == FinishReason.stop else ChatFinish.length
             after = state.answered(finish, len(completion.token_ids))
-            self._recorder.add(Turn(parent, given, completion, request=after, given_pictures=shown))
+            turn = Turn(parent, given, completion, request=after, given_pictures=shown)
+            repeats |= self._recorder.add(turn, since=since)
+        self.count("repeated_calls", repeats)
         return result
 
     async def chat(
@@ -253,6 +300,7 @@ class EpisodeClient:
             raise ChatError(
                 f"tool_choice={tool_choice!r}: the policy's tokens are not constrained; use {' or '.join(TOOL_CHOICES)}"
             )
+        since = None if continue_last else self._recorder.recorded
         chat, wanted = self._chat(), sampling or self._prompt.sampling
         check_stop_strings(wanted.stop)
         messages = [_read(message) for message in messages]
@@ -274,7 +322,7 @@ class EpisodeClient:
         self._counts["calls"] += 1
         self._counts["extended" if context.parent else "branches"] += 1
         offered = tools if tool_choice == "auto" else ()
-        begun = str(messages[-1]["content"]) if continue_last else ""
+        begun, repeats = str(messages[-1]["content"]) if continue_last else "", False
         first, *others = [
             reply_of(chat, ids, completion, offered, drawn.stop, f"{seed}/{index}", begun)
             for index, completion in enumerate(result.completions)
@@ -286,8 +334,9 @@ class EpisodeClient:
                 *(context.parent, tuple(given.ids), reply.completion, context.messages, reply, after, given.pictures),
                 answered_at=now,
             )
-            self._recorder.add(turn, tools)
+            repeats |= self._recorder.add(turn, tools, since=since)
             self._counts["malformed_calls"] += reply.malformed_calls
+        self.count("repeated_calls", repeats)
         return replace(first, alternatives=tuple(others))
 
     def prompt_ids(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
@@ -310,20 +359,25 @@ class EpisodeClient:
         """Remove `answer` from the records: the agent never received it."""
         self._recorder.forget(answer)
 
+    def leave_untrained(self, answers: Sequence[Completion]) -> None:
+        """Leave the `answers` to a call out of training; they are context for what continues them."""
+        self.count("untrained_calls", self._recorder.leave_untrained(answers))
+
     def close(self) -> None:
         """End the episode. Called by the owner of the client."""
 
     def samples(self, reward: float = 0.0) -> list[Sample]:
         """See `asyncrl.api.ChatClient`."""
+        others = [client for (policy, group), client in self._clients.items() if policy == self._name and group]
+        clients: list[EpisodeClient] = [self, *(self._sides.values() if self._conversation else others)]
+        return [sample for client in clients for sample in client._own_samples(reward)]
+
+    def _own_samples(self, reward: float) -> list[Sample]:
+        """Return the samples of this client's own records."""
         if self._name and self._name not in self._rules.trained:
             return []
-        own = self._recorder.samples(reward)
-        if self._group:
-            own = [replace(sample, group=self._group) for sample in own]
-        if self._group != self._name:  # the samples are one conversation's
-            return own
-        others = [client for (policy, group), client in self._clients.items() if policy == self._name and group]
-        return own + [sample for client in others for sample in client.samples(reward)]
+        own = self._recorder.samples(reward, drop_repeated=self._rules.repeated is Repeated.drop)
+        return [replace(sample, group=self._group) for sample in own] if self._group else own
 
     def all_samples(self, reward: float = 0.0) -> list[Sample]:
         """See `asyncrl.api.ChatClient`."""
@@ -353,6 +407,8 @@ class EpisodeClient:
         if (wrong := wrong_turns(messages)) is not None:
             raise ChatError(f"these messages are not a valid conversation: {wrong}")
         if continue_last:
+            if (begun := self._recorder.find(messages, tools)[0]) is not None:  # as an answer that was cut off
+                self._recorder.continued.add(begun)
             turn, _ = self._recorder.find(messages[:-1], tools)
             given = chat.continued(with_reasoning(turn, messages), tools)
             return Context(None, given, tuple(messages[:-1]), turn)
@@ -449,13 +505,20 @@ class EpisodeClient:
             seconds = time.monotonic() - before.answered_at
             self._counts["tool_s"] += seconds
             state = state.tools_returned(seconds)
+        if before is not None:
+            self._recorder.continued.add(before)
         if parent is None and before is not None:
             state = state.forked()
         if not state.over:
             state = state.begin(tokens)
         if state.over:
+            if state.is_full and before is None and not self._unfit:
+                self._unfit.append(f"its first prompt of {tokens:,} tokens does not fit in {state.over}")
             if not self._recorder.cut_off(before, tokens):
-                raise ConversationEnded(f"the conversation is over: {state.over}; end it at finish_reason 'length'")
+                facts = (tokens, self.max_context) if state.is_full else ()
+                raise ConversationEnded(
+                    f"the conversation is over: {state.over}; end it at finish_reason 'length'", *facts
+                )
             self._counts[f"limit_{state.over.partition('=')[0].rpartition('.')[2]}"] += 1
             _log.info("prompt %s: a conversation of %d tokens ends at %s", self._prompt.prompt_id, tokens, state.over)
         return state

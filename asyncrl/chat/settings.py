@@ -30,6 +30,15 @@ class DriftCheck(StrEnum):
     """A difference fails the rollout."""
 
 
+class Repeated(StrEnum):
+    """Answers that an agent threw away: it asked the same again, and no call continued them."""
+
+    keep = auto()
+    """They are samples as others are."""
+    drop = auto()
+    """They are not trained."""
+
+
 @dataclass
 class ChatConfig:
     """Conversations in messages; docs/chat.md."""
@@ -48,6 +57,11 @@ class ChatConfig:
         DriftCheck.off,
         "compare extended conversations with a new rendering: off, tolerant (count differences), strict (a difference "
         "fails the rollout)",
+    )
+    repeated: Repeated = setting(
+        Repeated.keep,
+        "answers that the agent threw away: it asked the same messages with the same tools again after the answer, and "
+        "continued that in no call. keep: they are trained; drop: they are not",
     )
     max_turns: int = setting(0, "limit on the policy's answers in one conversation; 0: none", unit="turns", minimum=0)
     feedback_tokens: int = setting(

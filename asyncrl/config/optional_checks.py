@@ -31,7 +31,7 @@ CHECKS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
         "asyncrl.trainer.model.lora_checks": ("model.lora",),
         "asyncrl.observe.checks": ("logging.wandb_project", "samples"),
-        "asyncrl.chat.checks": ("rollout.chat",),
+        "asyncrl.chat.checks": ("rollout.chat", "rollout.endpoint.conversations"),
         _TOOLS: ("mcp", "tools"),
         POLICY_CHECKS: ("policies",),
         "asyncrl.colocated.checks": ("generation.colocated",),

@@ -135,6 +135,31 @@ class Pacing(StrEnum):
     """Just in time for their expected train step."""
 
 
+class OfferedTools(StrEnum):
+    """Which calls a rule is for, by the tools that they offer to the policy."""
+
+    any = auto()
+    """All calls."""
+    none = auto()
+    """Calls that offer none."""
+    some = auto()
+    """Calls that offer tools."""
+
+
+@dataclass
+class ConversationConfig:
+    """A rule for side conversations at the endpoint: which calls it is for, by all that it names, and what becomes of
+    them; docs/endpoint.md.
+    """
+
+    model: str = setting("", "the model that a call names, exactly or as a glob (`claude-haiku-*`); empty: any")
+    header: str = setting("", "header that a call has; empty: none is needed")
+    value: str = setting("*", "value of `header`, exactly or as a glob")
+    tools: OfferedTools = setting(OfferedTools.any, "calls that offer the policy tools (some), none, or either (any)")
+    group: str = setting("", "comparison group of their samples, below that of the address; empty: that of the address")
+    trained: bool = setting(True, "false: the answers are not trained, and counted as chat/untrained_calls")
+
+
 @dataclass
 class EndpointConfig:
     """The policy as OpenAI's and Anthropic's APIs, which each RolloutWorker serves to its agents; docs/endpoint.md."""
@@ -144,6 +169,11 @@ class EndpointConfig:
         "address that it listens on, without TLS; use another than the loopback only if agents run on other machines",
     )
     max_body_mb: int = setting(32, "largest request body; larger ones are refused", unit="MB", minimum=1)
+    conversations: list[ConversationConfig] = setting(
+        help="rules for calls beside the main conversation (titles, summaries, sub-agents), by model, header or tools: "
+        "a comparison group of their own (group), or no training (trained: false). The first for a call decides",
+        factory=list,
+    )
 
 
 @dataclass

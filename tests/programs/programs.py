@@ -126,7 +126,8 @@ PROGRAMS = (
         offers("Bash"),
         "`context_management` and `output_config`, which are ignored; messages of the role `system`",
         env={"ANTHROPIC_BASE_URL": "{root}", "ANTHROPIC_AUTH_TOKEN": "{key}", "ANTHROPIC_MODEL": "policy"},
-        quiet={"IS_SANDBOX": "1", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"},
+        # without a proxy it looks whether there is a server
+        quiet={"IS_SANDBOX": "1", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "HTTPS_PROXY": ""},
     ),
     Program(
         "codex",

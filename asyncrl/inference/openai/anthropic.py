@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
@@ -17,17 +18,20 @@ from asyncrl.inference.openai.api_call import (
     SupportedParameters,
     answer_format,
     convert,
-    forced_call,
     frame,
     function_tool,
     invalid,
+    offered,
     pieces,
     refused,
     sampling_of,
+    tool_choice_of,
 )
 from asyncrl.inference.openai.chat_completions import assistant_call, seen_of, text_of
 
 _TEXT: Final = ("text",)
+_BILLING: Final = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
+"""Line that Claude Code begins its system text with. It differs between tasks, whose prompts would share no prefix."""
 _STOP: Final = {ChatFinish.stop: "end_turn", ChatFinish.length: "max_tokens", ChatFinish.tool_calls: "tool_use"}
 
 
@@ -90,6 +94,18 @@ class _Block(msgspec.Struct):
     source: Json | None = None
 
 
+class _Source(msgspec.Struct):
+    type: str
+    data: str | None = None
+    content: str | list[Json] | None = None
+
+
+class _Document(msgspec.Struct):
+    source: _Source
+    title: str | None = None
+    context: str | None = None
+
+
 class _Tool(msgspec.Struct):
     name: str
     input_schema: Json
@@ -121,8 +137,7 @@ class Messages:
         if asked.max_tokens is None:
             raise invalid("max_tokens", "missing; give the longest answer in tokens")
         tools = _tools(asked.tools)
-        if asked.tool_choice.get("type") not in ("auto", "none"):
-            raise forced_call(asked.tool_choice)
+        choice, wants_call = tool_choice_of(asked.tool_choice)
         for name, value in asked.output_config.items():
             if name not in ("effort", "format"):
                 raise refused(f"output_config.{name}", value, "effort, which is ignored, and format are known")
@@ -134,13 +149,15 @@ class Messages:
             top_k=asked.top_k,
             stop=asked.stop_sequences,
         )
-        messages, choice = messages_of(asked.system, asked.messages), str(asked.tool_choice["type"])
+        messages = messages_of(asked.system, asked.messages)
         begun = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls") and messages[-1]["content"]
         return ApiCall(
             *(asked.model, messages, tools, choice, sampling),
             stream=asked.stream,
             continue_last=bool(begun),
             body=asked,
+            wants_call=wants_call,
+            left_out_tools=len(asked.tools) - len(tools),
         )
 
     def answer(self, call: ApiCall, replies: Sequence[ChatReply]) -> Json:
@@ -200,12 +217,13 @@ def messages_of(system: str | Sequence[Json], given: Sequence[Json]) -> list[Mes
     """
     if not given:
         raise invalid("messages", "empty; give at least one message")
-    text = text_of(system, "system", _TEXT)
+    text = _system_of(system)
     messages: list[Message] = [{"role": "system", "content": text}] if text else []
     for number, each in enumerate(given):
         where = f"messages[{number}]"
         found = convert(each, _Message, where)
         content = [{"type": "text", "text": found.content}] if isinstance(found.content, str) else found.content
+        content = _with_documents(content, f"{where}.content")
         blocks = [convert(block, _Block, f"{where}.content[{at}]") for at, block in enumerate(content)]
         if found.role == "user":
             messages += _of_user(blocks, where)
@@ -218,12 +236,41 @@ def messages_of(system: str | Sequence[Json], given: Sequence[Json]) -> list[Mes
     return messages
 
 
+def _system_of(system: str | Sequence[Json]) -> str:
+    parts = [{"type": "text", "text": system}] if isinstance(system, str) else system
+    text_of(parts, "system", _TEXT)  # refuses other parts
+    return "".join(_BILLING.sub("", part["text"]) for part in parts)
+
+
+def _with_documents(parts: Sequence[Json], where: str) -> list[Json]:
+    """Return `parts` with documents of text as text.
+
+    Raises:
+        ApiError: a document is of another kind.
+    """
+    return [
+        _text_of_document(part, f"{where}[{at}]") if part.get("type") == "document" else part
+        for at, part in enumerate(parts)
+    ]
+
+
+def _text_of_document(part: Json, where: str) -> Json:
+    found = convert(part, _Document, where)
+    if found.source.type not in ("text", "content"):
+        raise refused(f"{where}.source.type", found.source.type, "the policy reads documents of text")
+    given = found.source.data if found.source.type == "text" else found.source.content
+    text = text_of(given, f"{where}.source.content", _TEXT)
+    return {"type": "text", "text": "\n".join(filter(None, (found.title, found.context, text)))}
+
+
 def _of_user(blocks: Sequence[_Block], where: str) -> Iterator[Message]:
     """Yield a message for each tool's result, then one for the text and the pictures."""
     parts: list[Json] = []
     for number, block in enumerate(blocks):
         if block.type == "tool_result":
-            content = seen_of(block.content, f"{where}.content[{number}].content", _TEXT)
+            within = f"{where}.content[{number}].content"
+            given = block.content if isinstance(block.content, str) else _with_documents(block.content, within)
+            content = seen_of(given, within, _TEXT)
             yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
         elif block.type == "text":
             parts.append({"type": "text", "text": block.text})
@@ -248,17 +295,17 @@ def _of_assistant(blocks: Sequence[_Block], where: str) -> Message:
             arguments = msgspec.json.encode(block.input).decode()
             call = assistant_call(block.id, block.name, arguments, f"{where}.content[{number}]")
             message.setdefault("tool_calls", []).append(call)
-        else:
+        elif block.type != "redacted_thinking":  # nobody but Anthropic can read that
             raise refused(f"{where}.content[{number}].type", block.type, "text, thinking and tool_use are known")
     return message
 
 
 def _tools(given: Sequence[Json]) -> list[ToolSchema]:
     tools = []
-    for number, tool in enumerate(given):
+    for where, tool in offered(given):
         if (kind := tool.get("type") or "custom") != "custom":
-            raise refused(f"tools[{number}].type", kind, "tools of your own alone are supported")
-        found = convert({**tool, "type": kind}, _Tool, f"tools[{number}]")
+            raise refused(f"{where}.type", kind, "tools of your own alone are supported")
+        found = convert({**tool, "type": kind}, _Tool, where)
         tools.append(function_tool(found.name, found.description, found.input_schema))
     return tools
 

@@ -66,6 +66,29 @@ def invalid(param: str, why: str) -> ApiError:
     return ApiError(400, f"{param}: {why}", param=param, code="invalid_value")
 
 
+class ContextExceeded(ApiError):
+    """A conversation that leaves no room for an answer, in the words at which programs of each API shorten theirs.
+
+    Args:
+        tokens: the conversation's.
+        most: tokens that a conversation may have, its answers included.
+    """
+
+    def __init__(self, tokens: int, most: int) -> None:
+        super().__init__(
+            400,
+            f"This model's maximum context length is {most} tokens. However, your messages resulted in {tokens} "
+            "tokens, which leaves no room for an answer. Please reduce the length of the messages.",
+            param="messages",
+            code="context_length_exceeded",
+        )
+        self._of_anthropic = ApiError(400, f"prompt is too long: {tokens} tokens > {most - 1} maximum")
+
+    def anthropic(self) -> dict[str, Any]:
+        """Return the error in Anthropic's form; the maximum is that of a prompt, before an answer of one token."""
+        return self._of_anthropic.anthropic()
+
+
 ERROR_HEADERS: Final[Mapping[str, str]] = {"x-should-retry": "false"}
 """Sent with every error: the same call would fail again, as the policy's client has retried already."""
 
@@ -155,6 +178,8 @@ class ApiCall:
         messages: the conversation in OpenAI's chat form.
         tools: the tools that may be called, in OpenAI's chat form.
         tool_choice: `auto` or `none`.
+        wants_call: whether the request asks for a call, which cannot be enforced.
+        left_out_tools: number of tools that the policy cannot have (`NOT_OFFERED`).
         sampling: the request's changes to the session's sampling.
         n: number of answers.
         stream: whether the answer is a stream of events.
@@ -171,6 +196,8 @@ class ApiCall:
     stream: bool = False
     continue_last: bool = False
     body: Any = None
+    wants_call: bool = False
+    left_out_tools: int = 0
 
     def sampled_by(self, session: SamplingParams) -> SamplingParams:
         """Return the request's sampling parameters, and the session's for those that the request lacks. The session's
@@ -256,19 +283,31 @@ def json_arguments(text: str, where: str) -> str:
     return text or "{}"
 
 
-def forced_call(value: object) -> ApiError:
-    """Return the refusal of a `tool_choice` that would force a call."""
-    return refused("tool_choice", value, "the policy cannot be forced to call a tool; use auto or none")
+NOT_OFFERED: Final = ("web_search", "web_fetch", "tool_search", "namespace", "image_generation")
+"""Beginnings of the types of tools that the API's side would run or resolve, and that programs send unasked: Codex
+`web_search` and `namespace`, Claude Code `web_search_20250305`. They are left out and counted.
+"""
 
 
-def check_tool_choice(choice: object) -> None:
-    """Check OpenAI's parameter `tool_choice`.
+def offered(tools: Sequence[Json]) -> Iterator[tuple[str, Json]]:
+    """Yield the tools of a request that are not left out, each after its place in the request."""
+    for number, tool in enumerate(tools):
+        if not str(tool.get("type")).startswith(NOT_OFFERED):
+            yield f"tools[{number}]", tool
+
+
+def tool_choice_of(choice: str | Json) -> tuple[str, bool]:
+    """Return `auto` or `none`, and whether a call is asked for: any, or one of a function.
 
     Raises:
-        ApiError: it would force a call.
+        ApiError: it is none of these.
     """
-    if choice not in ("auto", "none"):
-        raise forced_call(choice)
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if kind in ("required", "function", "any", "tool"):
+        return "auto", True
+    if kind not in ("auto", "none"):
+        raise refused("tool_choice", choice, "auto, none, a required call and the name of a function are known")
+    return str(kind), False
 
 
 def answer_format(param: str, wanted: Json) -> None:

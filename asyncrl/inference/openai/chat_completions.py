@@ -25,15 +25,16 @@ from asyncrl.inference.openai.api_call import (
     Json,
     SupportedParameters,
     answer_format,
-    check_tool_choice,
     convert,
     frame,
     function_tool,
     invalid,
     json_arguments,
+    offered,
     pieces,
     refused,
     sampling_of,
+    tool_choice_of,
 )
 
 
@@ -75,10 +76,10 @@ def tools_of(given: Sequence[Json]) -> list[ToolSchema]:
         ApiError: a tool is of another kind.
     """
     tools = []
-    for number, tool in enumerate(given):
+    for where, tool in offered(given):
         if tool.get("type") != "function":
-            raise refused(f"tools[{number}].type", tool.get("type"), "functions alone are supported")
-        found = convert(tool.get("function"), Function, f"tools[{number}].function")
+            raise refused(f"{where}.type", tool.get("type"), "functions alone are supported")
+        found = convert(tool.get("function"), Function, f"{where}.function")
         tools.append(function_tool(found.name, found.description, found.parameters))
     return tools
 
@@ -353,7 +354,7 @@ def call_of(body: Body) -> ApiCall:
     if not 1 <= body.n <= MAX_ANSWERS:
         raise invalid("n", f"{body.n} answers; ask for 1 to {MAX_ANSWERS}")
     tools = tools_of(body.tools)
-    check_tool_choice(body.tool_choice)
+    choice, wants_call = tool_choice_of(body.tool_choice)
     if body.add_generation_prompt == body.continue_final_message:
         raise refused(
             "add_generation_prompt",
@@ -364,8 +365,9 @@ def call_of(body: Body) -> ApiCall:
     answer_format("response_format", body.response_format)
     most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     sampling = body.checked(most)
-    asked = body.model, messages_of(body.messages), tools, str(body.tool_choice), sampling
-    return ApiCall(*asked, body.n, body.stream, body.continue_final_message, body)
+    asked = body.model, messages_of(body.messages), tools, choice, sampling
+    left_out = len(body.tools) - len(tools)
+    return ApiCall(*asked, body.n, body.stream, body.continue_final_message, body, wants_call, left_out)
 
 
 def _head(call: ApiCall, kind: str) -> Json:
@@ -413,6 +415,7 @@ class Generate(msgspec.Struct):
     """A request to continue ids."""
 
     token_ids: list[int]
+    model: str = ""
     sampling_params: Json = msgspec.field(default_factory=dict)
 
 
@@ -433,7 +436,7 @@ _TOKENIZE: Final = SupportedParameters(
 )
 _GENERATE: Final = SupportedParameters(
     Generate,
-    ignored=frozenset({"model", "request_id", "stream_options", "cache_salt", "priority"}),
+    ignored=frozenset({"request_id", "stream_options", "cache_salt", "priority"}),
     neutral={"stream": (False,), "features": ({},)},
 )
 _SAMPLING: Final = SupportedParameters(
@@ -490,8 +493,9 @@ def read_tokenize(body: bytes) -> tuple[list[Message], list[ToolSchema], bool]:
     return messages, tools, asked.add_generation_prompt
 
 
-def read_generate(body: bytes, session: SamplingParams) -> GenerationRequest:
-    """Return the request for continuations of ids, with the sampling of `session` for parameters that it lacks.
+def read_generate(body: bytes, session: SamplingParams) -> tuple[GenerationRequest, str]:
+    """Return the request for continuations of ids, with the sampling of `session` for parameters that it lacks, and the
+    model that it names.
 
     Raises:
         ApiError: the request is invalid.
@@ -503,7 +507,8 @@ def read_generate(body: bytes, session: SamplingParams) -> GenerationRequest:
     if not 1 <= own.n <= MAX_ANSWERS:
         raise invalid("sampling_params.n", f"{own.n} answers; ask for 1 to {MAX_ANSWERS}")
     call = ApiCall("", (), sampling=own.checked(own.max_tokens))
-    return GenerationRequest(uuid.uuid4().hex, tuple(asked.token_ids), own.n, call.sampled_by(session))
+    request = GenerationRequest(uuid.uuid4().hex, tuple(asked.token_ids), own.n, call.sampled_by(session))
+    return request, asked.model
 
 
 def generated(result: GenerationResult) -> Json:

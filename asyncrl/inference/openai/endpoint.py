@@ -14,21 +14,23 @@ import secrets
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, Final, Protocol, TypeVar
 
 from aiohttp import web
 
 from asyncrl.api.chat import ChatClient, ChatReply, Message, ToolSchema
-from asyncrl.api.generation import Completion, GenerationResult, SamplingParams
+from asyncrl.api.generation import Completion, GenerationRequest, GenerationResult, SamplingParams
 from asyncrl.chat.episode_client import ConversationEnded
 from asyncrl.comm.http_server import Refused, careful_runner, read_body, refusal
 from asyncrl.comm.names import url_host
 from asyncrl.comm.waits import CLOSE_S
 from asyncrl.inference.openai import anthropic, api_call, chat_completions
 from asyncrl.inference.openai.anthropic import Messages
-from asyncrl.inference.openai.api_call import ERROR_HEADERS, Api, ApiCall, ApiError
+from asyncrl.inference.openai.api_call import ERROR_HEADERS, Api, ApiCall, ApiError, ContextExceeded
 from asyncrl.inference.openai.chat_completions import ChatCompletions, ChatFromTokens, PromptIds
 from asyncrl.inference.openai.responses import Responses
+from asyncrl.rollout.settings import ConversationConfig, OfferedTools
 
 _T = TypeVar("_T")
 
@@ -64,6 +66,14 @@ class RecordingClient(ChatClient, Protocol):
 
     def forget(self, answer: Completion) -> None:
         """Remove `answer`, which was not delivered, from the records."""
+        ...
+
+    def leave_untrained(self, answers: Sequence[Completion]) -> None:
+        """Record that `answers` are not trained."""
+        ...
+
+    def count(self, name: str, number: int) -> None:
+        """Add `number` to the metric `chat/<name>`."""
         ...
 
 
@@ -102,6 +112,8 @@ class PolicyCalls:
         except ValueError as error:
             raise ApiError(400, str(error), code="invalid_request") from error
         except ConversationEnded as error:
+            if error.tokens:
+                raise ContextExceeded(error.tokens, error.most) from error
             raise ApiError(400, str(error), code="context_length_exceeded") from error
         except asyncio.CancelledError as error:
             if not self.are_open:
@@ -126,6 +138,7 @@ class Session:
         calls: calls to the policy; their failure makes the episode invalid.
         conversation: returns the session of the calls whose header `X-Session-ID` has this value; None: all calls are
             of this one.
+        side: returns the session of this one's side conversations in a comparison group.
     """
 
     def __init__(
@@ -138,6 +151,7 @@ class Session:
         self.sampling = sampling
         self.calls = PolicyCalls()
         self.conversation: Callable[[str], Awaitable[Session]] | None = None
+        self.side: Callable[[str], Awaitable[Session]] | None = None
         self.apis: dict[str, Api] = {
             "/chat/completions": ChatCompletions(),
             "/responses": Responses(),
@@ -163,9 +177,13 @@ class Session:
         """True if `key` belongs to this session."""
         return hmac.compare_digest(key.encode(errors="surrogateescape"), self.api_key.encode())
 
-    def ask(self, call: ApiCall) -> asyncio.Task[Sequence[ChatReply]]:
-        """Have the policy answer `call`."""
-        return self.calls.begin(lambda: self._replies(call))
+    def ask(self, call: ApiCall, *, trained: bool = True) -> asyncio.Task[Sequence[ChatReply]]:
+        """Have the policy answer `call`; `trained`: whether the answers may be trained."""
+        return self.calls.begin(lambda: self._replies(call, trained=trained))
+
+    def generate(self, request: GenerationRequest, *, trained: bool = True) -> asyncio.Task[GenerationResult]:
+        """Have the policy continue the ids of `request`; `trained` as in `ask`."""
+        return self.calls.begin(lambda: self._generated(request, trained=trained))
 
     def delivered(self, key: bytes) -> Any:
         """Return the answer that the request `key` got before; None if it got none."""
@@ -182,7 +200,8 @@ class Session:
         for completion in given:
             self.client.forget(completion)
 
-    async def _replies(self, call: ApiCall) -> Sequence[ChatReply]:
+    async def _replies(self, call: ApiCall, *, trained: bool) -> Sequence[ChatReply]:
+        self.client.count("left_out_tools", call.left_out_tools)
         sampling = call.sampled_by(self.sampling)
         reply = await self.client.chat(
             call.messages,
@@ -192,7 +211,28 @@ class Session:
             n=call.n,
             continue_last=call.continue_last,
         )
-        return (reply, *reply.alternatives)
+        replies = (reply, *reply.alternatives)
+        self._recorded(len(reply.prompt_ids), [each.completion for each in replies], trained=trained)
+        if call.wants_call:
+            self.client.count("unmet_tool_choices", sum(not each.tool_calls for each in replies))
+        return replies
+
+    async def _generated(self, request: GenerationRequest, *, trained: bool) -> GenerationResult:
+        result = await self.client.generate(request)
+        self._recorded(len(request.input_ids), result.completions, trained=trained)
+        return result
+
+    def _recorded(self, tokens: int, answers: Sequence[Completion], *, trained: bool) -> None:
+        """Note the answers to a conversation of `tokens` that is recorded.
+
+        Raises:
+            ConversationEnded: they are empty, as the context had no room. At an error programs shorten a conversation.
+        """
+        most = self.client.max_context
+        if most and tokens >= most and not answers[0].token_ids:
+            raise ConversationEnded("the context has no room for an answer", tokens, most)
+        if not trained:
+            self.client.leave_untrained(answers)
 
 
 def session_is_over() -> ApiError:
@@ -215,14 +255,21 @@ class Endpoint:
         host: interface to listen on.
         max_body_bytes: limit of a request.
         keep_alive_s: interval of the comments in a stream that waits.
+        conversations: rules of `rollout.endpoint.conversations`, of which the first that a call meets decides.
     """
 
     def __init__(
-        self, host: str = "127.0.0.1", *, max_body_bytes: int = 32 << 20, keep_alive_s: float = KEEP_ALIVE_S
+        self,
+        host: str = "127.0.0.1",
+        *,
+        max_body_bytes: int = 32 << 20,
+        keep_alive_s: float = KEEP_ALIVE_S,
+        conversations: Sequence[ConversationConfig] = (),
     ) -> None:
         self.refused: Counter[str] = Counter()
         """Calls that were not served, by `code` of the error."""
         self._host, self._max_body_bytes, self._keep_alive_s = host, max_body_bytes, keep_alive_s
+        self._rules = conversations
         self._sessions: dict[str, Session] = {}
         self._starting = asyncio.Lock()
         self._runner: web.ServerRunner | None = None
@@ -279,6 +326,8 @@ class Endpoint:
             session = self._sessions.get(session_id)
             if session is None:
                 raise session_is_over()
+            if path == "/" and request.method in ("GET", "HEAD") and request.content.is_eof():
+                return web.Response()  # Claude Code looks whether there is a server, without its key
             if not session.accepts(_key(request)):
                 raise ApiError(401, "wrong key: use the api_key that the episode was given", code="invalid_api_key")
             session = await _conversation(request, session)
@@ -303,11 +352,12 @@ class Endpoint:
         body = await self._body(request)
         api = session.apis[path]
         call = api.read(body)
+        session, trained = await self._ruled(session, request, call.model, bool(call.tools))
         key = hashlib.sha256(path.encode() + b"\0" + body).digest()
         replies = session.delivered(key) if _is_repeat(request) else None
         stream = web.StreamResponse(headers=api_call.STREAM_HEADERS)
         if replies is None:
-            work = session.ask(call)
+            work = session.ask(call, trained=trained)
             try:
                 if call.stream:
                     await self._wait(work, stream, request)
@@ -328,6 +378,26 @@ class Endpoint:
             return answer
         await self._send(request, session, key, replies, stream, api.events(call, replies))
         return stream
+
+    async def _ruled(
+        self, session: Session, request: web.BaseRequest, model: str, tools: bool | None
+    ) -> tuple[Session, bool]:
+        """Return the session that records a call, by the rules of conversations, and whether its answer may be trained.
+
+        Args:
+            session: the session that the call names.
+            model: the model that it names.
+            tools: whether it offers tools; None: it does not say.
+        """
+        rule = next((rule for rule in self._rules if _applies(rule, request.headers, model, tools)), None)
+        if rule is None:
+            return session, True
+        if rule.group and session.side is not None:
+            try:
+                session = await session.side(rule.group)
+            except (ValueError, RuntimeError) as error:
+                raise ApiError(400, f"rollout.endpoint.conversations: {error}", code="invalid_request") from error
+        return session, rule.trained
 
     async def _wait(self, work: asyncio.Task[Any], stream: web.StreamResponse, request: web.BaseRequest) -> None:
         """Wait until `work` is done, with a comment from time to time so that the connection is not taken for lost."""
@@ -362,10 +432,11 @@ class Endpoint:
     async def _generate(self, request: web.BaseRequest, session: Session, path: str) -> web.StreamResponse:
         body = await self._body(request)
         key = hashlib.sha256(path.encode() + b"\0" + body).digest()
-        wanted = chat_completions.read_generate(body, session.sampling)
+        wanted, model = chat_completions.read_generate(body, session.sampling)
+        session, trained = await self._ruled(session, request, model, None)
         result = session.delivered(key) if _is_repeat(request) else None
         if result is None:
-            work = session.calls.begin(lambda: session.client.generate(wanted))
+            work = session.generate(wanted, trained=trained)
             try:
                 result = await work
             except BaseException:
@@ -428,6 +499,20 @@ async def _conversation(request: web.BaseRequest, session: Session) -> Session:
         return await session.conversation(name)
     except (ValueError, RuntimeError) as error:
         raise ApiError(400, f"X-Session-ID: {error}", code="invalid_request") from error
+
+
+def _applies(rule: ConversationConfig, headers: Mapping[str, str], model: str, tools: bool | None) -> bool:
+    """True if a call has everything that `rule` names."""
+    return (
+        (not rule.model or _fits(model, rule.model))
+        and (not rule.header or (rule.header in headers and _fits(headers[rule.header], rule.value)))
+        and (rule.tools is OfferedTools.any or (tools is not None and tools == (rule.tools is OfferedTools.some)))
+    )
+
+
+def _fits(value: str, wanted: str) -> bool:
+    """True if `value` is `wanted`, exactly (a model's name may have brackets) or as a glob."""
+    return value == wanted or fnmatchcase(value, wanted)
 
 
 def _key(request: web.BaseRequest) -> str:

@@ -6,7 +6,6 @@ conversation while the session is open; each session has its own instance.
 
 from __future__ import annotations
 
-import logging
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -23,14 +22,15 @@ from asyncrl.inference.openai.api_call import (
     Json,
     SupportedParameters,
     answer_format,
-    check_tool_choice,
     convert,
     frame,
     function_tool,
     invalid,
+    offered,
     pieces,
     refused,
     sampling_of,
+    tool_choice_of,
 )
 from asyncrl.inference.openai.chat_completions import (
     Function,
@@ -46,10 +46,6 @@ from asyncrl.inference.openai.chat_completions import (
 LOGPROBS: Final = "message.output_text.logprobs"
 _INCLUDED: Final = (LOGPROBS, "reasoning.encrypted_content")
 _TEXT: Final = ("input_text", "output_text", "text")
-NOT_OFFERED: Final = frozenset(("web_search", "web_search_preview", "namespace", "tool_search"))
-"""Tools that OpenAI's side runs or resolves itself, and which Codex sends unasked. The policy is not told of them."""
-
-_log = logging.getLogger(__name__)
 
 
 class Body(msgspec.Struct):
@@ -120,15 +116,18 @@ class Responses:
                 raise refused("include", name, f"{' and '.join(_INCLUDED)} are known")
         answer_format("text.format", asked.text.get("format") or {})
         tools = _tools(asked.tools)
-        check_tool_choice(asked.tool_choice)
+        choice, wants_call = tool_choice_of(asked.tool_choice)
         turns = [*self._before(asked.previous_response_id), *_messages(asked.input)]
         if not turns:
             raise invalid("input", "empty; give at least one message")
         system: list[Message] = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
         sampling = sampling_of(max_new_tokens=asked.max_output_tokens, temperature=asked.temperature, top_p=asked.top_p)
-        body_ = _Asked(asked, turns)
         return ApiCall(
-            asked.model, [*system, *turns], tools, str(asked.tool_choice), sampling, stream=asked.stream, body=body_
+            *(asked.model, [*system, *turns], tools, choice, sampling),
+            stream=asked.stream,
+            body=_Asked(asked, turns),
+            wants_call=wants_call,
+            left_out_tools=len(asked.tools) - len(tools),
         )
 
     def answer(self, call: ApiCall, replies: Sequence[ChatReply]) -> Json:
@@ -232,13 +231,10 @@ def _messages(given: str | Sequence[Json]) -> list[Message]:
 
 def _tools(given: Sequence[Json]) -> list[ToolSchema]:
     tools = []
-    for number, tool in enumerate(given):
-        if (kind := tool.get("type")) in NOT_OFFERED:
-            _log.info("a response is asked for with a tool of the type %s, which is left out", kind)
-            continue
-        if kind != "function":
-            raise refused(f"tools[{number}].type", kind, "functions alone are supported")
-        found = convert(tool, Function, f"tools[{number}]")
+    for where, tool in offered(given):
+        if (kind := tool.get("type")) != "function":
+            raise refused(f"{where}.type", kind, "functions alone are supported")
+        found = convert(tool, Function, where)
         tools.append(function_tool(found.name, found.description, found.parameters))
     return tools
 

@@ -125,9 +125,13 @@ class VerifiersAgent(Agent):
             own = client.conversation(run["trace"]) if "trace" in run else client
             group = self._group(run.get("agent", ""), prompt)
             parts = {"reward_parts": run["parts"], "metrics": run["metrics"]}
-            samples += [replace(sample, group=group, **parts) for sample in own.samples(run["reward"])]
+            for sample in own.samples(run["reward"]):
+                side = sample.group.removeprefix(run.get("trace", "")).removeprefix("/")
+                own_group = "/".join(filter(None, (group, side)))
+                samples.append(replace(sample, group=own_group, **parts))
         if not samples:
-            raise VerifiersError(f"{self._env!r} never asked the policy on row {row['row']}")
+            why = client.why_no_samples or "it never asked the policy"
+            raise VerifiersError(f"{self._env!r} has no sample of row {row['row']}: {why}")
         return samples
 
     def _group(self, agent: str, prompt: Prompt) -> str:

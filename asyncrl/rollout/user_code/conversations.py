@@ -45,7 +45,11 @@ class Conversations:
         if self._endpoint is None:
             from asyncrl.inference.openai.endpoint import Endpoint  # most agents do not ask for it
 
-            self._endpoint = Endpoint(self._served.host, max_body_bytes=self._served.max_body_mb << 20)
+            self._endpoint = Endpoint(
+                self._served.host,
+                max_body_bytes=self._served.max_body_mb << 20,
+                conversations=self._served.conversations,
+            )
         return self._endpoint
 
     async def close(self) -> None:
@@ -90,7 +94,7 @@ def chat_policy(config: ExperimentConfig, model_config: Mapping[str, Any]) -> Ch
         context, setting = limit, "generation.max_total_tokens"
     limits = ChatLimits(chat.max_turns, context, chat.max_tool_s, setting)
     named = tuple(policy.name for policy in config.policies)
-    return ChatPolicy(limits, chat.reasoning, chat.drift, named, config.trained_policies)
+    return ChatPolicy(limits, chat.reasoning, chat.drift, chat.repeated, named, config.trained_policies)
 
 
 class ServedEpisodeClient(EpisodeClient):
@@ -140,11 +144,15 @@ class ServedEpisodeClient(EpisodeClient):
                 raise RuntimeError("the endpoint was asked for after the rollout had ended")
             if self._session is None:
                 self._session = await self._endpoint().open(self, self._prompt.sampling)
+                self._session.side = self._side
             if apart:
                 self._session.conversation = self.endpoint
             return self._session
 
-    def samples(self, reward: float = 0.0) -> list[Sample]:
+    async def _side(self, group: str) -> Session:
+        return await self.aside(group).endpoint()
+
+    def _own_samples(self, reward: float) -> list[Sample]:
         """See `EpisodeClient`.
 
         Raises:
@@ -153,7 +161,7 @@ class ServedEpisodeClient(EpisodeClient):
         """
         if self._session is not None and self._session.calls.failure is not None:
             raise self._session.calls.failure
-        return super().samples(reward)
+        return super()._own_samples(reward)
 
     def close(self) -> None:
         """Close the sessions of all clients of the episode."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +41,7 @@ class RulePolicy:
     def __init__(self, answer: str = "The answer is 4.", reasoning: str | None = None) -> None:
         self.answer, self.reasoning = answer, reasoning
         self.asked: list[dict[str, Any]] = []
+        self.counts = Counter[str]()
         self.recorded: list[Completion] = []
         self.begun = self.cancelled = 0
         self.gate = asyncio.Event()
@@ -79,6 +81,12 @@ class RulePolicy:
 
     def forget(self, answer: Completion) -> None:
         self.recorded.remove(answer)
+
+    def leave_untrained(self, answers: Sequence[Completion]) -> None:
+        raise NotImplementedError
+
+    def count(self, name: str, number: int) -> None:
+        self.counts[name] += number
 
     async def _wait(self) -> None:
         self.begun += 1

@@ -12,13 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openai
 import pytest
 import pytest_asyncio
 
 from asyncrl.api import Completion, FinishReason, GenerationRequest, GenerationResult, Prompt, Sample, SamplingParams
+from asyncrl.chat.conversation import ChatLimits
+from asyncrl.chat.episode_client import ChatPolicy
 from asyncrl.chat.template import ChatFormat
 from asyncrl.inference.openai.endpoint import Endpoint
 from asyncrl.plugins.agents.verifiers_env import HOST, VerifiersAgent, VerifiersDataset, VerifiersError
+from asyncrl.rollout.settings import ConversationConfig
 from asyncrl.rollout.user_code.conversations import ServedEpisodeClient
 
 from ...warm import Template, forked
@@ -248,15 +252,15 @@ class World:
         self.chat, self.endpoint, self.agents = chat, endpoint, list[VerifiersAgent]()
         self.gate = asyncio.Event()
         self.gate.set()
+        self.rules: ChatPolicy | None = None
 
     def agent(self, python: str, env: Path, **more: Any) -> VerifiersAgent:
         self.agents.append(VerifiersAgent(python=python, env=str(env), **more))
         return self.agents[-1]
 
     def client(self, prompt: Prompt, *texts: str) -> ServedEpisodeClient:
-        return ServedEpisodeClient(
-            Speaker(self.chat, list(texts), self.gate), prompt, self.chat, endpoint=lambda: self.endpoint
-        )
+        speaker = Speaker(self.chat, list(texts), self.gate)
+        return ServedEpisodeClient(speaker, prompt, self.chat, self.rules, endpoint=lambda: self.endpoint)
 
     async def run(self, agent: VerifiersAgent, env: Path, row: int, *texts: str, split: str = "train") -> list[Sample]:
         data = {"prompt": "?", "verifiers": {"env": str(env), "split": split, "row": row}}
@@ -318,6 +322,26 @@ async def test_a_classic_environment_with_tools_is_rolled_out_and_scored(
 ) -> None:
     agent = world.agent(python, classic_env, args={"kind": "tool"})
     await assert_scored(world, agent, classic_env, 0, "a", "so 4")
+
+
+@pytest.mark.parametrize("python", [pytest.param(CLASSIC, marks=classic)], indirect=True)
+async def test_a_classic_rollout_ends_where_the_context_has_no_room_and_is_scored(
+    world: World, classic_env: Path, python: str
+) -> None:
+    """The environment knows the error's words, and takes an empty answer for a failure of the model."""
+    agent = world.agent(python, classic_env, args={"kind": "twice"})
+    asked = world.chat.begin([{"role": "user", "content": "3+3?"}]).ids
+    said = world.chat.tokenizer.encode("it is 4")
+    world.rules = ChatPolicy(ChatLimits(max_context=len(asked) + len(said) + 3))
+    (sample,) = await world.run(agent, classic_env, 3, "it is 4")
+    assert world.says(sample)[1::2] == ["it is 4<|im_end|>"]
+    assert (sample.truncated, sample.reward) == (True, pytest.approx(1.1))
+    assert world.endpoint.refused == {"context_length_exceeded": 1}
+    world.rules = ChatPolicy(ChatLimits(max_context=len(asked)))
+    with pytest.raises(
+        VerifiersError, match=r"its first prompt of \d+ tokens does not fit in generation\.context_length"
+    ):
+        await world.run(agent, classic_env, 3)
 
 
 @pytest.mark.parametrize("python", [pytest.param(CLASSIC, marks=classic)], indirect=True)
@@ -460,6 +484,40 @@ async def test_the_attempts_of_verifiers_own_best_of_n_are_samples_of_one_group(
     assert [sample.reward for sample in samples] == pytest.approx([1.1, 0.1])
     assert [sample.metrics["best"] for sample in samples] == [1.0, 0.0]
     assert {sample.group for sample in samples} == {""}
+
+
+async def test_side_conversations_of_a_run_are_in_a_group_below_its_agents(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Host:
+        """As the v1 API's: the calls of a run have its trace's id, and the harness' own headers."""
+
+        async def __aenter__(self) -> None: ...
+        async def __aexit__(self, *_: object) -> None: ...
+
+        async def run(self, row: int, split: str, base_url: str, api_key: str) -> dict[str, Any]:
+            policy = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+            for more in ({}, {"x-claude-code-agent-id": "a1"}):
+                await policy.chat.completions.create(
+                    model="policy",
+                    messages=[{"role": "user", "content": "2+2?"}],
+                    extra_headers={"X-Session-ID": "trace7", **more},
+                )
+            run = {"trace": "trace7", "agent": "solver", "trained": True, "reward": 0.5, "parts": {}, "metrics": {}}
+            return {"runs": [run]}
+
+    async def ready(_: VerifiersAgent) -> Host:
+        return Host()
+
+    monkeypatch.setattr(VerifiersAgent, "_ready", ready)
+    rule = ConversationConfig(header="x-claude-code-agent-id", group="sub")
+    world.endpoint = Endpoint(conversations=[rule])
+    samples = await world.run(
+        world.agent("python", tmp_path / "a.py", within=["solver"]), tmp_path / "a.py", 0, "4", "5"
+    )
+    assert [(sample.group, sample.reward) for sample in samples] == [("solver/0", 0.5), ("solver/0/sub", 0.5)]
+    assert [world.says(sample)[1::2] for sample in samples] == [["4<|im_end|>"], ["5<|im_end|>"]]
+    await world.endpoint.close()
 
 
 async def test_rows_of_another_dataset_are_refused_before_anything_starts(world: World, tmp_path: Path) -> None:

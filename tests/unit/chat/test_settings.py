@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,15 @@ from typing import Any
 import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.load import load_experiment
 from asyncrl.config.memory import context_length, turns
+from asyncrl.config.optional_checks import optional_problems
 from asyncrl.config.setting import ConfigError
 from asyncrl.data.prompt_queue import PromptRef
 from asyncrl.launch.before_start.setting_checks import validate
+from asyncrl.manager.settings import PolicyConfig
 from asyncrl.plugins.settings import ToolConfig
+from asyncrl.rollout.settings import ConversationConfig, OfferedTools
 from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code.conversations import chat_policy
 
@@ -44,6 +49,39 @@ def test_a_wrong_setting_is_named(chat: dict[str, Any], agent: dict[str, Any], p
         validate(config)
     for part in parts:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rules", "named"),
+    [
+        ([{"trained": False}], r"conversations\[0\].model='': the rule names no calls"),
+        ([{"model": "x", "value": "1", "group": "g"}], r"conversations\[0\].value='1': of which header"),
+        ([{"header": "a b", "group": "g"}], r"conversations\[0\].header='a b'"),
+        ([{"model": "x"}], r"conversations\[0\].trained=true: without a group the rule does nothing"),
+        ([{"model": "x", "group": "g" * 65}], r"conversations\[0\].group="),
+        ([{"model": "x", "group": "judge/a"}], r"'judge' is a trained policy"),
+        (
+            [{"tools": OfferedTools.none, "group": "g"}, {"model": "x", "tools": OfferedTools.none, "trained": False}],
+            r"conversations\[1\].model='x': conversations\[0\] is for all these calls",
+        ),
+    ],
+)
+def test_a_rule_of_conversations_that_is_for_no_call_or_does_nothing_is_named(
+    rules: list[dict[str, Any]], named: str
+) -> None:
+    config = ExperimentConfig()
+    config.policies = [PolicyConfig(name="judge", trained=True)]
+    config.rollout.endpoint.conversations = [ConversationConfig(**rule) for rule in rules]
+    (problem,) = (each for each in optional_problems(config) if each.startswith("rollout.endpoint"))
+    assert re.search(named, problem)
+
+
+def test_rules_of_conversations_that_differ_pass_and_come_from_a_file() -> None:
+    text = "[{tools: none, header: x-id, trained: false}, {tools: none, group: title}, {model: claude-*, group: sub}]"
+    config = load_experiment("gsm8k_chat", [f"rollout.endpoint.conversations={text}"])
+    assert isinstance(config, ExperimentConfig)
+    assert [rule.tools for rule in config.rollout.endpoint.conversations] == ["none", "none", "any"]
+    assert list(optional_problems(config)) == []
 
 
 def test_a_stop_string_that_no_text_holds_is_named() -> None:

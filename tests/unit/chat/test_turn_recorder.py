@@ -146,3 +146,55 @@ def test_a_branch_without_sampled_tokens_is_no_sample_and_later_ones_keep_their_
     assert [sample.tokens.tolist() for sample in samples] == [[6, 7], [1, 2, 4, 5]]
     assert [sample.loss_mask.tolist() for sample in samples] == [[0, 1], [0, 1, 0, 1]]
     assert [sample.versions.tolist() for sample in samples] == [[-1, 3], [-1, 3, -1, 3]]
+
+
+TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+
+
+def kept_of(recorder: TurnRecorder) -> list[int]:
+    """The last token of each sample, if answers that were thrown away are dropped."""
+    return [int(sample.tokens[-1]) for sample in recorder.samples(1.0, drop_repeated=True)]
+
+
+def test_an_answer_is_thrown_away_if_the_same_is_asked_again_after_it_and_no_call_continues_it() -> None:
+    def answer(token: int) -> Turn:
+        reply = ChatReply(ANSWER, "b", None, (), 0, ChatFinish.stop, (), made([], []).completion)
+        return made([1], [token], messages=(USER,), reply=reply)
+
+    first, at_once, again, elsewhere = answer(2), answer(3), answer(4), answer(5)
+    recorder = TurnRecorder()
+    assert not recorder.add(first, since=0)
+    assert not recorder.add(at_once, since=0), "it was asked before the first was answered"
+    assert not recorder.add(elsewhere, TOOLS, since=2), "it offers tools"
+    assert kept_of(recorder) == [2, 3, 5]
+    assert recorder.add(again, since=3)
+    assert kept_of(recorder) == [5, 4]
+    assert len(recorder.samples(1.0)) == 4
+    recorder.continued.add(first)
+    assert kept_of(recorder) == [2, 5, 4]
+    recorder.forget(again.completion)
+    assert kept_of(recorder) == [2, 3, 5], "what nobody received has replaced nothing"
+    assert recorder.add(answer(6), since=recorder.recorded)
+    recorder.forget(at_once.completion)
+    assert not recorder.add(answer(7), since=1), "of what had been answered then, one was continued and one forgotten"
+
+
+def test_ids_that_are_asked_again_are_the_same_with_the_same_pictures() -> None:
+    shown = [
+        made([1, 0], [token], given_pictures=(PlacedPicture(1, 1, shade),)) for token, shade in ((2, BLACK), (3, WHITE))
+    ]
+    recorder = TurnRecorder()
+    assert not any(recorder.add(turn, since=recorder.recorded) for turn in shown)
+    assert recorder.add(made([1, 0], [4], given_pictures=(PlacedPicture(1, 1, BLACK),)), since=2)
+    assert kept_of(recorder) == [3, 4]
+
+
+def test_untrained_answers_are_context_and_end_no_sample() -> None:
+    first = made([1], [2])
+    inner, leaf, alone = made([3], [4], first), made([5], [6], first), made([7], [8])
+    recorder = recorded(alone, leaf, first, inner, made([9], [10], inner))
+    assert recorder.leave_untrained([inner.completion, leaf.completion, alone.completion])
+    assert not recorder.leave_untrained([made([1], [2]).completion])
+    (sample,) = recorder.samples(1.0)
+    assert sample.tokens.tolist() == [1, 2, 3, 4, 9, 10]
+    assert sample.loss_mask.tolist() == [0, 1, 0, 0, 0, 1]

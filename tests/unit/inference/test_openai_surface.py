@@ -19,6 +19,8 @@ from openai.types.chat import completion_create_params
 from openai.types.responses import response_create_params
 
 from asyncrl.api import SamplingParams
+from asyncrl.chat.checks import check
+from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.openai import anthropic as api_of_anthropic
 from asyncrl.inference.openai import chat_completions, responses
 from asyncrl.inference.openai.anthropic import Messages
@@ -27,6 +29,7 @@ from asyncrl.inference.openai.chat_completions import ChatCompletions
 from asyncrl.inference.openai.responses import Responses
 from asyncrl.launch import __main__ as launch
 from asyncrl.plugins.agents.openai_agent import OpenAIAgent
+from asyncrl.rollout.settings import ConversationConfig, OfferedTools
 
 DOC = (Path(__file__).parents[3] / "docs" / "endpoint.md").read_text()
 USER: Any = {"role": "user", "content": "hi"}
@@ -46,6 +49,10 @@ def message(**more: Any) -> ApiCall:
     return Messages().read(json.dumps({"model": "m", "max_tokens": 9, "messages": [USER]} | more).encode())
 
 
+def document(**source: Any) -> Any:
+    return [{"role": "user", "content": [{"type": "document", "source": source}]}]
+
+
 def parts(kind: str) -> Any:
     return [{"role": "user", "content": [{"type": kind, "text": "x"}]}]
 
@@ -60,8 +67,8 @@ def parts(kind: str) -> Any:
         (chat, {"modalities": ["audio"]}, "modalities"),
         (chat, {"functions": [{"name": "f"}]}, "use tools"),
         (chat, {"chat_template_kwargs": {"enable_thinking": False}}, "dataset.chat_template_args"),
-        (chat, {"tools": [TOOL], "tool_choice": "required"}, "tool_choice='required'"),
-        (chat, {"tools": [TOOL], "tool_choice": TOOL}, "tool_choice"),
+        (chat, {"tools": [TOOL], "tool_choice": "always"}, "tool_choice='always'"),
+        (respond, {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice="),
         (chat, {"add_generation_prompt": False}, "add_generation_prompt=False"),
         (chat, {"continue_final_message": True}, "add_generation_prompt=True"),
         (chat, {"tools": [{"type": "custom"}]}, "tools[0].type='custom'"),
@@ -90,7 +97,9 @@ def parts(kind: str) -> Any:
         (message, {"max_tokens": None}, "max_tokens: missing"),
         (message, {"container": "c"}, "container"),
         (message, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type='bash_20250124'"),
-        (message, {"tool_choice": {"type": "any"}}, "tool_choice"),
+        (message, {"tool_choice": {"type": "some"}}, "tool_choice"),
+        (message, {"messages": document(type="base64", data="JVBE")}, "messages[0].content[0].source.type='base64'"),
+        (message, {"system": [{"type": "image"}]}, "system[0].type='image'"),
         (message, {"messages": parts("image")}, "part 0 of a message: a picture without content"),
         (message, {"output_config": {"task_budget": {"total": 9}}}, "output_config.task_budget"),
         (message, {"output_config": {"format": {"type": "grammar"}}}, "output_config.format"),
@@ -198,6 +207,60 @@ def test_claude_codes_and_codex_requests_are_read() -> None:
     assert [each["function"]["name"] for each in codex.tools] == ["shell"]
 
 
+@pytest.mark.parametrize(
+    ("read", "kind"),
+    [(chat, "web_search"), (respond, "tool_search"), (respond, "namespace"), (respond, "image_generation")]
+    + [(message, kind) for kind in ("web_search_20250305", "web_fetch_20250910", "tool_search_tool_bm25_20251119")],
+)
+def test_a_tool_that_the_apis_side_would_run_is_left_out_and_counted(read: Callable[..., ApiCall], kind: str) -> None:
+    own = {chat: TOOL, respond: {"type": "function", "name": "f"}, message: {"name": "f", "input_schema": {}}}[read]
+    call = read(tools=[{"type": kind, "name": "x"}, own])
+    assert [tool["function"]["name"] for tool in call.tools] == ["f"]
+    assert call.left_out_tools == 1
+    assert read(tools=[own]).left_out_tools == 0
+
+
+@pytest.mark.parametrize(
+    ("read", "choice", "wanted"),
+    [
+        (chat, "required", True),
+        (chat, TOOL, True),
+        (chat, "auto", False),
+        (respond, "required", True),
+        (respond, {"type": "function", "name": "f"}, True),
+        (message, {"type": "any", "disable_parallel_tool_use": True}, True),
+        (message, {"type": "tool", "name": "f"}, True),
+        (message, {"type": "auto"}, False),
+    ],
+)
+def test_a_call_may_be_asked_for_and_is_not_enforced(read: Callable[..., ApiCall], choice: Any, wanted: bool) -> None:
+    call = read(tool_choice=choice)
+    assert (call.tool_choice, call.wants_call) == ("auto", wanted)
+
+
+def test_documents_of_text_are_read_and_what_anthropic_alone_can_read_is_not() -> None:
+    text = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "Four."}, "title": "Sum"}
+    cited = {"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "Five."}]}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [cited]}
+    hidden = [{"type": "redacted_thinking", "data": "x="}, {"type": "text", "text": "Read."}]
+    read = message(messages=[{"role": "assistant", "content": hidden}, {"role": "user", "content": [result, text]}])
+    assert read.messages == [
+        {"role": "assistant", "content": "Read."},
+        {"role": "tool", "tool_call_id": "c", "content": "Five."},
+        {"role": "user", "content": "Sum\nFour."},
+    ]
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_the_billing_line_of_claude_code_is_no_part_of_a_prompt(apart: bool) -> None:
+    billing, own = "x-anthropic-billing-header: cc_version=2.1.197.a1f; cc_entrypoint=cli;", "Be brief.\nNo x-headers."
+    system: Any = f"{billing}\n{own}"
+    if apart:
+        system = [{"type": "text", "text": billing}, {"type": "text", "text": own}]
+    assert message(system=system).messages[0] == {"role": "system", "content": own}
+    assert [each["role"] for each in message(system=billing).messages] == ["user"]
+
+
 def test_a_request_says_how_it_is_sampled_within_the_experiments_length() -> None:
     own = SamplingParams(max_new_tokens=100, temperature=0.8, top_p=0.9, seed=5)
     assert chat().sampled_by(own) == own
@@ -248,8 +311,15 @@ def test_the_documents_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     OpenAIAgent(**settings[0]["agent"]["args"])
     for code in python[1:]:
         compile(code, "docs/endpoint.md", "exec")
-    assert settings[1]["agent"]["path"] == "asyncrl.plugins.agents.verifiers_env:VerifiersAgent"
-    assert settings[1]["dataset"]["path"] == "asyncrl.plugins.agents.verifiers_env:VerifiersDataset"
+    _, side, verifiers = settings
+    rules = ExperimentConfig()
+    rules.rollout.endpoint.conversations = [
+        ConversationConfig(**{**rule, "tools": OfferedTools(rule.get("tools", "any"))})
+        for rule in side["rollout"]["endpoint"]["conversations"]
+    ]
+    assert list(check(rules)) == []
+    assert verifiers["agent"]["path"] == "asyncrl.plugins.agents.verifiers_env:VerifiersAgent"
+    assert verifiers["dataset"]["path"] == "asyncrl.plugins.agents.verifiers_env:VerifiersDataset"
     shells = [shlex.split(line, comments=True) for kind, code in blocks if kind == "bash" for line in code.splitlines()]
     assert shells
     ran: list[list[str]] = []

@@ -278,6 +278,19 @@ async def test_an_episode_that_fails_once_its_context_is_full_names_the_setting(
     assert counted["rollout/lost_episodes: agent continues raised KeyError"] == 1.0
 
 
+async def test_an_episode_whose_first_prompt_does_not_fit_says_so() -> None:
+    """The program behind an endpoint then returned its reward, without an answer."""
+
+    async def program(prompt: Prompt, env: Environment, client: ChatClient) -> float:
+        await client.conversation("one").generate(ask(prompt))
+        return 0.0
+
+    full = ChatPolicy(ChatLimits(max_context=2))
+    why = r"its first prompt of 2 tokens does not fit in generation\.context_length=2 \(prompt e0-0\)"
+    with pytest.raises(EpisodeError, match=f"agent program has no sample for the reward 0.0: {why}"):
+        await roll_out_counted(program, rules=full)
+
+
 async def test_too_few_episodes_left_are_the_error_of_the_last_one_that_was_given_up() -> None:
     async def one_remains(prompt: Prompt, env: Environment, client: ChatClient) -> float:
         if prompt.member:
