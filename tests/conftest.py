@@ -120,7 +120,10 @@ TO_INCLUDE = {
         'ASYNCRL_VERIFIERS_CLASSIC_PYTHON="$PWD/.venv-verifiers/bin/python" '
         'ASYNCRL_VERIFIERS_V1_PYTHON="$PWD/.venv-verifiers-v1/bin/python" make test',
     ),
-    "programs": ("no such agent program", "python -m asyncrl.launch install programs && make test"),
+    "programs": (
+        "no such agent program, or no SmolLM2",
+        "python -m asyncrl.launch install programs && python -m asyncrl.launch install smollm2 && make test",
+    ),
     "metaworld": (
         "no Meta-World",
         "python -m venv .venv-metaworld && .venv-metaworld/bin/pip install metaworld==3.1.1 imageio && "

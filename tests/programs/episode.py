@@ -103,7 +103,7 @@ class Episode:
 
     def trained(self) -> list[tuple[float, int]]:
         """Log-probability and id of every token with loss, in the order of generation."""
-        found = []
+        found: list[tuple[float, int]] = []
         for sample in self.samples:
             with_loss = sample.loss_mask.nonzero()[0]
             found += zip(sample.behave_logprobs[with_loss].tolist(), sample.tokens[with_loss].tolist(), strict=True)
@@ -144,10 +144,11 @@ async def _run(program: Program, folder: Path, session: Session) -> tuple[int, s
         (work / name).parent.mkdir(exist_ok=True)
         (work / name).write_text(filled(text))
     command = [str(program.executable), *map(filled, shlex.split(program.command))]
+    own = {**program.env, **program.quiet}
     process = await asyncio.create_subprocess_exec(
         *command,
         cwd=work,
-        env=_environment(home, work) | {name: filled(value) for name, value in (program.env | program.quiet).items()},
+        env=_environment(home, work) | {name: filled(value) for name, value in own.items()},
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,

@@ -34,8 +34,8 @@ class Program:
         answers: what the policy says in turn, where it is asked to go on with the task.
         main: text in the prompts of that conversation, and in no other one.
         sends: what is in its requests that matters to a policy; names in backquotes are in the recorded request.
-        env: what points it at the endpoint.
-        quiet: environment that keeps it from asking other hosts, or a user.
+        env: what points it at the endpoint, and keeps it from asking a user.
+        quiet: further environment of the tests, in which other hosts cannot be reached.
         files: files that it reads, by their path in the working folder.
         kind: what tells it from the package's other programs.
         retells: whether its history has calls as text and not as calls.
@@ -125,9 +125,14 @@ PROGRAMS = (
         (*two_calls("Bash", description="Work on the file"), DONE),
         offers("Bash"),
         "`context_management` and `output_config`, which are ignored; messages of the role `system`",
-        env={"ANTHROPIC_BASE_URL": "{root}", "ANTHROPIC_AUTH_TOKEN": "{key}", "ANTHROPIC_MODEL": "policy"},
-        # without a proxy it looks whether there is a server
-        quiet={"IS_SANDBOX": "1", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "HTTPS_PROXY": ""},
+        env={
+            "ANTHROPIC_BASE_URL": "{root}",
+            "ANTHROPIC_AUTH_TOKEN": "{key}",
+            "ANTHROPIC_MODEL": "policy",
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "IS_SANDBOX": "1",
+        },
+        quiet={"HTTPS_PROXY": ""},  # with a proxy it does not look whether there is a server
     ),
     Program(
         "codex",
@@ -176,8 +181,8 @@ PROGRAMS = (
         (*two_calls("bash"), call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")),
         offers("bash"),
         "messages and one tool",
-        env=LITELLM,
-        quiet={**OWN_PRICES, "MSWEA_COST_TRACKING": "ignore_errors", "MSWEA_CONFIGURED": "true"},
+        env={**LITELLM, "MSWEA_CONFIGURED": "true", "MSWEA_COST_TRACKING": "ignore_errors"},
+        quiet=OWN_PRICES,
     ),
     Program(
         "openhands",
@@ -207,8 +212,7 @@ PROGRAMS = (
         (*two_calls("bash"), call("ask_helper", input="Is it made?"), DONE),
         "You are a coder.",
         "an agent that is a tool, as a second conversation",
-        env=OPENAI,
-        quiet={"OPENAI_AGENTS_DISABLE_TRACING": "1"},
+        env={**OPENAI, "OPENAI_AGENTS_DISABLE_TRACING": "1"},
     ),
     Program(
         "openai-agents",
@@ -217,8 +221,7 @@ PROGRAMS = (
         (*two_calls("bash"), call("ask_helper", input="Is it made?"), DONE),
         "You are a coder.",
         "an agent that is a tool, as a second conversation",
-        env=OPENAI,
-        quiet={"OPENAI_AGENTS_DISABLE_TRACING": "1"},
+        env={**OPENAI, "OPENAI_AGENTS_DISABLE_TRACING": "1"},
         kind="chat",
     ),
     Program(

@@ -12,7 +12,7 @@ from .episode import chat_format, play
 from .programs import FOLDER, MADE, PROGRAMS, Program
 from .record import recorded
 
-pytestmark = [pytest.mark.slow, pytest.mark.programs, pytest.mark.smollm2]
+pytestmark = [pytest.mark.slow, pytest.mark.programs]
 
 
 @pytest.fixture(scope="module")
@@ -39,4 +39,4 @@ async def test_a_program_does_its_task_and_each_token_has_loss_once(
     assert len(episode.bodies) == before["requests"]
     for sample, (tokens, with_loss) in zip(episode.samples, before["samples"], strict=True):
         assert int(sample.loss_mask.sum()) == with_loss
-        assert len(sample.tokens) == pytest.approx(tokens, rel=0.03)  # names of folders, the date
+        assert len(sample.tokens) == pytest.approx(tokens, rel=0.03, abs=100)  # names of folders, the date
