@@ -300,29 +300,31 @@ async def test_a_call_that_the_context_has_no_room_for_is_refused_in_the_apis_ow
 
 
 TITLES = ConversationConfig(model="claude-haiku-*", tools=OfferedTools.none, trained=False)
+PLAIN = ConversationConfig(model="claude-sonnet-5[1m]", tools=OfferedTools.none, group="plain")
 SUB_AGENTS = ConversationConfig(header="X-Claude-Code-Agent-Id", group="sub")
 
 
 @pytest.mark.parametrize("apart", [False, True])
 async def test_side_conversations_are_trained_as_the_first_rule_says_that_they_meet(world: World, apart: bool) -> None:
     """Also those of an agent that has a conversation of its own at the address; each agent's are its own."""
-    await world.begin("Title", "so a", "found", "done", conversations=[TITLES, SUB_AGENTS], apart=apart)
+    await world.begin("Title", "so a", "found", "done", "why", conversations=[TITLES, PLAIN, SUB_AGENTS], apart=apart)
     name = {"X-Session-ID": "one"} if apart else {}
     await world.ask("/messages", title(), name)
     called = await world.ask("/messages", claude(), name)
     await world.ask("/messages", claude(model="claude-haiku-4-5"), SUB_AGENT | name)
     await world.ask("/messages", claude(*result_of(called)), name)
+    await world.ask("/messages", claude(tools=[]), SUB_AGENT | name)
     own = "one" if apart else ""
     within = "one/sub" if apart else "sub"
     samples = world.client.samples(1.0)
-    assert world.said(samples) == [["so a", "done"], ["found"]]
-    assert [sample.group for sample in samples] == [own, within]
+    assert world.said(samples) == [["so a", "done"], ["found"], ["why"]]
+    assert [sample.group for sample in samples] == [own, within, within.replace("sub", "plain")]
     assert world.said(world.client.conversation(within).samples()) == [["found"]]
     if apart:
-        assert world.said(world.client.conversation("one").samples()) == [["so a", "done"], ["found"]]
+        assert world.said(world.client.conversation("one").samples()) == [["so a", "done"], ["found"], ["why"]]
         assert world.client.conversation("other").samples() == []
     assert world.client.metrics["chat/untrained_calls"] == 1
-    assert world.client.metrics["chat/calls"] == 4
+    assert world.client.metrics["chat/calls"] == 5
     world.client.close()
     assert len(world.endpoint) == 0
 
@@ -358,15 +360,18 @@ async def test_answers_that_a_program_threw_away_are_counted_and_dropped_on_requ
     world: World, repeated: Repeated
 ) -> None:
     """An answer is thrown away if the same is asked again after it and no call continues it."""
-    await world.begin("cut", "so a", "gone", "done", rules=ChatPolicy(repeated=repeated))
+    await world.begin("cut", "so a", "gone", "done", "anew", rules=ChatPolicy(repeated=repeated))
     await world.ask("/messages", claude())
     called = await world.ask("/messages", claude(max_tokens=64000))
     follow = result_of(called)
     await world.ask("/messages", claude(*follow))
     await world.ask("/messages", claude(*follow))
     assert world.client.metrics["chat/repeated_calls"] == 2
-    kept = [["cut"], ["so a", "gone"], ["done"]]
-    assert world.said(world.client.samples()) == (kept if repeated is Repeated.keep else [["so a", "done"]])
+    await world.ask("/messages", claude())
+    assert world.client.metrics["chat/repeated_calls"] == 3
+    kept = [["cut"], ["so a", "gone"], ["done"], ["anew"]]
+    dropped = [["so a", "done"], ["anew"]]
+    assert world.said(world.client.samples()) == (kept if repeated is Repeated.keep else dropped)
 
 
 async def test_an_answer_that_was_continued_as_the_beginning_of_another_is_not_thrown_away(world: World) -> None:

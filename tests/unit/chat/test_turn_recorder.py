@@ -176,7 +176,7 @@ def test_an_answer_is_thrown_away_if_the_same_is_asked_again_after_it_and_no_cal
     assert kept_of(recorder) == [2, 3, 5], "what nobody received has replaced nothing"
     assert recorder.add(answer(6), since=recorder.recorded)
     recorder.forget(at_once.completion)
-    assert not recorder.add(answer(7), since=1), "of what had been answered then, one was continued and one forgotten"
+    assert not recorder.add(answer(7), since=2), "of what had been answered then, one was continued and one forgotten"
 
 
 def test_ids_that_are_asked_again_are_the_same_with_the_same_pictures() -> None:
