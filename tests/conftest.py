@@ -120,6 +120,10 @@ TO_INCLUDE = {
         'ASYNCRL_VERIFIERS_CLASSIC_PYTHON="$PWD/.venv-verifiers/bin/python" '
         'ASYNCRL_VERIFIERS_V1_PYTHON="$PWD/.venv-verifiers-v1/bin/python" make test',
     ),
+    "programs": (
+        "no such agent program, or no SmolLM2",
+        "python -m asyncrl.launch install programs && python -m asyncrl.launch install smollm2 && make test",
+    ),
     "metaworld": (
         "no Meta-World",
         "python -m venv .venv-metaworld && .venv-metaworld/bin/pip install metaworld==3.1.1 imageio && "
@@ -150,7 +154,7 @@ LONGEST_FILES = (
     *("test_manager_process", "test_name_etcd", "test_comm_name_resolve", "test_bottleneck", "test_functions"),
     *("test_hosts", "test_process_death", "test_chaos", "test_sglang_run", "test_hosts_ray", "test_etcd_outage"),
     *("test_hosts_own_disks", "test_slurm_job", "test_tools", "test_hosts_slurm", "test_wheel", "test_join"),
-    *("test_vlm_run", "test_embodied_run", "test_user_code", "test_oracle", "test_full_disk"),
+    *("test_vlm_run", "test_embodied_run", "test_user_code", "test_oracle", "test_full_disk", "test_programs"),
     *("test_fastest_split", "test_documented_snippets", "test_adapters", "test_prefix_tree", "test_export"),
     *("test_engine_logprobs", "test_routing_replay", "test_supervised", "test_every_model", "test_metrics"),
     *("test_rewards", "test_vla", "test_reference", "test_checkpoints", "test_user_code_pool", "test_pictures"),

