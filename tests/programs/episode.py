@@ -145,24 +145,25 @@ async def _run(program: Program, folder: Path, session: Session) -> tuple[int, s
         (work / name).write_text(filled(text))
     command = [str(program.executable), *map(filled, shlex.split(program.command))]
     own = {**program.env, **program.quiet}
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        cwd=work,
-        env=_environment(home, work) | {name: filled(value) for name, value in own.items()},
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        async with asyncio.timeout(LIMIT_S):
-            printed, _ = await process.communicate()
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
-    assert process.returncode is not None
-    return process.returncode, printed.decode(errors="replace")
+    with (folder / "output").open("wb") as output:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            cwd=work,
+            env=_environment(home, work) | {name: filled(value) for name, value in own.items()},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+        try:
+            with contextlib.suppress(TimeoutError):  # it is killed, which its exit code says
+                async with asyncio.timeout(LIMIT_S):
+                    await process.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            code = await process.wait()
+    return code, (folder / "output").read_text(errors="replace")
 
 
 def _environment(home: Path, work: Path) -> dict[str, str]:
