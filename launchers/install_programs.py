@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 AS_OF = "2026-11-28"
-"""What the programs depend on is as new as it was on this day."""
+"""What the programs depend on is as new as it was on this day; pip takes today's."""
 NODE = 20
 """Oldest major version of Node for all programs."""
 STAMP = ".asyncrl-program"
