@@ -3,7 +3,7 @@
     install_programs.py [FOLDER [NAME...]]        FOLDER is .programs by default; without names: all programs
 
 Prints the executable of each. Programs of npm need Node 20 or newer, openhands needs Python 3.12. Python programs are
-installed by uv, or by pip if there is no uv. All of them need 2 GB and three minutes; a second call does nothing.
+installed by uv, or by pip if there is no uv. All of them need 3 GB and four minutes; a second call does nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 AS_OF = "2026-11-28"
-"""What the programs depend on is as new as it was on this day."""
+"""What the programs depend on is as new as it was on this day; pip takes today's."""
 NODE = 20
 """Oldest major version of Node for all programs."""
 STAMP = ".asyncrl-program"

@@ -117,6 +117,11 @@ FURTHER_CASES: dict[str, tuple[str, ...]] = {
         "tests/device/test_pretended_engine.py::test_an_update_in_the_middle_of_samples_leads_to_the_cpus_tokens[in_place-scan]",
         "tests/device/test_pretended_engine.py::test_an_update_in_the_middle_of_samples_leads_to_the_cpus_tokens[retract-experts, recorded]",
     ),
+    "pi stays at one of its APIs, and openai-agents at another": (
+        "tests/programs/test_programs.py::test_a_program_does_its_task_and_each_token_has_loss_once[pi-responses]",
+        "tests/programs/test_programs.py::test_a_program_does_its_task_and_each_token_has_loss_once[pi-messages]",
+        "tests/programs/test_programs.py::test_a_program_does_its_task_and_each_token_has_loss_once[openai-agents-chat]",
+    ),
 }
 """By what stays: the cases."""
 

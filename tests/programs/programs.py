@@ -97,16 +97,6 @@ OPENAI = {"OPENAI_BASE_URL": "{base}", "OPENAI_API_KEY": "{key}"}
 LITELLM = {"OPENAI_API_BASE": "{base}", "OPENAI_API_KEY": "{key}"}
 OWN_PRICES = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 CODEX = '{name="asyncrl",base_url="{base}",env_key="ASYNCRL_KEY",wire_api="responses"}'
-PI = {
-    "providers": {
-        "asyncrl": {
-            "baseUrl": "{base}",
-            "api": "openai-completions",
-            "apiKey": "{key}",
-            "models": [{"id": "policy"}],
-        }
-    }
-}
 OPENCODE = {
     "provider": {
         "asyncrl": {
@@ -116,6 +106,23 @@ OPENCODE = {
         }
     }
 }
+
+
+def pi(api: str, name: str, url: str = "{base}", kind: str = "") -> Program:
+    """Pi at an API, which it calls `name`."""
+    provider = {"baseUrl": url, "api": name, "apiKey": "{key}", "models": [{"id": "policy"}]}
+    return Program(
+        "pi",
+        api,
+        "--provider asyncrl --model policy -p '{task}'",
+        (*two_calls("bash"), DONE),
+        offers("bash"),
+        "messages and tools",
+        env={"PI_CODING_AGENT_DIR": "{folder}/.pi"},
+        files={".pi/models.json": json.dumps({"providers": {"asyncrl": provider}})},
+        kind=kind,
+    )
+
 
 PROGRAMS = (
     Program(
@@ -154,16 +161,9 @@ PROGRAMS = (
         quiet={"OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1"},
         files={"opencode.json": json.dumps(OPENCODE)},
     ),
-    Program(
-        "pi",
-        CHAT,
-        "--provider asyncrl --model policy -p '{task}'",
-        (*two_calls("bash"), DONE),
-        offers("bash"),
-        "messages and tools",
-        env={"PI_CODING_AGENT_DIR": "{folder}/.pi"},
-        files={".pi/models.json": json.dumps(PI)},
-    ),
+    pi(CHAT, "openai-completions"),
+    pi(RESPONSES, "openai-responses", kind="responses"),
+    pi(MESSAGES, "anthropic-messages", "{root}", kind="messages"),
     Program(
         "qwen-code",
         CHAT,

@@ -425,7 +425,8 @@ class Endpoint:
         rule = next((rule for rule in self._rules if _applies(rule, request.headers, model, tools)), None)
         if rule is None:
             return session, True
-        if rule.group and session.side is not None:
+        if rule.group:
+            assert session.side is not None, "an episode's session has it"
             try:
                 session = await session.side(rule.group)
             except (ValueError, RuntimeError) as error:
