@@ -26,7 +26,6 @@ import json
 import logging
 import math
 import os
-import re
 import shutil
 import signal
 import stat
@@ -39,7 +38,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -47,6 +46,16 @@ from asyncrl.api import Agent, Environment, Outcome, Prompt
 from asyncrl.comm.files import FileLock, NotPrivate
 from asyncrl.comm.waits import REPEAT_S, STOP_S, TOOL_S
 from asyncrl.config.plugin_code.import_paths import load_plugin
+from asyncrl.plugins.agents.command_files import (
+    OF_SESSION,
+    Copied,
+    files_of,
+    filled,
+    place_of,
+    text_of,
+    texts_of,
+    write,
+)
 from asyncrl.plugins.agents.containers import (
     EXIT_ENGINE_FAILED,
     NAME_LABEL,
@@ -67,9 +76,6 @@ _INHERITED: Final = ("PATH", "LANG", "LC_ALL", "TZ", "ASYNCRL_LAUNCH")
 """The last one marks what belongs to a launch (`asyncrl.runtime.supervisor`)."""
 _OWN: Final = ("HOME", "TMPDIR", "PWD", "NO_PROXY", "no_proxy")
 """Variables of each episode; `env` may not give them, but adds to the last two."""
-_WORD: Final = re.compile(r"\{\{[A-Za-z_][\w.-]*\}\}|\{([A-Za-z_][\w.-]*)\}")
-"""`{name}` is a placeholder, `{{name}}` is none: templates of others have it."""
-_OF_SESSION: Final = ("base_url", "root_url", "api_key")
 _CHUNK: Final = 1 << 16
 _SHOWN_LINES, _SHOWN_CHARS = 8, 1500
 
@@ -176,11 +182,11 @@ class CommandAgent(Agent):
         network: str = "bridge",
         run_args: Sequence[str] = (),
     ) -> None:
-        self._command = _texts("command", command, _OF_SESSION)
-        self._env = {name: _text(f"env[{name}]", value, _OF_SESSION) for name, value in (env or {}).items()}
+        self._command = texts_of("command", command, OF_SESSION)
+        self._env = {name: text_of(f"env[{name}]", value, OF_SESSION) for name, value in (env or {}).items()}
         if taken := [name for name in _OWN[:3] if name in self._env]:
             raise ValueError(f"env[{taken[0]}]: is of each episode; leave it out")
-        self._files, self._row_files = _files("files", files or {}, _OF_SESSION), row_files
+        self._files, self._row_files = files_of("files", files or {}, OF_SESSION), row_files
         self._reward = _reward_of(reward)
         self._reward_command = self._reward if isinstance(self._reward, RewardCommand) else None
         if timeout_s is not None and timeout_s <= 0:
@@ -220,7 +226,7 @@ class CommandAgent(Agent):
             EngineFailed: the container could not be started, or the engine failed.
         """
         session = await client.endpoint()
-        values = {name: getattr(session, name) for name in _OF_SESSION}
+        values = {name: getattr(session, name) for name in OF_SESSION}
         host = urlsplit(session.base_url).hostname or ""
         if self._engine is not None and self._engine.network != "host" and _is_loopback(host):
             raise EngineFailed(
@@ -230,8 +236,8 @@ class CommandAgent(Agent):
             )
         async with self._folder() as folder:
             await asyncio.to_thread(self._fill, folder, values, prompt.data)
-            command = [_filled(word, values, prompt.data) for word in self._command]
-            own_env = {name: _filled(text, values, prompt.data) for name, text in self._env.items()}
+            command = [filled(word, values, prompt.data) for word in self._command]
+            own_env = {name: filled(text, values, prompt.data) for name, text in self._env.items()}
             own_env |= dict.fromkeys(_OWN[3:], ",".join(filter(None, (*map(own_env.get, _OWN[3:]), host))))
             ended = await self._ended(folder, command, own_env, self._timeout_s)
             if not client.all_samples():
@@ -272,13 +278,13 @@ class CommandAgent(Agent):
     def _fill(self, folder: Path, values: Mapping[str, str], row: Mapping[str, Any]) -> None:
         """Write the episode's files."""
         for name, content in self._files.items():
-            _write(_place(folder, name), content, values, row)
+            write(place_of(folder, name), content, values, row)
         if self._row_files is not None:
             given = row.get(self._row_files)
             if not isinstance(given, Mapping) or not all(isinstance(text, str) for text in given.values()):
                 raise ValueError(f"row_files={self._row_files!r}: the row's field is {given!r:.80}, no texts by name")
             for name, text in given.items():
-                _write(_place(folder, str(name)), _Copied(text), values, row)
+                write(place_of(folder, str(name)), Copied(text), values, row)
 
     async def _ended(
         self, folder: Path, command: Sequence[str], env: Mapping[str, str], limit_s: float | None
@@ -332,7 +338,7 @@ class CommandAgent(Agent):
             return _number(await asyncio.to_thread(self._reward, prompt, folder / "work", ended.stdout))
         reward, row = self._reward_command, prompt.data
         await asyncio.to_thread(self._fill_reward, folder, ended, row)
-        command = [_filled(word, {}, row) for word in reward.command]
+        command = [filled(word, {}, row) for word in reward.command]
         judged = await self._ended(folder, command, {}, reward.timeout_s)
         last = (judged.stdout.strip().splitlines() or [""])[-1]
         with suppress(ValueError):
@@ -349,8 +355,8 @@ class CommandAgent(Agent):
         remove(beside)
         beside.mkdir()
         (beside / "output.txt").write_text(ended.stdout, encoding="utf-8")
-        for name, content in _files("reward: files", self._reward_command.files, ()).items():
-            _write(beside / name, content, {}, row)
+        for name, content in files_of("reward: files", self._reward_command.files, ()).items():
+            write(beside / name, content, {}, row)
 
 
 class _Folders:
@@ -489,101 +495,6 @@ class _Tail:
                 del self.kept[:-most_bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class _Copied:
-    """Content of a file without placeholders: a text, or a file or folder to copy."""
-
-    source: str | Path
-
-
-def _text(what: str, given: object, known: Sequence[str]) -> str:
-    """Return a setting's text, whose placeholders are known.
-
-    Raises:
-        ValueError: it is no text, or one is not.
-    """
-    if isinstance(given, int | float) and not isinstance(given, bool):
-        given = str(given)
-    if not isinstance(given, str):
-        raise ValueError(f"{what}={given!r:.80}: no text; put it in quotation marks")
-    for found in _WORD.finditer(given):
-        name = found[1]
-        if name is not None and name not in (*known, "brace") and not name.startswith("row."):
-            choices = ", ".join(f"{{{each}}}" for each in (*known, "row.<field>"))
-            raise ValueError(f"{what}: no such placeholder: {found[0]}; there are {choices}; {{brace}} writes a brace")
-    return given
-
-
-def _texts(what: str, given: object, known: Sequence[str]) -> list[str]:
-    if isinstance(given, str) or not isinstance(given, Sequence) or not given:
-        raise ValueError(f"{what}={given!r:.80}: give a list, the program and its arguments")
-    return [_text(f"{what}[{number}]", word, known) for number, word in enumerate(given)]
-
-
-def _files(what: str, given: Mapping[str, Any], known: Sequence[str]) -> dict[str, str | _Copied]:
-    """Return the contents of files, by name.
-
-    Raises:
-        ValueError: a name, a placeholder or a path is wrong.
-    """
-    found: dict[str, str | _Copied] = {}
-    for name, content in given.items():
-        _check_name(f"{what}[{name}]", name.removeprefix("~/") if known else name)
-        if not isinstance(content, Mapping):
-            found[name] = _text(f"{what}[{name}]", content, known)
-            continue
-        source = Path(str(content.get("path", ""))).expanduser().absolute()
-        if set(content) != {"path"} or not source.exists():
-            raise ValueError(f"{what}[{name}]={dict(content)}: give a text, or `path`: a file or folder to copy")
-        found[name] = _Copied(source)
-    return found
-
-
-def _check_name(what: str, name: str) -> None:
-    parts = PurePosixPath(name).parts
-    if not parts or name.startswith("/") or ".." in parts or "\0" in name:
-        raise ValueError(f"{what}: no name below the episode's folder; give a relative path without '..'")
-
-
-def _place(folder: Path, name: str) -> Path:
-    below = name.removeprefix("~/")
-    _check_name(repr(name), below)
-    return folder / ("work" if below == name else "home") / below
-
-
-def _write(place: Path, content: str | _Copied, values: Mapping[str, str], row: Mapping[str, Any]) -> None:
-    place.parent.mkdir(parents=True, exist_ok=True)
-    if isinstance(content, str):
-        place.write_text(_filled(content, values, row), encoding="utf-8")
-    elif isinstance(content.source, str):
-        place.write_text(content.source, encoding="utf-8", errors="surrogatepass")
-    elif content.source.is_dir():
-        shutil.copytree(content.source, place, symlinks=True, dirs_exist_ok=True)
-    else:
-        shutil.copy(content.source, place)
-
-
-def _filled(text: str, values: Mapping[str, str], row: Mapping[str, Any]) -> str:
-    """Return `text` with its placeholders replaced.
-
-    Raises:
-        ValueError: the row has no such field.
-    """
-
-    def value(found: re.Match[str]) -> str:
-        name = found[1]
-        if name is None or name == "brace":
-            return found[0] if name is None else "{"
-        if not name.startswith("row."):
-            return values[name]
-        key = name.removeprefix("row.")
-        if key not in row:
-            raise ValueError(f"{found[0]}: the row has no field {key!r}; it has {', '.join(sorted(row))}")
-        return row[key] if isinstance(row[key], str) else json.dumps(row[key], ensure_ascii=False)
-
-    return _WORD.sub(value, text)
-
-
 def _program(what: str, name: str, path: str | None) -> str:
     """Return the absolute path of the program that the setting `what` names.
 
@@ -633,8 +544,8 @@ def _reward_of(given: object) -> Callable[[Prompt, Path, str], object] | RewardC
             reward = RewardCommand(**given)
         except TypeError as error:
             raise ValueError(f"reward={dict(given)}: {error}") from None
-        words = _texts("reward: command", reward.command, ())
-        _files("reward: files", reward.files, ())
+        words = texts_of("reward: command", reward.command, ())
+        files_of("reward: files", reward.files, ())
         return replace(reward, command=words)
     if not isinstance(given, str):
         raise ValueError(f"reward={given!r:.80}: give the import path of a function, or {{command: [...]}}")
