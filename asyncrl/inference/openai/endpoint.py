@@ -210,6 +210,11 @@ MODEL: Final = "policy"
 KEEP_ALIVE_S: Final = 15.0
 """Interval of the comments in a stream that waits for the policy; clients take longer silence for a lost connection."""
 
+BACKLOG: Final = 1024
+"""Connections that wait to be accepted. Programs that open one for each call come in bursts; beyond this the kernel
+drops their first packets, and they try again after seconds.
+"""
+
 _Handler = Callable[[web.BaseRequest, Session, str], Awaitable[web.StreamResponse]]
 
 
@@ -273,7 +278,7 @@ class Endpoint:
 
     async def _start(self) -> None:
         self._runner = await careful_runner(self._handle)
-        site = web.TCPSite(self._runner, self._host, 0)
+        site = web.TCPSite(self._runner, self._host, 0, backlog=BACKLOG)
         await site.start()
         host, port = self._runner.addresses[0][:2]
         self._url = f"http://{url_host(host)}:{port}"
