@@ -24,6 +24,10 @@ class Clients:
 
     Each reward is another number, so that it is found again. With groups of one episode.
 
+    Args:
+        patience_s: for which no door need answer.
+        think_s: at most this long they think before they report.
+
     Attributes:
         opened: number of sessions that were opened.
         accepted: rewards that a session has taken.
@@ -31,13 +35,14 @@ class Clients:
         refused: calls that were refused, by status; 0 where nobody answered.
     """
 
-    def __init__(self, run_dir: Path, threads: int, patience_s: float = 60.0) -> None:
+    def __init__(self, run_dir: Path, threads: int, patience_s: float = 60.0, think_s: float = 0.3) -> None:
         self.opened = 0
         self.accepted: set[float] = set()
         self.doubtful: set[float] = set()
         self.refused: Counter[int] = Counter()
         self.failed: list[BaseException] = []
         self._run = CLIENT["Run"](run_dir, patience_s)
+        self._think_s, self._never = think_s, threading.Event()
         self._numbers, self._lock = itertools.count(1), threading.Lock()
         self._threads = [threading.Thread(target=self._play, args=(seed,), daemon=True) for seed in range(threads)]
         for thread in self._threads:
@@ -60,14 +65,15 @@ class Clients:
                 with self._lock:
                     self.opened += 1
                     reward = next(self._numbers) / 4096
-                self._use(session, random.choice(KINDS), reward)
+                self._use(session, random, reward)
         except CLIENT["RunOver"]:
             return
         except BaseException as error:
             self.failed.append(error)
 
-    def _use(self, session: Any, kind: str, reward: float) -> None:
+    def _use(self, session: Any, random: Random, reward: float) -> None:
         """Play one session; the run's deaths and the session's end are errors of its calls."""
+        kind = random.choice(KINDS)
         try:
             session.ask("12+30=")
             if kind == "is silent":
@@ -75,6 +81,7 @@ class Clients:
             if kind == "rejects":
                 session.reject()
                 return
+            self._never.wait(random.uniform(0, self._think_s))
             self.doubtful.add(reward)
             session.reward(reward)
             self.accepted.add(reward)

@@ -57,13 +57,13 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="asyncrl-online-") as folder:
         run_dir = Path(folder) / "online_stress" / "trial0"
-        steps = max(4, args.sessions * 3 // (4 * BATCH))  # a quarter of the sessions is silent or rejects
+        steps = max(4, -(-args.sessions * 5 // (6 * BATCH)))  # others are silent, are rejected, or die
         settings = SETTINGS | {"fileroot": folder, "total_train_steps": steps}
         command = [sys.executable, "-m", "asyncrl.launch", "online", *(f"{k}={v}" for k, v in settings.items())]
         launcher = subprocess.Popen([*command, *args.settings], stdout=sys.stderr, start_new_session=True)
         try:
             _until(lambda: (run_dir / "online" / "key").exists(), launcher)
-            clients = Clients(run_dir, AT_ONCE * args.clients, patience_s=120.0)
+            clients = Clients(run_dir, AT_ONCE * args.clients, patience_s=120.0, think_s=1.5)
             for number, name in enumerate(KILLED, 1):
                 _until(partial(_has_trained, run_dir, number * steps // (len(KILLED) + 1)), launcher)
                 _kill(launcher, name)

@@ -250,6 +250,11 @@ MODEL: Final = "policy"
 KEEP_ALIVE_S: Final = 15.0
 """Interval of the comments in a stream that waits for the policy; clients take longer silence for a lost connection."""
 
+BACKLOG: Final = 1024
+"""Connections that wait to be accepted. Programs that open one for each call come in bursts; beyond this the kernel
+drops their first packets, and they try again after seconds.
+"""
+
 _Handler = Callable[[web.BaseRequest, Session, str], Awaitable[web.StreamResponse]]
 
 
@@ -334,7 +339,7 @@ class Endpoint:
     async def _start(self) -> None:
         runner = await careful_runner(self._handle)
         try:
-            await web.TCPSite(runner, self._host, self._port).start()
+            await web.TCPSite(runner, self._host, self._port, backlog=BACKLOG).start()
         except OSError as error:
             await runner.cleanup()
             what = (
