@@ -160,7 +160,7 @@ class Program:
             own.seen.append((*each.prompt_ids, *each.completion.token_ids))
 
 
-def token(group: str, before: Sequence[int], token_id: int, logprob: float, version: int) -> tuple[Any, ...]:
+def token(group: str, before: Any, token_id: int, logprob: float, version: int) -> tuple[Any, ...]:
     """A token where it was drawn, with all that belongs to it."""
     return group, np.array(before, np.int32).tobytes(), int(token_id), float(np.float32(logprob)), int(version)
 
@@ -230,7 +230,7 @@ def weights_by_loss(name: str, batches: Sequence[StepBatch], kind: AttentionKind
         aggregation=ChoiceConfig(name, params),
     )
     config, state = cast(Any, SimpleNamespace(algorithm=algorithm)), TrainState(algorithm)
-    ranks, weights = Summing(), []
+    ranks, weights = Summing(), list[torch.Tensor]()
     for complete in (False, True):
         ranks = replace(ranks, complete=complete)
         weights = []
@@ -282,14 +282,14 @@ def check_weights(data: st.DataObject, trajectories: Sequence[Trajectory]) -> No
     for name, length in (each for of_rank in episodes for each in of_rank):
         by_episode.setdefault(name, []).append(length)
     for aggregation in known("aggregation"):
-        expected = {}
+        expected: dict[tuple[int, str, int], float] = {}
         for number in range(2):
             own = {name: lengths for name, lengths in by_episode.items() if name[0] == number}
             expected |= dict(zip(own, weights_by_page(aggregation, list(own.values())), strict=True))
         found = dict.fromkeys(by_episode, 0.0)
         weights = weights_by_loss(aggregation, batches, AttentionKind(kind), budget)
         for batch, weight_T, names_S in zip(batches, weights, episodes, strict=True):
-            for (name, _), own_T in zip(names_S, weight_T.split(batch.lengths_S.tolist()), strict=True):
+            for (name, _), own_T in zip(names_S, torch.split(weight_T, batch.lengths_S.tolist()), strict=True):
                 found[name] += float(own_T.sum())
         assert found == pytest.approx(expected, rel=1e-9), aggregation
 
