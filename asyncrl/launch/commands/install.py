@@ -28,7 +28,7 @@ def main(argv: Sequence[str], program: str) -> int:
     )
     parser.add_argument("name", choices=scripts, help="what to install")
     parser.add_argument(
-        "args", nargs="*", help="verifiers: VERSION [FOLDER]; sglang_cpu, sglang_gpu, smollm2: [FOLDER]"
+        "args", nargs="*", help="verifiers: VERSION [FOLDER [EXTRA ...]]; sglang_cpu, sglang_gpu, smollm2: [FOLDER]"
     )
     args = parser.parse_args(argv)
     script = scripts[args.name]
