@@ -50,7 +50,8 @@ CLEANERS_GRACE_S = 8.0
 """For processes that free what others leave behind; a server's reaper has the most to do."""
 REAPER = os.fspath(Path(__file__).with_name("reaper.py"))
 """The process above a server's, by the path that it is started with and recognised by (`asyncrl.runtime.reaper`)."""
-CLEANERS = (REAPER, os.fspath(Path(__file__).parents[1] / "plugins" / "agents" / "verifiers_host.py"))
+_HOSTS = Path(__file__).parents[1] / "plugins" / "agents"
+CLEANERS = (REAPER, *(os.fspath(_HOSTS / f"{name}_host.py") for name in ("verifiers", "harbor")))
 """Programs of asyncrl that clean up and end with their standard input, by their paths."""
 GONE_LIMIT_S = 12.0
 """For all processes; one that the kernel has not ended by then waits for a device."""

@@ -25,7 +25,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from asyncrl.api import Agent, Environment, Prompt, Sample
 
@@ -76,9 +76,11 @@ class VerifiersDataset:
         ValueError: the environment cannot be loaded, or has no such rows.
     """
 
+    program: ClassVar[Path] = HOST
+
     def __init__(self, *, split: str, seed: int, python: str, env: str, args: Mapping[str, Any] | None = None) -> None:
         try:
-            found = _rows(str(Path(python).expanduser()), _line({**_what(env, args), "rows": SPLITS}))[split]
+            found = _rows(_command(python, self.program), _line({**_what(env, args), "rows": SPLITS}))[split]
         except OSError as error:
             raise ValueError(f"python={python!r} cannot be started: {error}") from None
         if "error" in found:
@@ -110,6 +112,11 @@ class VerifiersAgent(Agent):
             episodes of the group.
     """
 
+    program: ClassVar[Path] = HOST
+    rows_by: ClassVar[str] = "asyncrl.plugins.agents.verifiers_env:VerifiersDataset"
+    apart: ClassVar[bool] = True
+    """Whether calls with a header `X-Session-ID` belong to the run of the environment that it names."""
+
     def __init__(
         self,
         *,
@@ -137,10 +144,10 @@ class VerifiersAgent(Agent):
         row = prompt.data.get("verifiers")
         if not isinstance(row, Mapping) or row["env"] != self._env:
             raise VerifiersError(
-                f"prompt {prompt.prompt_id} is not a row of {self._env!r}: set dataset.path to "
-                "asyncrl.plugins.agents.verifiers_env:VerifiersDataset with dataset.args as agent.args"
+                f"prompt {prompt.prompt_id} is not a row of {self._env!r}: set dataset.path to {self.rows_by} with "
+                "dataset.args as agent.args"
             )
-        session = await client.endpoint(apart=True)
+        session = await client.endpoint(apart=self.apart)
         host = await self._ready()
         async with host:
             answered = await host.run(row["row"], row["split"], session.base_url, session.api_key)
@@ -173,7 +180,7 @@ class VerifiersAgent(Agent):
                 self._retired = [host for host in (*self._retired, self._host) if not host.has_ended]
                 self._host = None
             if self._host is None or self._host.has_ended:
-                self._host = await _Host.start(self._python, self._env, self._args)
+                self._host = await _Host.start(self._python, self._env, self._args, self.program)
             self._host.episodes += 1
             return self._host
 
@@ -196,7 +203,7 @@ class _Host:
         self._reading: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, python: str, env: str, args: Mapping[str, Any] | None) -> _Host:
+    async def start(cls, python: str, env: str, args: Mapping[str, Any] | None, program: Path = HOST) -> _Host:
         """Start a process and wait until it has loaded the environment.
 
         Raises:
@@ -205,7 +212,11 @@ class _Host:
         pipe, run_id = asyncio.subprocess.PIPE, f"asyncrl-{uuid.uuid4().hex}"
         try:
             process = await asyncio.create_subprocess_exec(
-                *_command(python), stdin=pipe, stdout=pipe, limit=LINE_LIMIT, env=os.environ | {"VF_RUN_ID": run_id}
+                *_command(python, program),
+                stdin=pipe,
+                stdout=pipe,
+                limit=LINE_LIMIT,
+                env=os.environ | {"VF_RUN_ID": run_id},
             )
         except OSError as error:
             raise VerifiersError(f"agent python={python!r} cannot be started: {error}") from None
@@ -322,9 +333,9 @@ class _Host:
 
 
 @functools.lru_cache(maxsize=4)
-def _rows(python: str, what: bytes) -> Mapping[str, Mapping[str, Any]]:
+def _rows(command: tuple[str, ...], what: bytes) -> Mapping[str, Mapping[str, Any]]:
     """Return, by split, its `rows` or the `error` instead. Cached per process, because loading takes seconds."""
-    with subprocess.Popen(_command(python), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         limit = threading.Timer(START_LIMIT_S, process.kill)
@@ -372,9 +383,9 @@ def _engines(config: object) -> frozenset[str]:
     return frozenset().union(*map(_engines, config)) if isinstance(config, list | tuple) else frozenset()
 
 
-def _command(python: str) -> list[str]:
+def _command(python: str, program: Path) -> tuple[str, ...]:
     """Return the command of the host process; `-P` keeps this folder off the import path."""
-    return [str(Path(python).expanduser()), "-P", str(HOST)]
+    return (str(Path(python).expanduser()), "-P", str(program))
 
 
 def _what(env: str, args: Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -69,6 +69,9 @@ class EnvironmentWorld(Protocol):
         ...
 
 
+Load = Callable[[str, Mapping[str, Any]], EnvironmentWorld]
+
+
 class Classic:
     """Environments of verifiers 0.2: `load_environment()` makes a `verifiers.Environment`."""
 
@@ -251,18 +254,20 @@ def rows_of(world: EnvironmentWorld, split: str) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-async def serve(requests: asyncio.Queue[Any], reply: Callable[[Mapping[str, Any]], None]) -> None:
-    """Answer `requests` until None comes."""
+def of_verifiers(env: str, args: Mapping[str, Any]) -> EnvironmentWorld:
+    """Return the environment, of the API that the installed package has."""
+    import verifiers
+
+    return Classic(env, args) if hasattr(verifiers, "load_environment") else V1(env, args)
+
+
+async def serve(requests: asyncio.Queue[Any], reply: Callable[[Mapping[str, Any]], None], load: Load) -> None:
+    """Answer `requests` to what `load` returns until None comes."""
     first = await requests.get()
     if first is None:
         return
     try:
-        import verifiers
-
-        kind: Callable[[str, Mapping[str, Any]], EnvironmentWorld] = (
-            Classic if hasattr(verifiers, "load_environment") else V1
-        )
-        world = kind(first["env"], first["args"])
+        world = load(first["env"], first["args"])
     except Exception as error:
         traceback.print_exc()
         reply({"error": f"{type(error).__name__}: {error}"})
@@ -298,7 +303,7 @@ async def serve(requests: asyncio.Queue[Any], reply: Callable[[Mapping[str, Any]
         await asyncio.gather(*running.values(), return_exceptions=True)
 
 
-def main() -> None:
+def main(load: Load = of_verifiers) -> None:
     """Serve requests from standard input; this process alone uses its standard input and output."""
     incoming, outgoing = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     null = os.open(os.devnull, os.O_RDWR)
@@ -328,7 +333,7 @@ def main() -> None:
                 loop.call_soon_threadsafe(requests.put_nowait, None)
 
         threading.Thread(target=read, daemon=True).start()
-        await serve(requests, reply)
+        await serve(requests, reply, load)
 
     with contextlib.suppress(BrokenPipeError):
         asyncio.run(run())
