@@ -49,7 +49,7 @@ class Trials:
         self._prompts = [Task(folder).instruction.strip() for folder in self._tasks]
 
     @contextlib.asynccontextmanager
-    async def serving(self, *, rollouts: bool) -> AsyncIterator[None]:
+    async def serving(self, *, rollouts: bool = True) -> AsyncIterator[None]:
         yield
 
     def rows(self, split: str) -> list[dict[str, Any]]:

@@ -52,7 +52,7 @@ class NoRows(ValueError):
 class EnvironmentWorld(Protocol):
     """An environment of either API."""
 
-    def serving(self, *, rollouts: bool) -> contextlib.AbstractAsyncContextManager[None]:
+    def serving(self, *, rollouts: bool = True) -> contextlib.AbstractAsyncContextManager[None]:
         """Hold what the environment has within this block, for `rollouts` its servers too."""
         ...
 
@@ -98,7 +98,7 @@ class Classic:
         self._tables: dict[str, Any] = {}
 
     @contextlib.asynccontextmanager
-    async def serving(self, *, rollouts: bool) -> AsyncIterator[None]:
+    async def serving(self, *, rollouts: bool = True) -> AsyncIterator[None]:
         yield
         await self._env._teardown()
 
@@ -188,7 +188,7 @@ class V1:
         self._env = load_environment(resolve_env_config(config))
         self._tasks = list(self._env.taskset)
 
-    def serving(self, *, rollouts: bool) -> contextlib.AbstractAsyncContextManager[None]:
+    def serving(self, *, rollouts: bool = True) -> contextlib.AbstractAsyncContextManager[None]:
         serving: contextlib.AbstractAsyncContextManager[None] = self._env.serving()
         return serving if rollouts else contextlib.nullcontext()
 
