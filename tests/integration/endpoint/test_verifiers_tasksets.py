@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import socket
 import subprocess
@@ -49,7 +50,8 @@ class Called:
 
 
 @pytest_asyncio.fixture
-async def world(tokenizer_folder: Path, endpoint: Endpoint) -> AsyncIterator[World]:
+async def world(tokenizer_folder: Path, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    monkeypatch.setenv("PATH", os.defpath)  # uv is beside the interpreter
     template = ChatTemplate(CHATML, special_tokens(tokenizer_folder))
     form = PromptFormat(load_tokenizer(tokenizer_folder), template, 4096)
     made = World(ChatFormat(form, Called()), endpoint)
