@@ -116,7 +116,7 @@ TO_INCLUDE = {
     "verifiers": (
         "no verifiers",
         "launchers/install_verifiers.sh 0.2.1 .venv-verifiers && "
-        "launchers/install_verifiers.sh 0.4.0 .venv-verifiers-v1 && "
+        "launchers/install_verifiers.sh 0.4.0 .venv-verifiers-v1 openenv && "
         'ASYNCRL_VERIFIERS_CLASSIC_PYTHON="$PWD/.venv-verifiers/bin/python" '
         'ASYNCRL_VERIFIERS_V1_PYTHON="$PWD/.venv-verifiers-v1/bin/python" make test',
     ),

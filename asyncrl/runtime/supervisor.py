@@ -50,6 +50,9 @@ CLEANERS_GRACE_S = 8.0
 """For processes that free what others leave behind; a server's reaper has the most to do."""
 REAPER = os.fspath(Path(__file__).with_name("reaper.py"))
 """The process above a server's, by the path that it is started with and recognised by (`asyncrl.runtime.reaper`)."""
+_HOSTS = Path(__file__).parents[1] / "plugins" / "agents"
+CLEANERS = (REAPER, *(os.fspath(_HOSTS / f"{name}_host.py") for name in ("verifiers", "harbor")))
+"""Programs of asyncrl that clean up and end with their standard input, by their paths."""
 GONE_LIMIT_S = 12.0
 """For all processes; one that the kernel has not ended by then waits for a device."""
 POLL_S = 0.02
@@ -383,7 +386,7 @@ def _cleans_up(pid: int) -> bool:
         return (
             name.startswith(b"torch_shm_manag")  # the kernel keeps 15 characters of a name
             or b"multiprocessing.resource_tracker" in command
-            or os.fsencode(REAPER) in command.split(b"\0")
+            or not {*map(os.fsencode, CLEANERS)}.isdisjoint(command.split(b"\0"))
         )
     return False
 

@@ -18,7 +18,8 @@ from asyncrl.config.load import load_experiment
 from asyncrl.data.tokenizers import load_tokenizer
 from asyncrl.launch.commands.export import main as export
 from asyncrl.observe.samples import read_samples, sample_files
-from tests.integration.endpoint.test_verifiers import CLASSIC, IMPORTED
+from tests.integration.endpoint.test_verifiers import CLASSIC, IMPORTED, V1
+from tests.integration.endpoint.test_verifiers_tasksets import has, served
 
 from ..warm import Template, forked
 
@@ -540,3 +541,36 @@ def test_an_environment_of_verifiers_trains(start_run: Any, template: Template |
     for row in run.rows():
         assert 0 < row["reward/right"] == pytest.approx(row["reward/mean"], abs=0.2)
         assert row["agent/length"] > 0
+
+
+@pytest.mark.verifiers
+@pytest.mark.skipif(not V1 or not has("openenv"), reason="no openenv beside verifiers 0.4")
+def test_a_game_of_an_openenv_server_trains(
+    start_run: Any, tiny_chat_model: Path, template: Template | None, tmp_path: Path
+) -> None:
+    with (
+        forked(template, V1, IMPORTED[V1], tmp_path) as python,
+        served("verifiers_openenv_server.py") as url,
+    ):
+        run = start_run(
+            "verifiers_openenv",
+            model__path=tiny_chat_model,
+            agent__args__python=python,
+            agent__args__args__taskset__base_url=url,
+            total_train_steps=2,
+            train_batch_size=1,
+            group_size=2,
+            trainer__ppo_minibatches=1,
+            rollout__max_concurrent=1,
+            rollout__sampling__max_new_tokens=8,
+            max_head_offpolicyness=1,
+            dataset__max_prompt_tokens=None,
+            generation__max_total_tokens=16384,
+            eval__interval=0,
+            reward__path=None,
+        )
+        assert run.wait() == 0, run.output + run.logs()
+    assert [row["step"] for row in run.rows()] == [1, 2]
+    assert run.summary()["books"]["dropped"] == {}
+    assert all(0 < row["reward/openenv_reward"] == pytest.approx(row["reward/mean"]) for row in run.rows())
+    assert "no held-out rows" not in run.output + run.logs()

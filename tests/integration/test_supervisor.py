@@ -19,6 +19,7 @@ import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observe.display import Display
+from asyncrl.plugins.agents.verifiers_env import HOST
 from asyncrl.runtime import supervisor
 from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.supervisor import Identity, end_marked, identity_of, kill, mark_of, supervised
@@ -205,6 +206,20 @@ class Notes:
 
     def note(self, line: str) -> None:
         self.lines.append(line)
+
+
+def test_a_host_of_verifiers_has_time_to_free_what_its_rollouts_hold(tmp_path: Path) -> None:
+    """It ends with its input, which is the worker's; a program that is no cleaner is killed at once."""
+    frees = f"read line; sleep 0.3; echo > {tmp_path}/"
+    worker = (
+        "import subprocess, sys\n"
+        "for name, host in (('freed', sys.argv[1]), ('other', 'other.py')):\n"
+        "    subprocess.Popen(['sh', '-c', sys.argv[2] + name, host], stdin=subprocess.PIPE)\n"
+    )
+    command = supervised([sys.executable, "-I", "-S", "-c", worker, str(HOST), frees])
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        assert process.wait(LIMIT_S) == 0
+    assert [file.name for file in tmp_path.iterdir()] == ["freed"]
 
 
 def test_the_next_launch_of_a_trial_ends_what_a_killed_one_left(tmp_path: Path) -> None:

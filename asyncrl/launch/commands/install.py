@@ -31,7 +31,8 @@ def main(argv: Sequence[str], program: str) -> int:
     parser.add_argument(
         "args",
         nargs="*",
-        help="programs: [FOLDER [NAME...]]; verifiers: VERSION [FOLDER]; sglang_cpu, sglang_gpu, smollm2: [FOLDER]",
+        help="programs: [FOLDER [NAME ...]]; verifiers: VERSION [FOLDER [EXTRA ...]]; sglang_cpu, sglang_gpu, smollm2: "
+        "[FOLDER]",
     )
     args = parser.parse_args(argv)
     script = scripts[args.name]

@@ -4,6 +4,10 @@ Both pin packages that clash with asyncrl's extras and with each other. So `veri
 virtual environment (`asyncrl install verifiers`), in which `verifiers_host.py` runs the environment: its dataset,
 turns, tools and rubric. The environment calls the policy over the episode's endpoint, which records every token. Only
 the reward and the metrics of its result are used.
+
+`verifiers` frees an episode's containers, sandboxes and folders at its end, also when the process is asked to end. If
+the process is killed, nobody does. So containers have a label of their process (`verifiers.run`), and a cleaner beside
+it, which outlives both it and the RolloutWorker, removes those that are left.
 """
 
 from __future__ import annotations
@@ -13,12 +17,15 @@ import contextlib
 import functools
 import itertools
 import json
+import os
 import subprocess
+import sys
 import threading
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from asyncrl.api import Agent, Environment, Prompt, Sample
 
@@ -28,6 +35,25 @@ START_LIMIT_S: Final = 300.0
 END_LIMIT_S: Final = 10.0
 """Longest time, in s, that a process has for its own end, once its input is closed; then it is killed."""
 SPLITS: Final = ("train", "held_out")
+ENGINES: Final = frozenset({"docker", "podman"})
+"""Runtimes of `verifiers` whose containers outlive the process that started them."""
+REAPER: Final = Path(__file__).parents[2] / "runtime" / "reaper.py"
+"""Ends a program with SIGTERM when its own input ends, and is given time for that by those who end everything."""
+CLEANER: Final = """
+trap '
+  for round in 1 2 3; do  # what the engine was making may appear a moment later
+    left=$("$0" ps --all --quiet --filter "label=$1") ||
+      { echo "$0 does not answer: containers with the label $1 may be left" >&2; exit 1; }
+    if [ -n "$left" ]; then
+      "$0" kill $left >/dev/null 2>&1  # else podman asks them to end, and waits for ten seconds
+      "$0" rm --force $left >/dev/null
+    fi
+    sleep 1
+  done
+  exit' TERM
+while :; do sleep 3600 & wait $!; done
+"""
+"""`sh -c CLEANER ENGINE LABEL`: at SIGTERM, remove the containers with that label."""
 LINE_LIMIT: Final = 256 << 20
 """Most bytes of a reply: the rows of a large dataset."""
 
@@ -50,9 +76,11 @@ class VerifiersDataset:
         ValueError: the environment cannot be loaded, or has no such rows.
     """
 
+    program: ClassVar[Path] = HOST
+
     def __init__(self, *, split: str, seed: int, python: str, env: str, args: Mapping[str, Any] | None = None) -> None:
         try:
-            found = _rows(str(Path(python).expanduser()), _line(_what(env, args)))[split]
+            found = _rows(_command(python, self.program), _line({**_what(env, args), "rows": SPLITS}))[split]
         except OSError as error:
             raise ValueError(f"python={python!r} cannot be started: {error}") from None
         if "error" in found:
@@ -84,6 +112,11 @@ class VerifiersAgent(Agent):
             episodes of the group.
     """
 
+    program: ClassVar[Path] = HOST
+    rows_by: ClassVar[str] = "asyncrl.plugins.agents.verifiers_env:VerifiersDataset"
+    apart: ClassVar[bool] = True
+    """Whether calls with a header `X-Session-ID` belong to the run of the environment that it names."""
+
     def __init__(
         self,
         *,
@@ -111,10 +144,10 @@ class VerifiersAgent(Agent):
         row = prompt.data.get("verifiers")
         if not isinstance(row, Mapping) or row["env"] != self._env:
             raise VerifiersError(
-                f"prompt {prompt.prompt_id} is not a row of {self._env!r}: set dataset.path to "
-                "asyncrl.plugins.agents.verifiers_env:VerifiersDataset with dataset.args as agent.args"
+                f"prompt {prompt.prompt_id} is not a row of {self._env!r}: set dataset.path to {self.rows_by} with "
+                "dataset.args as agent.args"
             )
-        session = await client.endpoint(apart=True)
+        session = await client.endpoint(apart=self.apart)
         host = await self._ready()
         async with host:
             answered = await host.run(row["row"], row["split"], session.base_url, session.api_key)
@@ -151,7 +184,7 @@ class VerifiersAgent(Agent):
                 self._retired = [host for host in (*self._retired, self._host) if not host.has_ended]
                 self._host = None
             if self._host is None or self._host.has_ended:
-                self._host = await _Host.start(self._python, self._env, self._args)
+                self._host = await _Host.start(self._python, self._env, self._args, self.program)
             self._host.episodes += 1
             return self._host
 
@@ -159,9 +192,13 @@ class VerifiersAgent(Agent):
 class _Host:
     """Client of the process that runs the environment. An episode holds it with `async with`."""
 
-    def __init__(self, process: asyncio.subprocess.Process, env: str) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, env: str, cleaners: Sequence[asyncio.subprocess.Process] = ()
+    ) -> None:
         self.episodes = 0
-        self._process, self._env = process, env
+        self.has_ended = False
+        """True if the program answers no more requests."""
+        self._process, self._env, self._cleaners = process, env, cleaners
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._numbers = itertools.count(1)
         self._users = 0
@@ -170,18 +207,25 @@ class _Host:
         self._reading: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, python: str, env: str, args: Mapping[str, Any] | None) -> _Host:
+    async def start(cls, python: str, env: str, args: Mapping[str, Any] | None, program: Path = HOST) -> _Host:
         """Start a process and wait until it has loaded the environment.
 
         Raises:
             VerifiersError: it cannot load it.
         """
-        pipe = asyncio.subprocess.PIPE
+        pipe, run_id = asyncio.subprocess.PIPE, f"asyncrl-{uuid.uuid4().hex}"
         try:
-            process = await asyncio.create_subprocess_exec(*_command(python), stdin=pipe, stdout=pipe, limit=LINE_LIMIT)
+            process = await asyncio.create_subprocess_exec(
+                *_command(python, program),
+                stdin=pipe,
+                stdout=pipe,
+                limit=LINE_LIMIT,
+                env=os.environ | {"VF_RUN_ID": run_id},
+            )
         except OSError as error:
             raise VerifiersError(f"agent python={python!r} cannot be started: {error}") from None
-        host = cls(process, env)
+        cleaners = [await _cleaner(engine, f"verifiers.run={run_id}") for engine in sorted(_engines(args))]
+        host = cls(process, env, cleaners)
         try:
             async with asyncio.timeout(START_LIMIT_S):
                 host._send(_what(env, args))
@@ -199,11 +243,6 @@ class _Host:
             process.kill()
         await host.close()
         raise VerifiersError(f"{env!r} {fault}")
-
-    @property
-    def has_ended(self) -> bool:
-        """True if the program answers no more requests."""
-        return self._reading is None or self._reading.done()
 
     async def __aenter__(self) -> None:
         self._users += 1
@@ -254,6 +293,16 @@ class _Host:
             await self._process.wait()
         if self._reading is not None:
             await self._reading
+        self._clean_up()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_LIMIT_S):
+                await asyncio.gather(*(cleaner.wait() for cleaner in self._cleaners))
+
+    def _clean_up(self) -> None:
+        """Have the containers removed that the process left."""
+        for cleaner in self._cleaners:
+            assert cleaner.stdin is not None
+            cleaner.stdin.close()
 
     def _send(self, message: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
@@ -277,6 +326,8 @@ class _Host:
             error = VerifiersError(f"{self._env!r}: {wrong}")
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
+        self.has_ended = True
+        self._clean_up()
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(error)
@@ -286,23 +337,24 @@ class _Host:
 
 
 @functools.lru_cache(maxsize=4)
-def _rows(python: str, what: bytes) -> Mapping[str, Mapping[str, Any]]:
+def _rows(command: tuple[str, ...], what: bytes) -> Mapping[str, Mapping[str, Any]]:
     """Return, by split, its `rows` or the `error` instead. Cached per process, because loading takes seconds."""
-    asked = [_line({"id": number, "rows": split}) for number, split in enumerate(SPLITS)]
-    with subprocess.Popen(_command(python), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         limit = threading.Timer(START_LIMIT_S, process.kill)
         limit.start()
+        reply: dict[str, Any] = {"error": "its process ended; see the log"}
         try:
-            process.stdin.write(b"".join((what, *asked)))
+            process.stdin.write(what)
             process.stdin.flush()
-            replies = [_reply(line) for line in itertools.islice(process.stdout, 1)]
-            if replies and "error" not in replies[0]:
-                replies += [_reply(line) for line in itertools.islice(process.stdout, len(SPLITS))]
+            if line := process.stdout.readline():
+                reply = _reply(line)
+        except BrokenPipeError:  # it has ended
+            pass
         except ValueError as error:
             process.kill()
-            replies = [{"error": str(error)}]
+            reply = {"error": str(error)}
         finally:
             limit.cancel()
             with contextlib.suppress(BrokenPipeError):
@@ -311,15 +363,33 @@ def _rows(python: str, what: bytes) -> Mapping[str, Mapping[str, Any]]:
                 process.wait(END_LIMIT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
-    if len(replies) == 1 + len(SPLITS):
-        return dict(zip(SPLITS, replies[1:], strict=True))
-    failed = replies[-1] if replies and "error" in replies[-1] else {"error": "its process ended; see the log"}
-    return dict.fromkeys(SPLITS, failed)
+    return {split: reply for split in SPLITS} if "error" in reply else reply
 
 
-def _command(python: str) -> list[str]:
+async def _cleaner(engine: str, label: str) -> asyncio.subprocess.Process:
+    """Start a process that removes the containers with `label` once its input ends, also because this process does.
+
+    It has a session of its own and no mark of the run, by which leftovers of a run are found and killed.
+    """
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, str(REAPER), str(END_LIMIT_S - 3.0), "sh", "-c", CLEANER, engine, label),
+        stdin=asyncio.subprocess.PIPE,
+        env={name: value for name, value in os.environ.items() if not name.startswith("ASYNCRL_")},
+        start_new_session=True,
+    )
+
+
+def _engines(config: object) -> frozenset[str]:
+    """Return the container engines that a config of `verifiers` names, each as the `type` of a runtime."""
+    if isinstance(config, Mapping):
+        own = frozenset(engine for engine in ENGINES if config.get("type") == engine)
+        return own.union(*map(_engines, config.values()))
+    return frozenset().union(*map(_engines, config)) if isinstance(config, list | tuple) else frozenset()
+
+
+def _command(python: str, program: Path) -> tuple[str, ...]:
     """Return the command of the host process; `-P` keeps this folder off the import path."""
-    return [str(Path(python).expanduser()), "-P", str(HOST)]
+    return (str(Path(python).expanduser()), "-P", str(program))
 
 
 def _what(env: str, args: Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -1,13 +1,18 @@
 """Runs environments of the `verifiers` package; a separate program, in the environment where that package is installed.
 
 `asyncrl.plugins.agents.verifiers_env` starts it and speaks to it in lines of JSON, requests on standard input, replies
-on standard output; what environments print goes to standard error. It ends with its standard input. It imports
-nothing of asyncrl, whose dependencies need not be there.
+on standard output; what environments print goes to standard error. It ends with its standard input: it cancels the
+rollouts in progress, whose containers, sandboxes and folders `verifiers` then frees. It imports nothing of asyncrl,
+whose dependencies need not be there.
 
     {"env": ..., "args": ...}                       first: what to load          -> {"ready": true} or {"error": ...}
-    {"id": 1, "rows": "train"}                      the rows of a split          -> {"id": 1, "rows": [{"prompt": ...}]}
-    {"id": 2, "run": 17, "split": "train", "base_url": ..., "api_key": ...}      -> {"id": 2, "reward": ..., ...}
-    {"cancel": 2}                                   its result is no longer needed
+    {"id": 1, "run": 17, "split": "train", "base_url": ..., "api_key": ...}      -> {"id": 1, "reward": ..., ...}
+    {"cancel": 1}                                   its result is no longer needed
+
+A process that is asked for rows in its first line answers with them and ends. It starts none of the environment's
+servers.
+
+    {"env": ..., "args": ..., "rows": ["train"]}                         -> {"train": {"rows": [{"prompt": ...}]}}
 """
 
 from __future__ import annotations
@@ -34,24 +39,37 @@ from typing import Any, Protocol
 EMPTY_ANSWER = "EmptyModelResponseError"
 """verifiers' error for an answer without text and calls. It is the model's fault: reward 0, not a failed episode."""
 MODEL = "policy"
+END_LIMIT_S = 7.0
+"""Longest time, in s, to free what rollouts hold once the input has ended: less than supervisors leave for that."""
 RUBRIC_FAILED = "rubric_failed/"
 """Beginning of the metrics of functions of the rubric that have raised so far: 1 if one raised in this rollout."""
+
+
+class NoRows(ValueError):
+    """The environment has no rows of a split, which is nothing wrong unless somebody needs them."""
 
 
 class EnvironmentWorld(Protocol):
     """An environment of either API."""
 
-    def serving(self) -> contextlib.AbstractAsyncContextManager[None]:
-        """Allow rollouts within this block."""
+    def serving(self, *, rollouts: bool = True) -> contextlib.AbstractAsyncContextManager[None]:
+        """Hold what the environment has within this block, for `rollouts` its servers too."""
         ...
 
     def rows(self, split: str) -> list[dict[str, Any]]:
-        """Return the rows of a split."""
+        """Return the rows of a split.
+
+        Raises:
+            NoRows: it has none.
+        """
         ...
 
     async def run(self, row: int, split: str, base_url: str, api_key: str) -> dict[str, Any]:
         """Roll out one row: `reward`, its `parts` and `metrics`, or `runs` with these of each agent's run."""
         ...
+
+
+Load = Callable[[str, Mapping[str, Any]], EnvironmentWorld]
 
 
 class Classic:
@@ -80,7 +98,7 @@ class Classic:
         self._tables: dict[str, Any] = {}
 
     @contextlib.asynccontextmanager
-    async def serving(self) -> AsyncIterator[None]:
+    async def serving(self, *, rollouts: bool = True) -> AsyncIterator[None]:
         yield
         await self._env._teardown()
 
@@ -133,7 +151,7 @@ class Classic:
             else:
                 self._env.build_eval_dataset()
                 if self._env.eval_dataset is None:
-                    raise ValueError("it has no eval_dataset; give eval.path another set, or use eval.interval=0")
+                    raise NoRows("it has no eval_dataset; give eval.path another set, or use eval.interval=0")
                 table = self._env.get_eval_dataset()
             self._tables[split] = table
         return self._tables[split]
@@ -157,6 +175,8 @@ class V1:
         self._keys: dict[str, str] = {}
         self._numbers = itertools.count()
         client_configs.os = types.SimpleNamespace(environ=collections.ChainMap(self._keys, os.environ))
+        # Harnesses call uv, which is installed beside this interpreter; any other python stays the one that is found.
+        os.environ["PATH"] = f"{os.environ.get('PATH', os.defpath)}:{os.path.dirname(sys.executable)}"
         if env.endswith(".py"):
             sys.path.insert(0, os.path.dirname(os.path.abspath(env)))
             env = os.path.splitext(os.path.basename(env))[0]
@@ -168,17 +188,18 @@ class V1:
         self._env = load_environment(resolve_env_config(config))
         self._tasks = list(self._env.taskset)
 
-    def serving(self) -> contextlib.AbstractAsyncContextManager[None]:
+    def serving(self, *, rollouts: bool = True) -> contextlib.AbstractAsyncContextManager[None]:
         serving: contextlib.AbstractAsyncContextManager[None] = self._env.serving()
-        return serving
+        return serving if rollouts else contextlib.nullcontext()
 
     def rows(self, split: str) -> list[dict[str, Any]]:
         if split != "train":
-            raise ValueError(
+            raise NoRows(
                 "a taskset has no held-out rows; give eval.path one of its own, whose eval.args say split: train, or "
                 "use eval.interval=0"
             )
-        return [{"prompt": plain(task.data.prompt)} for task in self._tasks]
+        named = [(task.data.prompt, task.data.name or f"task {number}") for number, task in enumerate(self._tasks)]
+        return [{"prompt": plain(prompt) or name} for prompt, name in named]  # some environments speak first
 
     async def run(self, row: int, split: str, base_url: str, api_key: str) -> dict[str, Any]:
         variable = f"ASYNCRL_KEY_{next(self._numbers)}"
@@ -222,18 +243,31 @@ def plain(prompt: Any) -> Any:
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
 
-async def serve(requests: asyncio.Queue[Any], reply: Callable[[Mapping[str, Any]], None]) -> None:
-    """Answer `requests` until None comes."""
+def rows_of(world: EnvironmentWorld, split: str) -> dict[str, Any]:
+    """Return the `rows` of a split, or the `error` instead."""
+    try:
+        return {"rows": world.rows(split)}
+    except NoRows as error:
+        return {"error": str(error)}
+    except Exception as error:
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def of_verifiers(env: str, args: Mapping[str, Any]) -> EnvironmentWorld:
+    """Return the environment, of the API that the installed package has."""
+    import verifiers
+
+    return Classic(env, args) if hasattr(verifiers, "load_environment") else V1(env, args)
+
+
+async def serve(requests: asyncio.Queue[Any], reply: Callable[[Mapping[str, Any]], None], load: Load) -> None:
+    """Answer `requests` to what `load` returns until None comes."""
     first = await requests.get()
     if first is None:
         return
     try:
-        import verifiers
-
-        kind: Callable[[str, Mapping[str, Any]], EnvironmentWorld] = (
-            Classic if hasattr(verifiers, "load_environment") else V1
-        )
-        world = kind(first["env"], first["args"])
+        world = load(first["env"], first["args"])
     except Exception as error:
         traceback.print_exc()
         reply({"error": f"{type(error).__name__}: {error}"})
@@ -242,10 +276,7 @@ async def serve(requests: asyncio.Queue[Any], reply: Callable[[Mapping[str, Any]
 
     async def answer(request: Mapping[str, Any]) -> None:
         try:
-            if "rows" in request:
-                found: dict[str, Any] = {"rows": world.rows(request["rows"])}
-            else:
-                found = await world.run(request["run"], request["split"], request["base_url"], request["api_key"])
+            found = await world.run(request["run"], request["split"], request["base_url"], request["api_key"])
         except Exception as error:
             traceback.print_exc()
             found = {"error": f"{type(error).__name__}: {error}"}
@@ -254,15 +285,15 @@ async def serve(requests: asyncio.Queue[Any], reply: Callable[[Mapping[str, Any]
     def forget(number: int, _: object) -> None:
         del running[number]
 
-    async with world.serving():
+    async with world.serving(rollouts="rows" not in first):
+        if "rows" in first:
+            reply({split: rows_of(world, split) for split in first["rows"]})
+            return
         reply({"ready": True})
         while (request := await requests.get()) is not None:
             if "cancel" in request:
                 if task := running.get(request["cancel"]):
                     task.cancel()
-                continue
-            if "rows" in request:
-                await answer(request)
                 continue
             task = asyncio.create_task(answer(request))
             running[request["id"]] = task
@@ -272,7 +303,7 @@ async def serve(requests: asyncio.Queue[Any], reply: Callable[[Mapping[str, Any]
         await asyncio.gather(*running.values(), return_exceptions=True)
 
 
-def main() -> None:
+def main(load: Load = of_verifiers) -> None:
     """Serve requests from standard input; this process alone uses its standard input and output."""
     incoming, outgoing = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     null = os.open(os.devnull, os.O_RDWR)
@@ -297,12 +328,12 @@ def main() -> None:
         def read() -> None:
             for line in incoming:
                 loop.call_soon_threadsafe(requests.put_nowait, json.loads(line))
-            threading.Timer(10.0, os._exit, (1,)).start()  # if the running rollouts do not end
+            threading.Timer(END_LIMIT_S, os._exit, (1,)).start()  # if the running rollouts do not end
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(requests.put_nowait, None)
 
         threading.Thread(target=read, daemon=True).start()
-        await serve(requests, reply)
+        await serve(requests, reply, load)
 
     with contextlib.suppress(BrokenPipeError):
         asyncio.run(run())

@@ -163,6 +163,8 @@ __all__ = ["SumsTaskset", "Loop"]
 """
 
 PROPOSER_SOLVER = """
+import sys
+
 import openai
 import verifiers.v1 as vf
 
@@ -208,6 +210,9 @@ class GameConfig(vf.EnvConfig):
 
 class Game(vf.Env[GameConfig]):
     "A proposed sum, two solvers of it, and a referee whose word is the truth and who is not trained."
+
+    async def start(self):
+        print("its servers start", file=sys.stderr)
 
     async def setup(self, agents):
         agents.referee.trainable = False
@@ -430,13 +435,16 @@ def test_what_cannot_be_trained_is_refused_by_its_reason(classic_env: Path, pyth
 
 
 @pytest.mark.parametrize("python", [pytest.param(V1, marks=v1)], indirect=True)
-async def test_v1_tasks_are_run_by_their_harness_and_scored(world: World, tmp_path: Path, python: str) -> None:
+async def test_v1_tasks_are_run_by_their_harness_and_scored(
+    world: World, tmp_path: Path, python: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "sums_v1.py"
     file.write_text(TASKSET)
     with pytest.raises(ValueError, match="no held-out rows"):
         VerifiersDataset(split="held_out", seed=0, python=python, env=str(file))
     rows = VerifiersDataset(split="train", seed=0, python=python, env=str(file))
     assert (len(rows), rows.row(0)["prompt"]) == (2, "2+2?")
+    assert "Traceback" not in capfd.readouterr().err
     agent = world.agent(python, file)
     runs = [world.run(agent, file, 0, "it is 5", "no, 4"), world.run(agent, file, 0, "it is 4", "or 5")]
     (right,), (wrong,) = await asyncio.gather(*runs)
@@ -450,15 +458,18 @@ async def test_v1_tasks_are_run_by_their_harness_and_scored(world: World, tmp_pa
 
 @pytest.mark.parametrize("python", [pytest.param(V1, marks=v1)], indirect=True)
 async def test_each_agent_of_a_v1_environment_has_its_own_reward_and_comparison_group(
-    world: World, tmp_path: Path, python: str
+    world: World, tmp_path: Path, python: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The same prompt is asked by two solvers and the referee: their runs are told apart by the trace alone."""
     file = tmp_path / "game_v1.py"
     file.write_text(PROPOSER_SOLVER)
+    assert len(VerifiersDataset(split="train", seed=0, python=python, env=str(file))) == 1
+    assert "its servers start" not in capfd.readouterr().err
     agent = world.agent(python, file, within=["solver"])
     first, second = await asyncio.gather(
         world.run(agent, file, 0, "2+2?", "4", "it is 5", "4"), world.run(agent, file, 0, "1+1?", "3", "no", "2")
     )
+    assert "its servers start" in capfd.readouterr().err
     assert [[turns.removesuffix("<|im_end|>") for turns in world.says(sample)[1::2]] for sample in first] == [
         ["2+2?"],
         ["4"],

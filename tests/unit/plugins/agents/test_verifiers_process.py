@@ -16,6 +16,7 @@ import pytest
 from asyncrl.plugins.agents.verifiers_env import VerifiersDataset, VerifiersError, _Host
 
 READY = '{"ready": true}'
+ROWS = '{"train": {"rows": [{"prompt": "a"}]}, "held_out": {"error": "none is held out"}}'
 STAYS = "exec sleep 600"
 """Last command of a program that does not end with its input."""
 
@@ -67,14 +68,16 @@ def test_an_environment_that_does_not_load_leaves_no_process(
 @pytest.mark.parametrize("reply", ["not a reply", "5"])
 def test_rows_that_are_not_a_reply_are_an_error_with_the_environment(reply: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"env='mine': its process printed what is not a reply: b'{reply}"):
-        VerifiersDataset(split="train", seed=0, python=program(tmp_path, READY, reply, last=STAYS), env="mine")
+        VerifiersDataset(split="train", seed=0, python=program(tmp_path, reply, last=STAYS), env="mine")
 
 
 @pytest.mark.timeout(30)
 def test_a_process_that_stays_after_its_rows_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl.plugins.agents.verifiers_env.END_LIMIT_S", 0.1, raising=False)
-    python = program(tmp_path, READY, '{"rows": [{"prompt": "a"}]}', '{"rows": []}', last=STAYS)
+    python = program(tmp_path, ROWS, last=STAYS)
     assert len(VerifiersDataset(split="train", seed=0, python=python, env="env")) == 1
+    with pytest.raises(ValueError, match="env='env': none is held out"):
+        VerifiersDataset(split="held_out", seed=0, python=python, env="env")
 
 
 @pytest.mark.timeout(30)
@@ -98,6 +101,43 @@ def test_a_process_that_stays_after_its_input_is_killed(
         assert host.has_ended
 
     asyncio.run(play())
+
+
+ENGINE = """#!/bin/sh
+cd {folder}
+echo "$@" >> asked
+case $1 in
+  ps) cat left;;
+  rm) : > left;;
+esac
+"""
+
+
+@pytest.mark.timeout(60)
+def test_containers_of_a_process_that_was_killed_are_removed_by_its_label(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "left").write_text("c1\nc2\n")
+    (tmp_path / "podman").write_text(ENGINE.format(folder=tmp_path))
+    (tmp_path / "podman").chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    args = {"solver": {"runtime": {"type": "podman"}}, "judge": {"runtime": {"type": "subprocess"}}}
+
+    async def play() -> None:
+        async with asyncio.timeout(30.0):
+            host = await _Host.start(program(tmp_path, READY), "env", args)
+            waiting = asyncio.create_task(host.run(0, "train", "http://127.0.0.1:1", "key"))
+            await asyncio.sleep(0)
+            host._process.kill()
+            with pytest.raises(VerifiersError, match="ended"):
+                await waiting
+            await host.close()
+
+    asyncio.run(play())
+    assert (tmp_path / "left").read_text() == ""
+    listed, killed, removed, *_ = (tmp_path / "asked").read_text().splitlines()
+    assert listed.startswith("ps --all --quiet --filter label=verifiers.run=asyncrl-")
+    assert (killed, removed) == ("kill c1 c2", "rm --force c1 c2")
 
 
 FORKS = """
