@@ -187,11 +187,8 @@ def branches(turns: Sequence[Turn]) -> Iterator[list[Turn]]:
     yield from sorted(leaves, key=lambda path: [order[turn] for turn in path if turn in order])
 
 
-def sample_of(path: Sequence[Turn], taken: set[Turn], reward: float, *, cut_off: bool = False) -> Sample:
-    """Convert a branch to a sample. Turns in `taken` carry no loss here; the others are added to `taken`.
-
-    The sample is truncated if its last answer is, or if a limit `cut_off` the conversation after that.
-    """
+def sample_of(path: Sequence[Turn], taken: set[Turn], reward: float, *, truncated: bool) -> Sample:
+    """Convert a branch to a sample. Turns in `taken` carry no loss here; the others are added to `taken`."""
     tokens: list[int] = []
     mask: list[int] = []
     logprobs: list[float] = []
@@ -223,7 +220,7 @@ def sample_of(path: Sequence[Turn], taken: set[Turn], reward: float, *, cut_off:
         behave_logprobs=np.array(logprobs, np.float32),
         versions=np.array(versions, np.int32),
         reward=reward,
-        truncated=cut_off or path[-1].completion.finish_reason == FinishReason.length,
+        truncated=truncated,
         routing=routing_of_turns(len(tokens), routing),
         pictures=pictures_of_path(path),
     )
@@ -241,12 +238,13 @@ class TurnRecorder:
         self.turns: list[Turn] = []
         self.recorded = 0
         self.continued: set[Turn] = set()
+        self._numbers: dict[Turn, int] = {}
+        """`recorded` after each turn was added."""
         self._answers: dict[bytes, list[tuple[int, Turn]]] = {}
-        """The answers to the same, each after its number, by the digest of what was asked."""
-        self._earlier: dict[Turn, list[Turn]] = {}
-        """For an answer to what had been answered before: the earlier answers."""
+        """The answers to the same, each after `recorded` when its call began, by the digest of what was asked."""
         self._untrained: set[Turn] = set()
-        self._cut_off: set[tuple[Turn | None, int]] = set()
+        self._cut_off: dict[tuple[Turn | None, int], int] = {}
+        """`recorded` when the limit was last met there."""
         self._by_messages: dict[bytes, Turn] = {}
         self._by_ids: dict[int, dict[bytes, Turn]] = {}
 
@@ -263,6 +261,7 @@ class TurnRecorder:
         """
         self.turns.append(turn)
         self.recorded += 1
+        self._numbers[turn] = self.recorded
         ids, pictures = _bytes_of(turn.ids), _shown(turn.pictures)
         self._by_ids.setdefault(len(ids) // _BYTES, {})[_digest(ids + pictures).digest()] = turn
         if turn.reply is None:
@@ -273,9 +272,9 @@ class TurnRecorder:
         if since is None:
             return False
         answers = self._answers.setdefault(asked, [])
-        self._earlier[turn] = [answer for number, answer in answers if number <= since]
-        answers.append((self.recorded, turn))
-        return not self.continued.issuperset(self._earlier[turn])
+        repeats = any(self._numbers[other] <= since and other not in self.continued for _, other in answers)
+        answers.append((since, turn))
+        return repeats
 
     def find(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> tuple[Turn | None, int]:
         """Return the turn that `messages` continue, and how many of them it covers; None and 0 without one."""
@@ -306,7 +305,7 @@ class TurnRecorder:
             for key in [key for key, other in found.items() if other is turn]:
                 del found[key]
         for answers in self._answers.values():
-            answers[:] = [(number, other) for number, other in answers if other is not turn]
+            answers[:] = [(since, other) for since, other in answers if other is not turn]
 
     def leave_untrained(self, completions: Sequence[Completion]) -> bool:
         """Carry no loss on these answers. What continues them has them as context.
@@ -319,7 +318,8 @@ class TurnRecorder:
         return bool(found)
 
     def cut_off(self, turn: Turn | None, tokens: int) -> bool:
-        """Record that a limit left no room for an answer. A branch that ends with `turn` is then truncated.
+        """Record that a limit left no room for an answer. A branch that ends with `turn` is then truncated, unless an
+        answer is recorded later: the program has gone on, from its summary for example.
 
         Args:
             turn: the turn that the answer would have followed; None at the beginning of a conversation.
@@ -328,24 +328,38 @@ class TurnRecorder:
         Returns:
             False if that was recorded before.
         """
-        if (turn, tokens) in self._cut_off:
-            return False
-        self._cut_off.add((turn, tokens))
-        return True
+        is_new = (turn, tokens) not in self._cut_off
+        self._cut_off[turn, tokens] = self.recorded
+        return is_new
 
     def samples(self, reward: float, *, drop_repeated: bool = False) -> list[Sample]:
         """Return a sample for every branch, up to its last answer that has a token and is trained.
+
+        It is truncated if the newest answer at its end or after it was cut off, or if a limit ended the conversation
+        there.
 
         Args:
             drop_repeated: leave out answers to what was asked again, if no call continued them.
         """
         taken = set(self._untrained)
-        if drop_repeated:
-            earlier = {turn for later in self.turns for turn in self._earlier.get(later, ())}
-            taken |= earlier - self.continued
-        cut_off = {turn for turn, _ in self._cut_off}
+        for answers in self._answers.values() if drop_repeated else ():
+            last = max((since for since, _ in answers), default=0)
+            taken |= {turn for _, turn in answers if self._numbers[turn] <= last} - self.continued
         sampled = [turn for turn in self.turns if turn.completion.token_ids and turn not in taken]
-        return [sample_of(path, taken, reward, cut_off=path[-1] in cut_off) for path in branches(sampled)]
+        cut = self._cut()
+        return [sample_of(path, taken, reward, truncated=path[-1] in cut) for path in branches(sampled)]
+
+    def _cut(self) -> set[Turn]:
+        """Return the turns at or after which the conversation was cut off."""
+        newest: dict[Turn, Turn] = {}
+        for turn in reversed(self.turns):  # those that follow a turn come before it
+            last = newest.setdefault(turn, turn)
+            if turn.parent is not None:
+                newest[turn.parent] = max(last, newest.get(turn.parent, last), key=self._numbers.__getitem__)
+        latest = self._numbers[self.turns[-1]] if self.turns else 0
+        ended = [turn for (turn, _), number in self._cut_off.items() if turn is not None and number >= latest]
+        cut = {turn for turn, last in newest.items() if last.completion.finish_reason == FinishReason.length}
+        return cut.union(*(turn.path for turn in ended))
 
 
 def _prefixes(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[tuple[int, bytes, bytes]]:

@@ -217,10 +217,19 @@ class EpisodeClient:
     @property
     def why_no_samples(self) -> str:
         """See `asyncrl.api.ChatClient`."""
-        if self._unfit:
-            return self._unfit[0]
-        untrained = self._counts.get("untrained_calls")
-        return "all its calls are untrained by rollout.endpoint.conversations" if untrained else ""
+        trained = [
+            each for each in (self, *self._clients.values()) if not each._name or each._name in self._rules.trained
+        ]
+        turns = [turn for each in trained for turn in each.turns]
+        if not turns:
+            return self._unfit[0] if self._unfit else ""
+        reasons = {
+            "without a token": any(not turn.completion.token_ids for turn in turns),
+            "untrained by rollout.endpoint.conversations": self._counts.get("untrained_calls"),
+            "thrown away by rollout.chat.repeated=drop": self._rules.repeated is Repeated.drop,
+        }
+        found = " or ".join(reason for reason, applies in reasons.items() if applies)
+        return f"all its answers are {found}" if found else ""
 
     @property
     def max_context(self) -> int:

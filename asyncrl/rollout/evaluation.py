@@ -139,8 +139,10 @@ def _of_policy(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _answer(row: int, ended: Answer) -> EvaluatedAnswer:
-    """Return one episode's outcome. Of several samples, which are branches, the last one has its end and reward."""
-    last = ended.samples[-1]
+    """Return one episode's outcome. Of several samples, which are branches, the last one has its end and reward; side
+    conversations, which are compared apart, come after it.
+    """
+    last = ([sample for sample in ended.samples if not sample.group] or ended.samples)[-1]
     tokens = sum(sample.generated_length for sample in ended.samples)
     return EvaluatedAnswer(row, float(last.total_reward), ended.right, tokens, last.truncated, dict(ended.metrics))
 

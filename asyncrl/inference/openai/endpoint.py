@@ -51,11 +51,6 @@ class RecordingClient(ChatClient, Protocol):
         """As `ChatClient.chat`; with `continue_last` the answer continues the last message, an assistant's."""
         ...
 
-    @property
-    def max_context(self) -> int:
-        """Most tokens that a conversation may have, prompt and answers; 0: no limit."""
-        ...
-
     def shown_ids(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
         """Return the ids that the chat template makes of any messages, without the beginning of an answer.
 

@@ -115,9 +115,11 @@ class ToolAgent(Agent):
             parts["malformed_calls"] = -self._malformed_penalty * malformed
         metrics = {"turns": float(turn), "tool_calls": float(calls), "malformed_calls": float(malformed)}
         metrics |= compaction.metrics if compaction else {}
-        truncated = reply.finish_reason == "length" or bool(reply.tool_calls)
+        cut = [*reply.prompt_ids, *reply.completion.token_ids] if reply.tool_calls else []  # it ends at `max_turns`
         return [
-            replace(sample, reward_parts=parts, metrics=metrics, truncated=truncated)
+            replace(
+                sample, reward_parts=parts, metrics=metrics, truncated=sample.truncated or sample.tokens.tolist() == cut
+            )
             for sample in client.samples(sum(parts.values()))
         ]
 

@@ -346,6 +346,24 @@ async def test_a_full_context_ends_with_length_and_names_the_setting(
     assert len(policy.asked) == 1
 
 
+async def test_an_episode_without_samples_that_has_answers_says_what_became_of_them(
+    chat_format: MakeFormat, prompt: Prompt
+) -> None:
+    """Also if another of its conversations did not fit."""
+    chat = chat_format("chatml")
+    client = EpisodeClient(random_policy(chat), prompt, chat, ChatPolicy(ChatLimits(max_context=90)))
+    await client.chat([user("a" * 900)])
+    assert "its first prompt of" in client.why_no_samples
+    answer = (await client.conversation("judge").chat([user("a")])).completion
+    client.conversation("judge").leave_untrained([answer])
+    assert client.samples() == []
+    assert client.why_no_samples == "all its answers are untrained by rollout.endpoint.conversations"
+    empty = EpisodeClient(random_policy(chat), replace(prompt, sampling=SamplingParams(max_new_tokens=0)), chat)
+    assert empty.why_no_samples == ""
+    await empty.chat([user("a")])
+    assert empty.why_no_samples == "all its answers are without a token"
+
+
 async def test_the_limit_of_turns_ends_politely_also_across_branches(chat_format: MakeFormat, prompt: Prompt) -> None:
     chat = chat_format("qwen3")
     texts = ("<think>\nhm\n</think>\n\none", "<think>\nha\n</think>\n\ntwo")

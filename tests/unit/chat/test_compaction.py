@@ -57,12 +57,14 @@ class Episode:
     sizes: list[int] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
 
-    async def play(self, **compaction: Any) -> list[Sample]:
+    async def play(self, max_turns: int = 8, **compaction: Any) -> list[Sample]:
         (end_id,) = self.chat.tokenizer.encode(END)
         policy = FakePolicy(end_id, 0, self.chat.tokenizer.encode, *self.texts)
         client = EpisodeClient(policy, self.prompt, self.chat, ChatPolicy(ChatLimits(max_context=self.max_context)))
         tools = Toolbox([HostedTool(Look(), "tool look", host, 10_000)])
-        agent = ToolAgent(tokenizer=self.chat.tokenizer, tools=tools, compaction=compaction or None)
+        agent = ToolAgent(
+            tokenizer=self.chat.tokenizer, tools=tools, max_turns=max_turns, compaction=compaction or None
+        )
         samples = await agent.run(self.prompt, SingleTurnEnv(reward=one_point), client)
         self.sizes = [len(request.input_ids) for request in policy.asked]
         self.asked = [self.chat.tokenizer.decode_all(request.input_ids) for request in policy.asked]
@@ -138,10 +140,59 @@ async def test_an_episode_is_compacted_so_often_at_most_and_then_ends_at_the_lim
 
 async def test_a_summary_that_is_cut_off_is_used_and_counted(episode: Any) -> None:
     played, at = await episode(*CALLS[:2], "I saw 0 and then much more.", "It is 7.")
-    first, _ = await played.play(at=at, summary_tokens=3)
+    first, second = await played.play(at=at, summary_tokens=3)
+    assert [first.truncated, second.truncated] == [True, False]
     assert first.metrics["cut_summaries"] == 1.0
     assert not played.learned(first).endswith("more." + END)
     assert f"{HEADING}\n{played.learned(first).rpartition(END)[2]}<|im_end|>" in played.asked[3]
+
+
+async def test_a_summary_without_text_is_not_used_and_asked_for_no_more_often_than_others(episode: Any) -> None:
+    played, at = await episode(*CALLS[:2], "<think>\nThere is much to say.", CALLS[2], "It is 7.")
+    blank, last = await played.play(at=at, summary_tokens=4, max_times=1)
+    assert played.learned(blank).startswith(CALLS[0] + END + CALLS[1] + END + "<think>\n")
+    assert played.learned(last) == CALLS[2] + END + "It is 7." + END
+    assert played.asked[3].startswith(played.asked[1] + CALLS[1] + END), "the conversation goes on"
+    assert last.metrics["compactions"] == 0.0
+    assert last.metrics["cut_summaries"] == 1.0
+    assert [blank.truncated, last.truncated] == [True, False]
+
+
+async def test_of_several_samples_the_one_that_ends_with_calls_at_the_last_turn_is_truncated(episode: Any) -> None:
+    played, at = await episode(*CALLS[:2], "I saw 0 and 1.", CALLS[2])
+    samples = await played.play(at=at, max_turns=3)
+    assert [sample.truncated for sample in samples] == [False, True]
+
+
+ALTERNATING = """{%- for message in messages %}
+{%- if (message.role in ('user', 'tool')) != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}
+{%- endif %}
+{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+
+async def test_a_template_of_alternating_roles_has_the_question_in_the_users_last_message(
+    chat_format: Callable[..., ChatFormat], prompt: Prompt, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where it refuses the request all the same, the conversation stays as it is."""
+    chat = chat_format(ALTERNATING)
+    (end_id,) = chat.tokenizer.encode(END)
+    policy = FakePolicy(end_id, 0, chat.tokenizer.encode, "One.", "It was one.")
+    client = EpisodeClient(policy, prompt, chat, ChatPolicy(ChatLimits(max_context=900)))
+    task = {"role": "user", "content": prompt.data["prompt"]}
+    reply = await client.chat([task])
+    messages = [task, reply.message, {"role": "user", "content": "And then?"}]
+    compaction = CompactionRules(at=0.01, keep_turns=0).begin(prompt, client)
+    (shorter,) = await compaction.shortened(messages)
+    assert shorter["content"].endswith(f"{HEADING}\nIt was one.")
+    asked = chat.tokenizer.decode_all(policy.asked[1].input_ids)
+    assert asked.endswith(f"user\nAnd then?\n\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n")
+
+    messages[-1] = {"role": "tool", "content": "It is two."}
+    for _ in range(2):
+        assert await compaction.shortened(messages) == messages
+    assert caplog.text.count("its request for a summary cannot be rendered: ") == 1
+    assert compaction.metrics["compactions"] == 1.0
 
 
 @pytest.mark.parametrize(

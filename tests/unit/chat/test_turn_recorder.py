@@ -17,8 +17,14 @@ USER: dict[str, Any] = {"role": "user", "content": "a"}
 ANSWER: dict[str, Any] = {"role": "assistant", "content": "b"}
 
 
-def made(given: Sequence[int], sampled: Sequence[int], parent: Turn | None = None, **more: Any) -> Turn:
-    completion = Completion([*sampled], [-0.5] * len(sampled), [3] * len(sampled), FinishReason.stop)
+def made(
+    given: Sequence[int],
+    sampled: Sequence[int],
+    parent: Turn | None = None,
+    finish: FinishReason = FinishReason.stop,
+    **more: Any,
+) -> Turn:
+    completion = Completion([*sampled], [-0.5] * len(sampled), [3] * len(sampled), finish)
     return Turn(parent, tuple(given), completion, **more)
 
 
@@ -137,6 +143,33 @@ def test_a_limit_is_recorded_once_at_each_place_and_cuts_off_the_branch_that_end
     assert recorder.cut_off(first, 10)
     assert recorder.cut_off(None, 9)
     assert [sample.truncated for sample in recorder.samples(1.0)] == [True, False]
+
+
+def test_a_limit_cuts_off_nothing_if_an_answer_follows_elsewhere() -> None:
+    first, summary = made([1], [2]), made([1, 7], [3])
+    recorder = recorded(first)
+    recorder.cut_off(first, 9)
+    recorder.add(summary)
+    assert [sample.truncated for sample in recorder.samples(1.0)] == [False, False]
+    recorder.forget(summary.completion)
+    assert [sample.truncated for sample in recorder.samples(1.0)] == [True], "the program never received it"
+    recorder.add(summary)
+    recorder.cut_off(first, 9)
+    assert [sample.truncated for sample in recorder.samples(1.0)] == [True, False], "it has gone back to it"
+
+
+@pytest.mark.parametrize("ended", ["well", "cut", "at a limit"])
+def test_a_sample_is_truncated_if_what_followed_it_untrained_was_cut_off(ended: str) -> None:
+    finish = FinishReason.length if ended == "cut" else FinishReason.stop
+    first = made([1], [2], finish=FinishReason.stop if ended == "cut" else FinishReason.length)
+    aside, inner = made([3], [4], first), made([5], [6], first)
+    last = made([7], [], inner, finish)
+    recorder = recorded(first, inner, aside, last)
+    recorder.leave_untrained([aside.completion, inner.completion])
+    if ended == "at a limit":
+        recorder.cut_off(inner, 9)
+    (sample,) = recorder.samples(1.0)
+    assert sample.truncated == (ended != "well")
 
 
 def test_a_branch_without_sampled_tokens_is_no_sample_and_later_ones_keep_their_order() -> None:

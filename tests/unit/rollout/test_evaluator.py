@@ -18,6 +18,7 @@ from simulator.simulated_code import FakeComponents
 
 from asyncrl.api import (
     Agent,
+    ChatClient,
     Completion,
     Environment,
     GenerationClient,
@@ -170,6 +171,17 @@ async def test_a_prompt_that_the_agent_rejects_is_left_out_and_counted() -> None
 
     result = await evaluator(FakeClient(), Picky()).evaluate("two", 7)
     assert ([answer.row for answer in result.answers], result.left_out) == ([1], 1)
+
+
+async def test_an_episodes_outcome_is_its_own_conversations_not_that_of_a_side_conversation() -> None:
+    class Judged(Agent):
+        async def run(self, prompt: Prompt, env: Environment, client: ChatClient) -> list[Sample]:
+            for each in (client, client.conversation("judge")):
+                await each.generate(GenerationRequest("one", prompt.input_ids, 1, prompt.sampling))
+            return [replace(each, reward=0.0, truncated=False) if each.group else each for each in client.samples(0.5)]
+
+    result = await evaluator(FakeClient(), Judged()).evaluate("two", 7)
+    assert [(answer.reward, answer.truncated, answer.tokens) for answer in result.answers] == [(0.5, True, 2)] * 2
 
 
 async def test_a_new_evaluation_ends_the_one_that_nobody_waits_for_any_more() -> None:
