@@ -217,9 +217,8 @@ class EpisodeClient:
     @property
     def why_no_samples(self) -> str:
         """See `asyncrl.api.ChatClient`."""
-        trained = [
-            each for each in (self, *self._clients.values()) if not each._name or each._name in self._rules.trained
-        ]
+        clients: list[EpisodeClient] = [self, *self._clients.values()]
+        trained = [each for each in clients if not each._name or each._name in self._rules.trained]
         turns = [turn for each in trained for turn in each.turns]
         if not turns:
             return self._unfit[0] if self._unfit else ""
