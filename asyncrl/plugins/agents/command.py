@@ -43,7 +43,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from asyncrl.api import Agent, Environment, Outcome, Prompt
-from asyncrl.comm.files import FileLock, NotPrivate
+from asyncrl.comm.files import FileLock, NotPrivate, read_own_file
 from asyncrl.comm.waits import REPEAT_S, STOP_S, TOOL_S
 from asyncrl.config.plugin_code.import_paths import load_plugin
 from asyncrl.plugins.agents.command_files import (
@@ -406,7 +406,7 @@ def remove_abandoned(folder: Path) -> None:
         with FileLock(folder / "lock") as lock:
             if not lock.take():
                 return
-            engine = json.loads((folder / "engine.json").read_text())
+            engine = json.loads(read_own_file(folder / "engine.json", _CHUNK))
             if engine:
                 remove_containers(engine, WORKER_LABEL, folder.name)
             remove(folder)
@@ -415,8 +415,15 @@ def remove_abandoned(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or folder with all that it contains, folders that nobody may write to included."""
-    if path.is_symlink() or path.is_file():
+    """Remove a file or folder with all that it contains, folders that nobody may write to included.
+
+    Only folders are opened: a pipe would wait for its other end, and a link leads elsewhere.
+    """
+    try:
+        is_folder = stat.S_ISDIR(path.lstat().st_mode)
+    except FileNotFoundError:
+        return
+    if not is_folder:
         path.unlink()
         return
     shutil.rmtree(path, ignore_errors=True)

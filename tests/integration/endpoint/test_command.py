@@ -193,12 +193,15 @@ def judge(*lines: str, **more: Any) -> dict[str, Any]:
     return {"reward": reward | more}
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("left", ["os.symlink(ELSEWHERE, '../reward')", "os.mkfifo('../reward')"])
 async def test_a_reward_can_be_the_last_line_of_a_command_that_sees_the_folder(
-    episodes: Episodes, tmp_path: Path
+    left: str, episodes: Episodes, tmp_path: Path
 ) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    program = f'open("a.txt", "w").write(ask("a"))\nprint("said")\nos.symlink({str(elsewhere)!r}, "../reward")'
+    left = left.replace("ELSEWHERE", repr(str(elsewhere)))
+    program = f'open("a.txt", "w").write(ask("a"))\nprint("said")\n{left}'
     rewarded = judge(
         f'right = open("a.txt").read() == {ANSWER!r} and open("../reward/output.txt").read() == "said\\n"',
         'assert sys.argv[1] == "2 + 2 = ?" and "KEY" not in os.environ',
