@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -118,6 +119,22 @@ print("done")
 def test_settings_that_cannot_work_are_refused_before_the_start(args: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CommandAgent(**{"command": ["true"]} | args)
+
+
+async def test_a_program_starts_with_signals_as_a_shell_would_give_them(episodes: Episodes) -> None:
+    program = """
+ask("a")
+slept = subprocess.Popen(["sleep", "600"], restore_signals=False)
+slept.terminate()
+json.dump({"ended": slept.wait(20), "ignored": open("ignored.txt").read()}, open("seen.json", "w"))
+"""
+    begins = 'grep SigIgn /proc/self/status > ignored.txt; exec "$0" -I agent.py'
+    agent = agent_of("import subprocess" + program, command=["sh", "-c", begins, sys.executable], **TOLD)
+    seen: dict[str, Any] = {}
+    await episodes.play(agent, seen=seen, reward=1.0)
+    assert seen["ended"] == -signal.SIGTERM
+    ignored = int(seen["ignored"].split()[1], 16)
+    assert not [number for number in (signal.SIGPIPE, signal.SIGXFSZ) if ignored >> (number - 1) & 1]
 
 
 async def test_where_nothing_can_be_mounted_each_program_may_have_its_own_path(episodes: Episodes) -> None:
