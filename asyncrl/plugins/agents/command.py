@@ -95,7 +95,8 @@ class RewardCommand:
     """A reward that a command prints: the number in the last line of its output.
 
     It starts in the program's folder after the program's end, with nothing of the episode still running. Next to that
-    folder, in `../reward`, are `output.txt`, what the program printed, and `files`.
+    folder, in `../reward`, are `output.txt`, what the program printed, `files`, and new folders `home` and `tmp`, its
+    HOME and TMPDIR.
 
     Attributes:
         command: the command, with placeholders of the row.
@@ -287,16 +288,20 @@ class CommandAgent(Agent):
                 write(place_of(folder, str(name)), Copied(text), values, row)
 
     async def _ended(
-        self, folder: Path, command: Sequence[str], env: Mapping[str, str], limit_s: float | None
+        self, folder: Path, command: Sequence[str], env: Mapping[str, str], limit_s: float | None, own: str = "."
     ) -> Ended:
         """Run a command in the episode's folder, and wait until it has ended with all that it started.
+
+        Args:
+            own: where below that folder its `home` and `tmp` are.
 
         Raises:
             ProgramFailed: it cannot be started.
             EngineFailed: its container cannot be started, or the engine failed.
         """
         path = self._path or str(folder)
-        env = {**env, "HOME": f"{path}/home", "TMPDIR": f"{path}/tmp", "PWD": f"{path}/work"}
+        home, temporary = (os.path.normpath(f"{path}/{own}/{name}") for name in ("home", "tmp"))
+        env = {**env, "HOME": home, "TMPDIR": temporary, "PWD": f"{path}/work"}
         if self._engine is None:
             inherited = {name: os.environ[name] for name in _INHERITED if name in os.environ}
             started = [sys.executable, "-I", "-S", str(INSIDE), str(folder), path, *command]
@@ -339,7 +344,7 @@ class CommandAgent(Agent):
         reward, row = self._reward_command, prompt.data
         await asyncio.to_thread(self._fill_reward, folder, ended, row)
         command = [filled(word, {}, row) for word in reward.command]
-        judged = await self._ended(folder, command, {}, reward.timeout_s)
+        judged = await self._ended(folder, command, {}, reward.timeout_s, "reward")
         last = (judged.stdout.strip().splitlines() or [""])[-1]
         with suppress(ValueError):
             if judged.exit_code == 0 and math.isfinite(number := float(last)):
@@ -353,7 +358,8 @@ class CommandAgent(Agent):
         assert self._reward_command is not None
         beside = folder / "reward"
         remove(beside)
-        beside.mkdir()
+        for name in ("", "home", "tmp"):  # in the program's own, Python and others would find what it put there
+            (beside / name).mkdir()
         (beside / "output.txt").write_text(ended.stdout, encoding="utf-8")
         for name, content in files_of("reward: files", self._reward_command.files, ()).items():
             write(beside / name, content, {}, row)

@@ -218,8 +218,11 @@ async def test_a_reward_can_be_the_last_line_of_a_command_that_sees_the_folder(
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     left = left.replace("ELSEWHERE", repr(str(elsewhere)))
-    program = f'open("a.txt", "w").write(ask("a"))\nprint("said")\n{left}'
+    wrong = 'for each in ("home", "tmp"):\n    open(f"../{each}/verdict", "w").write("9")\n'
+    program = f'{wrong}open("a.txt", "w").write(ask("a"))\nprint("said")\n{left}'
     rewarded = judge(
+        'places = [os.environ[name] for name in ("HOME", "TMPDIR")]',
+        'assert [os.listdir(place) for place in places] == [[], []], "not what the program has left there"',
         f'right = open("a.txt").read() == {ANSWER!r} and open("../reward/output.txt").read() == "said\\n"',
         'assert sys.argv[1] == "2 + 2 = ?" and "KEY" not in os.environ',
         'print("a word before\\n", 0.25 + right, "\\n")',
