@@ -279,13 +279,13 @@ class CommandAgent(Agent):
     def _fill(self, folder: Path, values: Mapping[str, str], row: Mapping[str, Any]) -> None:
         """Write the episode's files."""
         for name, content in self._files.items():
-            write(place_of(folder, name), content, values, row)
+            write(folder, place_of(folder, name), content, values, row)
         if self._row_files is not None:
             given = row.get(self._row_files)
             if not isinstance(given, Mapping) or not all(isinstance(text, str) for text in given.values()):
                 raise ValueError(f"row_files={self._row_files!r}: the row's field is {given!r:.80}, no texts by name")
             for name, text in given.items():
-                write(place_of(folder, str(name)), Copied(text), values, row)
+                write(folder, place_of(folder, str(name)), Copied(text), values, row)
 
     async def _ended(
         self, folder: Path, command: Sequence[str], env: Mapping[str, str], limit_s: float | None, own: str = "."
@@ -362,7 +362,7 @@ class CommandAgent(Agent):
             (beside / name).mkdir()
         (beside / "output.txt").write_text(ended.stdout, encoding="utf-8")
         for name, content in files_of("reward: files", self._reward_command.files, ()).items():
-            write(beside / name, content, {}, row)
+            write(beside, beside / name, content, {}, row)
 
 
 class _Folders:

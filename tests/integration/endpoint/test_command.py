@@ -121,6 +121,23 @@ def test_settings_that_cannot_work_are_refused_before_the_start(args: dict[str, 
         CommandAgent(**{"command": ["true"]} | args)
 
 
+async def test_files_of_a_row_are_not_written_through_links_of_a_copied_folder(
+    episodes: Episodes, tmp_path: Path
+) -> None:
+    for name in ("copied", "elsewhere"):
+        (tmp_path / name).mkdir()
+    mine = tmp_path / "elsewhere" / "mine.txt"
+    mine.write_text("as it was")
+    (tmp_path / "copied" / "folder").symlink_to(mine.parent)
+    (tmp_path / "copied" / "file").symlink_to(mine)
+    agent = agent_of('ask("a")', files={"copied": {"path": str(tmp_path / "copied")}}, row_files="files")
+    await episodes.play(agent, files={"copied/file": "changed"})
+    with pytest.raises(ValueError, match=r"work/copied/folder/new/mine.txt: a link above it leads out"):
+        await episodes.play(agent, files={"copied/folder/new/mine.txt": "changed"})
+    assert mine.read_text() == "as it was"
+    assert [*mine.parent.iterdir()] == [mine]
+
+
 async def test_a_program_starts_with_signals_as_a_shell_would_give_them(episodes: Episodes) -> None:
     program = """
 ask("a")
