@@ -57,6 +57,7 @@ from asyncrl.plugins.agents.command_files import (
     write,
 )
 from asyncrl.plugins.agents.containers import (
+    EXIT_BY_SIGNAL,
     EXIT_ENGINE_FAILED,
     NAME_LABEL,
     WORKER_LABEL,
@@ -288,20 +289,19 @@ class CommandAgent(Agent):
                 write(folder, place_of(folder, str(name)), Copied(text), values, row)
 
     async def _ended(
-        self, folder: Path, command: Sequence[str], env: Mapping[str, str], limit_s: float | None, own: str = "."
+        self, folder: Path, command: Sequence[str], env: Mapping[str, str], limit_s: float | None, own: str = ""
     ) -> Ended:
         """Run a command in the episode's folder, and wait until it has ended with all that it started.
 
         Args:
-            own: where below that folder its `home` and `tmp` are.
+            own: what stands before its `home` and `tmp` below that folder.
 
         Raises:
             ProgramFailed: it cannot be started.
             EngineFailed: its container cannot be started, or the engine failed.
         """
         path = self._path or str(folder)
-        home, temporary = (os.path.normpath(f"{path}/{own}/{name}") for name in ("home", "tmp"))
-        env = {**env, "HOME": home, "TMPDIR": temporary, "PWD": f"{path}/work"}
+        env = {**env, "HOME": f"{path}/{own}home", "TMPDIR": f"{path}/{own}tmp", "PWD": f"{path}/work"}
         if self._engine is None:
             inherited = {name: os.environ[name] for name in _INHERITED if name in os.environ}
             started = [sys.executable, "-I", "-S", str(INSIDE), str(folder), path, *command]
@@ -313,18 +313,21 @@ class CommandAgent(Agent):
         secret = [key for key, text in self._env.items() if "{api_key}" in text]
         started = self._engine.run_command(name, worker, folder, path, env, secret, command)
         seen = {**os.environ, **{key: env[key] for key in secret if key in env}}
-        ended = None
+        ended, is_gone = None, True
         try:
             ended = await _run(started, seen, limit_s, self._output_bytes, ends_with_input=False)
         finally:
-            if ended is None or ended.exit_code in (None, EXIT_ENGINE_FAILED):
-                await self._remove(name)
-        if ended.exit_code == EXIT_ENGINE_FAILED:
+            code = None if ended is None else ended.exit_code
+            if code is None or code == EXIT_ENGINE_FAILED or code > EXIT_BY_SIGNAL:
+                is_gone = await self._remove(name)
+        if code == EXIT_ENGINE_FAILED:
             raise EngineFailed(f"{self._engine.words[0]} {ended}")
+        if not is_gone:
+            raise EngineFailed(f"container {name} may still run and change what is judged, so the episode is lost")
         return ended
 
-    async def _remove(self, container: str) -> None:
-        """Remove a container whose end is unknown. If the engine cannot, a later episode or worker tries again."""
+    async def _remove(self, container: str) -> bool:
+        """Remove a container whose end is unknown; return whether it is gone. Else a later episode or worker tries."""
         assert self._engine is not None
         assert self._folders is not None
         try:
@@ -332,6 +335,8 @@ class CommandAgent(Agent):
         except EngineFailed as error:
             self._folders.left.append(container)
             _log.warning("container %s may still run, and is removed later: %s", container, error)
+            return False
+        return True
 
     async def _judge(self, prompt: Prompt, env: Environment, folder: Path, ended: Ended) -> float | None:
         """Return the episode's reward; None rejects it."""
@@ -344,7 +349,7 @@ class CommandAgent(Agent):
         reward, row = self._reward_command, prompt.data
         await asyncio.to_thread(self._fill_reward, folder, ended, row)
         command = [filled(word, {}, row) for word in reward.command]
-        judged = await self._ended(folder, command, {}, reward.timeout_s, "reward")
+        judged = await self._ended(folder, command, {}, reward.timeout_s, "reward/")
         last = (judged.stdout.strip().splitlines() or [""])[-1]
         with suppress(ValueError):
             if judged.exit_code == 0 and math.isfinite(number := float(last)):

@@ -88,9 +88,7 @@ def place_of(folder: Path, name: str) -> Path:
     return folder / ("work" if below == name else "home") / below
 
 
-def write(
-    folder: Path, place: Path, content: str | Copied, values: Mapping[str, str], row: Mapping[str, Any]
-) -> None:
+def write(folder: Path, place: Path, content: str | Copied, values: Mapping[str, str], row: Mapping[str, Any]) -> None:
     """Write a file, or copy a folder, to `place` below `folder`, not through links that were copied there before.
 
     Raises:
