@@ -95,8 +95,13 @@ def supervised(command: list[str], grace_s: float = 0.0, held: Sequence[int] = (
     return [sys.executable, "-I", "-S", __file__, str(grace_s), ",".join(map(str, held)) or "-", *command]
 
 
-def main(command: list[str], grace_s: float = 0.0, held: tuple[int, ...] = ()) -> int:
+def main(
+    command: list[str], grace_s: float = 0.0, held: tuple[int, ...] = (), default_signals: Iterable[int] = ()
+) -> int:
     """Run `command` until it or the launcher ends.
+
+    Args:
+        default_signals: signals that `command` does not inherit as ignored.
 
     Returns:
         The command's status in the form of `os.waitpid`.
@@ -113,7 +118,7 @@ def main(command: list[str], grace_s: float = 0.0, held: tuple[int, ...] = ()) -
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, [STOP_SIGNAL])  # until there is someone to pass it on to
     kills_before = _out_of_memory_kills()
-    child = _start(command)
+    child = _start(command, default_signals)
 
     def pass_on(*_: object) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -147,15 +152,15 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def _start(command: list[str]) -> int:
+def _start(command: list[str], default_signals: Iterable[int]) -> int:
     supervisor = os.getpid()
     child = os.fork()
     if child:
         return child
     try:
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        for number in (signal.SIGCHLD, signal.SIGINT, *default_signals):
+            signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [STOP_SIGNAL])
         if sys.platform == "linux":
             ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -61,8 +61,8 @@ supervisor = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(supervisor)
 start = supervisor._start
 
-def slowly(command):
-    child = start(command)
+def slowly(*given):
+    child = start(*given)
     os.read(0, 1)
     return child
 

@@ -35,17 +35,20 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 from asyncrl.api import Agent, Environment, Outcome, Prompt
-from asyncrl.comm.files import FileLock, NotPrivate
-from asyncrl.comm.waits import REPEAT_S, STOP_S, TOOL_S
+from asyncrl.comm.files import FileLock, NotPrivate, read_own_file
+from asyncrl.comm.waits import REPEAT_S, STOP_S, TOOL_S, RunningTimeout
 from asyncrl.config.plugin_code.import_paths import load_plugin
+from asyncrl.config.plugin_code.threads import DaemonThreads
 from asyncrl.plugins.agents.command_files import (
     OF_SESSION,
     Copied,
@@ -57,6 +60,7 @@ from asyncrl.plugins.agents.command_files import (
     write,
 )
 from asyncrl.plugins.agents.containers import (
+    EXIT_BY_SIGNAL,
     EXIT_ENGINE_FAILED,
     NAME_LABEL,
     WORKER_LABEL,
@@ -68,7 +72,7 @@ from asyncrl.plugins.agents.containers import (
 INSIDE: Final = Path(__file__).with_name("command_inside.py")
 PATH: Final = "/tmp/episode"
 REWARD_S: Final = 60.0
-"""Default time limit, in s, of a reward's command: it runs tests, not an agent."""
+"""Default time limit, in s, of a reward: it runs tests, not an agent."""
 GONE_S: Final = 15.0
 """Longest time, in s, for a program to end with all that it started; `supervisor.GONE_LIMIT_S` and a margin."""
 _PREFIX: Final = "asyncrl-episodes-"
@@ -77,6 +81,8 @@ _INHERITED: Final = ("PATH", "LANG", "LC_ALL", "TZ", "ASYNCRL_LAUNCH")
 _OWN: Final = ("HOME", "TMPDIR", "PWD", "NO_PROXY", "no_proxy")
 """Variables of each episode; `env` may not give them, but adds to the last two."""
 _CHUNK: Final = 1 << 16
+_MOST_CALLS: Final = 32
+"""Calls of a reward's function that run at a time; and calls that may be abandoned and still run."""
 _SHOWN_LINES, _SHOWN_CHARS = 8, 1500
 
 _log = logging.getLogger(__name__)
@@ -87,7 +93,7 @@ class ProgramFailed(RuntimeError):
 
 
 class RewardFailed(RuntimeError):
-    """The reward's command gave no number."""
+    """The reward gave no number, or not in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,17 +101,35 @@ class RewardCommand:
     """A reward that a command prints: the number in the last line of its output.
 
     It starts in the program's folder after the program's end, with nothing of the episode still running. Next to that
-    folder, in `../reward`, are `output.txt`, what the program printed, and `files`.
+    folder, in `../reward`, are `output.txt`, what the program printed, `files`, and new folders `home` and `tmp`, its
+    HOME and TMPDIR.
 
     Attributes:
         command: the command, with placeholders of the row.
         files: text by name, with placeholders of the row; or `{path: ...}`, a file or folder to copy.
         timeout_s: time limit, in s.
+        failure_reward: reward of an episode for which the command fails; None: the episode fails.
     """
 
     command: list[str]
     files: dict[str, Any] = field(default_factory=dict)
     timeout_s: float = REWARD_S
+    failure_reward: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFunction:
+    """A reward that a function gives. It is called in a thread, which goes on after the time limit.
+
+    Attributes:
+        path: its import path.
+        timeout_s: time limit, in s.
+        failure_reward: reward of an episode for which the function fails; None: the episode fails.
+    """
+
+    path: str
+    timeout_s: float = REWARD_S
+    failure_reward: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +162,8 @@ class CommandAgent(Agent):
     the policy's address and key, `{row.<field>}` is a field of the dataset's row (as JSON if it is no text), and
     `{brace}` is `{`. Other words in braces are refused; braces around anything else, and `{{word}}`, stay as they are.
 
-    Metrics: `agent/exit_nonzero`, `agent/timed_out` and `agent/output_truncated`, shares of samples, and
-    `agent/program_s`.
+    Metrics: `agent/exit_nonzero`, `agent/timed_out`, `agent/output_truncated` and `agent/reward_failed`, shares of
+    samples, and `agent/program_s`.
 
     Args:
         tokenizer: the run's tokenizer; not needed.
@@ -150,7 +174,8 @@ class CommandAgent(Agent):
         row_files: field of the row with more files, text by name, which are written as they are.
         reward: import path of `def reward(prompt, folder) -> float`, called in a thread after the program's end with
             the folder in which it started, and with what it printed as `output` if it has such a parameter; or the
-            settings of a `RewardCommand`. None: the experiment's environment scores what the program printed.
+            settings of a `RewardFunction` or `RewardCommand`. None: the experiment's environment scores what the
+            program printed.
         path: where all programs see their folder. None: each sees its own path, on systems that cannot mount it.
         timeout_s: time limit of the program, in s; then it is ended, and rewarded as it is. None: only
             `rollout.rollout_timeout_s` limits it, after which the episode is lost.
@@ -189,6 +214,9 @@ class CommandAgent(Agent):
         self._files, self._row_files = files_of("files", files or {}, OF_SESSION), row_files
         self._reward = _reward_of(reward)
         self._reward_command = self._reward if isinstance(self._reward, RewardCommand) else None
+        self._function = _function_of(self._reward.path) if isinstance(self._reward, RewardFunction) else None
+        self._threads, self._free_threads = DaemonThreads(), asyncio.Semaphore(_MOST_CALLS)
+        self._abandoned: set[Future[object]] = set()
         if timeout_s is not None and timeout_s <= 0:
             raise ValueError(f"timeout_s={timeout_s}: give a positive number of seconds, or null")
         if output_kb < 1:
@@ -222,7 +250,7 @@ class CommandAgent(Agent):
 
         Raises:
             ProgramFailed: it got no answer from the policy.
-            RewardFailed: the reward's command gave no number.
+            RewardFailed: the reward gave no number, and has no `failure_reward`.
             EngineFailed: the container could not be started, or the engine failed.
         """
         session = await client.endpoint()
@@ -245,13 +273,14 @@ class CommandAgent(Agent):
             if ended.exit_code != 0 and time.monotonic() - self._told_at > REPEAT_S:
                 self._told_at = time.monotonic()
                 _log.info("a program %s (further ones are not logged for %g s)", ended, REPEAT_S)
-            reward = await self._judge(prompt, env, folder, ended)
+            reward, reward_failed = await self._judge(prompt, env, folder, ended)
         if reward is None:
             return None
         metrics = {
             "exit_nonzero": float(ended.exit_code != 0),
             "timed_out": float(ended.exit_code is None),
             "output_truncated": float(ended.truncated),
+            "reward_failed": float(reward_failed),
             "program_s": ended.seconds,
         }
         return [replace(sample, metrics={**sample.metrics, **metrics}) for sample in client.all_samples(reward)]
@@ -278,25 +307,28 @@ class CommandAgent(Agent):
     def _fill(self, folder: Path, values: Mapping[str, str], row: Mapping[str, Any]) -> None:
         """Write the episode's files."""
         for name, content in self._files.items():
-            write(place_of(folder, name), content, values, row)
+            write(folder, place_of(folder, name), content, values, row)
         if self._row_files is not None:
             given = row.get(self._row_files)
             if not isinstance(given, Mapping) or not all(isinstance(text, str) for text in given.values()):
                 raise ValueError(f"row_files={self._row_files!r}: the row's field is {given!r:.80}, no texts by name")
             for name, text in given.items():
-                write(place_of(folder, str(name)), Copied(text), values, row)
+                write(folder, place_of(folder, str(name)), Copied(text), values, row)
 
     async def _ended(
-        self, folder: Path, command: Sequence[str], env: Mapping[str, str], limit_s: float | None
+        self, folder: Path, command: Sequence[str], env: Mapping[str, str], limit_s: float | None, own: str = ""
     ) -> Ended:
         """Run a command in the episode's folder, and wait until it has ended with all that it started.
+
+        Args:
+            own: what stands before its `home` and `tmp` below that folder.
 
         Raises:
             ProgramFailed: it cannot be started.
             EngineFailed: its container cannot be started, or the engine failed.
         """
         path = self._path or str(folder)
-        env = {**env, "HOME": f"{path}/home", "TMPDIR": f"{path}/tmp", "PWD": f"{path}/work"}
+        env = {**env, "HOME": f"{path}/{own}home", "TMPDIR": f"{path}/{own}tmp", "PWD": f"{path}/work"}
         if self._engine is None:
             inherited = {name: os.environ[name] for name in _INHERITED if name in os.environ}
             started = [sys.executable, "-I", "-S", str(INSIDE), str(folder), path, *command]
@@ -308,18 +340,21 @@ class CommandAgent(Agent):
         secret = [key for key, text in self._env.items() if "{api_key}" in text]
         started = self._engine.run_command(name, worker, folder, path, env, secret, command)
         seen = {**os.environ, **{key: env[key] for key in secret if key in env}}
-        ended = None
+        ended, is_gone = None, True
         try:
             ended = await _run(started, seen, limit_s, self._output_bytes, ends_with_input=False)
         finally:
-            if ended is None or ended.exit_code in (None, EXIT_ENGINE_FAILED):
-                await self._remove(name)
-        if ended.exit_code == EXIT_ENGINE_FAILED:
+            code = None if ended is None else ended.exit_code
+            if code is None or code == EXIT_ENGINE_FAILED or code > EXIT_BY_SIGNAL:
+                is_gone = await self._remove(name)
+        if code == EXIT_ENGINE_FAILED:
             raise EngineFailed(f"{self._engine.words[0]} {ended}")
+        if not is_gone:
+            raise EngineFailed(f"container {name} may still run and change what is judged, so the episode is lost")
         return ended
 
-    async def _remove(self, container: str) -> None:
-        """Remove a container whose end is unknown. If the engine cannot, a later episode or worker tries again."""
+    async def _remove(self, container: str) -> bool:
+        """Remove a container whose end is unknown; return whether it is gone. Else a later episode or worker tries."""
         assert self._engine is not None
         assert self._folders is not None
         try:
@@ -327,19 +362,61 @@ class CommandAgent(Agent):
         except EngineFailed as error:
             self._folders.left.append(container)
             _log.warning("container %s may still run, and is removed later: %s", container, error)
+            return False
+        return True
 
-    async def _judge(self, prompt: Prompt, env: Environment, folder: Path, ended: Ended) -> float | None:
-        """Return the episode's reward; None rejects it."""
+    async def _judge(self, prompt: Prompt, env: Environment, folder: Path, ended: Ended) -> tuple[float | None, bool]:
+        """Return the episode's reward, None to reject it; and whether it is the `failure_reward`."""
         if self._reward is None:
             await env.reset(options={"data": prompt.data})
-            return float((await env.step(ended.stdout.strip()))[1])
-        if self._reward_command is None:
-            assert callable(self._reward)
-            return _number(await asyncio.to_thread(self._reward, prompt, folder / "work", ended.stdout))
-        reward, row = self._reward_command, prompt.data
+            return float((await env.step(ended.stdout.strip()))[1]), False
+        await asyncio.to_thread(_mend, folder)
+        try:
+            if self._function is not None:
+                work = partial(self._function, prompt, folder / "work", ended.stdout)
+                return _number(await self._called(work, self._reward.timeout_s)), False
+            return await self._of_command(folder, ended, prompt.data), False
+        except RewardFailed as error:
+            if self._reward.failure_reward is None:
+                raise
+            _log.info("%s; the episode is given failure_reward=%g", error, self._reward.failure_reward)
+            return self._reward.failure_reward, True
+
+    async def _called(self, function: Callable[[], object], limit_s: float) -> object:
+        """Return what the reward's function returns.
+
+        Raises:
+            RewardFailed: it raised, or did not return in time, or too many calls never did.
+        """
+        self._abandoned = {call for call in self._abandoned if not call.done()}
+        if len(self._abandoned) >= _MOST_CALLS:
+            raise RewardFailed(f"the reward's function is not called: {_MOST_CALLS} calls of it never returned")
+        async with self._free_threads:
+            call, limit = self._threads.run(function), RunningTimeout(limit_s)
+            try:
+                async with limit:
+                    return await asyncio.wrap_future(call)
+            except Exception as error:
+                if limit.expired():
+                    said = f"did not return within {limit_s:g} s; its thread continues"
+                else:
+                    said = f"raised {type(error).__name__}: {error}"
+                raise RewardFailed(f"the reward's function {said}") from error
+            finally:
+                if not call.done():
+                    self._abandoned.add(call)
+
+    async def _of_command(self, folder: Path, ended: Ended, row: Mapping[str, Any]) -> float:
+        """Return the number that the reward's command prints.
+
+        Raises:
+            RewardFailed: it prints none.
+        """
+        reward = self._reward_command
+        assert reward is not None
         await asyncio.to_thread(self._fill_reward, folder, ended, row)
         command = [filled(word, {}, row) for word in reward.command]
-        judged = await self._ended(folder, command, {}, reward.timeout_s)
+        judged = await self._ended(folder, command, {}, reward.timeout_s, "reward/")
         last = (judged.stdout.strip().splitlines() or [""])[-1]
         with suppress(ValueError):
             if judged.exit_code == 0 and math.isfinite(number := float(last)):
@@ -353,10 +430,11 @@ class CommandAgent(Agent):
         assert self._reward_command is not None
         beside = folder / "reward"
         remove(beside)
-        beside.mkdir()
+        for name in ("", "home", "tmp"):  # in the program's own, Python and others would find what it put there
+            (beside / name).mkdir()
         (beside / "output.txt").write_text(ended.stdout, encoding="utf-8")
         for name, content in files_of("reward: files", self._reward_command.files, ()).items():
-            write(beside / name, content, {}, row)
+            write(beside, beside / name, content, {}, row)
 
 
 class _Folders:
@@ -406,7 +484,7 @@ def remove_abandoned(folder: Path) -> None:
         with FileLock(folder / "lock") as lock:
             if not lock.take():
                 return
-            engine = json.loads((folder / "engine.json").read_text())
+            engine = json.loads(read_own_file(folder / "engine.json", _CHUNK))
             if engine:
                 remove_containers(engine, WORKER_LABEL, folder.name)
             remove(folder)
@@ -415,8 +493,15 @@ def remove_abandoned(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or folder with all that it contains, folders that nobody may write to included."""
-    if path.is_symlink() or path.is_file():
+    """Remove a file or folder with all that it contains, folders that nobody may write to included.
+
+    Only folders are opened: a pipe would wait for its other end, and a link leads elsewhere.
+    """
+    try:
+        is_folder = stat.S_ISDIR(path.lstat().st_mode)
+    except FileNotFoundError:
+        return
+    if not is_folder:
         path.unlink()
         return
     shutil.rmtree(path, ignore_errors=True)
@@ -432,6 +517,17 @@ def remove(path: Path) -> None:
 def _made(folder: Path) -> None:
     for name in ("", "work", "home", "tmp"):
         (folder / name).mkdir(mode=0o700)
+
+
+def _mend(folder: Path) -> None:
+    """Make `work` and the folder itself usable again, whatever the program has done with them."""
+    for place in (folder, folder / "work"):
+        mode = place.lstat().st_mode if os.path.lexists(place) else 0
+        if not stat.S_ISDIR(mode):
+            remove(place)
+            place.mkdir(mode=0o700)
+        elif mode & stat.S_IRWXU != stat.S_IRWXU:
+            place.chmod(stat.S_IMODE(mode) | stat.S_IRWXU)
 
 
 async def _run(
@@ -531,7 +627,7 @@ def _try_to_mount(path: str) -> None:
         )
 
 
-def _reward_of(given: object) -> Callable[[Prompt, Path, str], object] | RewardCommand | None:
+def _reward_of(given: object) -> RewardFunction | RewardCommand | None:
     """Return the reward that a setting describes.
 
     Raises:
@@ -539,24 +635,39 @@ def _reward_of(given: object) -> Callable[[Prompt, Path, str], object] | RewardC
     """
     if given is None:
         return None
-    if isinstance(given, Mapping):
-        try:
-            reward = RewardCommand(**given)
-        except TypeError as error:
-            raise ValueError(f"reward={dict(given)}: {error}") from None
-        words = texts_of("reward: command", reward.command, ())
-        files_of("reward: files", reward.files, ())
-        return replace(reward, command=words)
-    if not isinstance(given, str):
+    if isinstance(given, str):
+        return RewardFunction(given)
+    if not isinstance(given, Mapping):
         raise ValueError(f"reward={given!r:.80}: give the import path of a function, or {{command: [...]}}")
-    function: Any = load_plugin(given)
+    try:
+        reward = (RewardFunction if "path" in given else RewardCommand)(**given)
+    except TypeError as error:
+        raise ValueError(f"reward={dict(given)}: {error}") from None
+    if reward.timeout_s <= 0:
+        raise ValueError(f"reward: timeout_s={reward.timeout_s}: give a positive number of seconds")
+    if reward.failure_reward is not None and not math.isfinite(reward.failure_reward):
+        raise ValueError(f"reward: failure_reward={reward.failure_reward}: give a finite number, or null")
+    if isinstance(reward, RewardFunction):
+        return reward
+    words = texts_of("reward: command", reward.command, ())
+    files_of("reward: files", reward.files, ())
+    return replace(reward, command=words)
+
+
+def _function_of(path: str) -> Callable[[Prompt, Path, str], object]:
+    """Return the function at an import path.
+
+    Raises:
+        ValueError: it cannot be called so.
+    """
+    function: Any = load_plugin(path)
     if inspect.iscoroutinefunction(function):
-        raise ValueError(f"reward={given!r}: is asynchronous; write a plain `def`, which is called in a thread")
+        raise ValueError(f"reward={path!r}: is asynchronous; write a plain `def`, which is called in a thread")
     try:
         takes_output = "output" in inspect.signature(function).parameters
         inspect.signature(function).bind(None, None, **({"output": ""} if takes_output else {}))
     except TypeError as error:
-        raise ValueError(f"reward={given!r} is to take (prompt, folder), and perhaps output: {error}") from None
+        raise ValueError(f"reward={path!r} is to take (prompt, folder), and perhaps output: {error}") from None
     if takes_output:
         return lambda prompt, folder, output: function(prompt, folder, output=output)
     return lambda prompt, folder, _: function(prompt, folder)

@@ -88,9 +88,17 @@ def place_of(folder: Path, name: str) -> Path:
     return folder / ("work" if below == name else "home") / below
 
 
-def write(place: Path, content: str | Copied, values: Mapping[str, str], row: Mapping[str, Any]) -> None:
-    """Write a file, or copy a folder, to `place`; raises as `filled`."""
+def write(folder: Path, place: Path, content: str | Copied, values: Mapping[str, str], row: Mapping[str, Any]) -> None:
+    """Write a file, or copy a folder, to `place` below `folder`, not through links that were copied there before.
+
+    Raises:
+        ValueError: as `filled`, or `place` is elsewhere, because a folder above it is a link.
+    """
+    if not place.parent.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"{place.relative_to(folder)}: a link above it leads out of the episode's folder")
     place.parent.mkdir(parents=True, exist_ok=True)
+    if place.is_symlink():
+        place.unlink()
     if isinstance(content, str):
         place.write_text(filled(content, values, row), encoding="utf-8")
     elif isinstance(content.source, str):

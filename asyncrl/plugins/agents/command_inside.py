@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -26,6 +27,8 @@ from asyncrl.runtime import supervisor
 
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
 _MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
+DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGHUP)
+"""Ignored by the supervisor, by Python and perhaps by the worker, and by a program only if it says so itself."""
 EXIT_NO_MOUNT = 125
 """Exit code if the folder cannot be mounted; the error stream says why."""
 
@@ -40,7 +43,7 @@ def main() -> int:
             print(f"{path}: {error.strerror or error}", file=sys.stderr, flush=True)
             return EXIT_NO_MOUNT
     os.chdir(f"{path}/work")
-    code = os.waitstatus_to_exitcode(supervisor.main(command))
+    code = os.waitstatus_to_exitcode(supervisor.main(command, default_signals=DEFAULT_SIGNALS))
     supervisor.reap()  # the last ones, which would otherwise stay zombies if init does not reap them
     return code if code >= 0 else 128 - code
 

@@ -9,19 +9,22 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from asyncrl.comm.waits import TOOL_S
+from asyncrl.comm.waits import LOOK_S, TOOL_S
 
 WORKER_LABEL: Final = "asyncrl.worker"
 """Name of the folder of the worker that started a container."""
 NAME_LABEL: Final = "asyncrl.container"
 EXIT_ENGINE_FAILED: Final = 125
 """Exit code of `docker run` and `podman run` if the engine failed, not the program."""
-_TRIES: Final = 3
-"""Looks for a container that is to be removed: the engine may be removing it already."""
+EXIT_BY_SIGNAL: Final = 128
+"""Exit codes above it mean a signal: to the program, or to the engine's own command, whose container then goes on."""
+_TRIES: Final = 4
+"""Looks for a container that is to be removed: the engine may be making it, or removing it already."""
 _SHOWN_CHARS: Final = 400
 
 
@@ -96,12 +99,16 @@ def remove_containers(engine: Sequence[str], label: str, value: str) -> None:
         EngineFailed: the engine does not run, or cannot remove them.
     """
     said = ""
-    for _ in range(_TRIES):
+    for look in range(_TRIES):
         found = _asked([*engine, "ps", "--all", "--quiet", "--no-trunc", f"--filter=label={label}={value}"])
         if found.returncode != 0:
             raise EngineFailed(f"{engine[0]} does not tell its containers with {label}={value}: {_words_of(found)}")
-        if not (ids := found.stdout.split()):
+        ids = found.stdout.split()
+        if not ids and look:
             return
+        if not ids:  # the engine's command may have ended just after it asked for the container
+            time.sleep(LOOK_S)
+            continue
         said = _words_of(_asked([*engine, "rm", "--force", *ids]))
     raise EngineFailed(f"{engine[0]} does not remove its containers with {label}={value}: {said}")
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import math
+import signal
 import sys
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -78,7 +81,7 @@ print("done")
             [*episodes.tokenizer.encode(ANSWER), 0]
         )
         assert {**samples[0].metrics, "program_s": 0} == {
-            **{"exit_nonzero": 0.0, "timed_out": 0.0, "output_truncated": 0.0, "program_s": 0}
+            **{"exit_nonzero": 0.0, "timed_out": 0.0, "output_truncated": 0.0, "reward_failed": 0.0, "program_s": 0}
         }
         assert own["texts"][0] == files["of_row.txt"]
         config = json.loads(own["texts"][1])
@@ -109,6 +112,8 @@ print("done")
         ({"reward": {"command": ["true", "{api_key}"]}}, r"reward: command\[1\]: no such placeholder: {api_key}"),
         ({"reward": {"command": ["true"], "limit": 3}}, "unexpected keyword argument 'limit'"),
         ({"reward": "json:loads"}, "is to take"),
+        ({"reward": {"path": "json:loads", "timeout_s": 0}}, "reward: timeout_s=0"),
+        ({"reward": {"command": ["true"], "failure_reward": math.nan}}, "reward: failure_reward=nan"),
         ({"path": "/proc/nowhere"}, "path='/proc/nowhere': a program's folder cannot be mounted there.*path=null"),
         ({"path": "here"}, "give an absolute path"),
         ({"timeout_s": 0}, "timeout_s=0"),
@@ -118,6 +123,39 @@ print("done")
 def test_settings_that_cannot_work_are_refused_before_the_start(args: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CommandAgent(**{"command": ["true"]} | args)
+
+
+async def test_files_of_a_row_are_not_written_through_links_of_a_copied_folder(
+    episodes: Episodes, tmp_path: Path
+) -> None:
+    for name in ("copied", "elsewhere"):
+        (tmp_path / name).mkdir()
+    mine = tmp_path / "elsewhere" / "mine.txt"
+    mine.write_text("as it was")
+    (tmp_path / "copied" / "folder").symlink_to(mine.parent)
+    (tmp_path / "copied" / "file").symlink_to(mine)
+    agent = agent_of('ask("a")', files={"copied": {"path": str(tmp_path / "copied")}}, row_files="files")
+    await episodes.play(agent, files={"copied/file": "changed"})
+    with pytest.raises(ValueError, match=r"work/copied/folder/new/mine.txt: a link above it leads out"):
+        await episodes.play(agent, files={"copied/folder/new/mine.txt": "changed"})
+    assert mine.read_text() == "as it was"
+    assert [*mine.parent.iterdir()] == [mine]
+
+
+async def test_a_program_starts_with_signals_as_a_shell_would_give_them(episodes: Episodes) -> None:
+    program = """
+ask("a")
+slept = subprocess.Popen(["sleep", "600"], restore_signals=False)
+slept.terminate()
+json.dump({"ended": slept.wait(20), "ignored": open("ignored.txt").read()}, open("seen.json", "w"))
+"""
+    begins = 'grep SigIgn /proc/self/status > ignored.txt; exec "$0" -I agent.py'
+    agent = agent_of("import subprocess" + program, command=["sh", "-c", begins, sys.executable], **TOLD)
+    seen: dict[str, Any] = {}
+    await episodes.play(agent, seen=seen, reward=1.0)
+    assert seen["ended"] == -signal.SIGTERM
+    ignored = int(seen["ignored"].split()[1], 16)
+    assert not [number for number in (signal.SIGPIPE, signal.SIGXFSZ) if ignored >> (number - 1) & 1]
 
 
 async def test_where_nothing_can_be_mounted_each_program_may_have_its_own_path(episodes: Episodes) -> None:
@@ -193,13 +231,19 @@ def judge(*lines: str, **more: Any) -> dict[str, Any]:
     return {"reward": reward | more}
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("left", ["os.symlink(ELSEWHERE, '../reward')", "os.mkfifo('../reward')"])
 async def test_a_reward_can_be_the_last_line_of_a_command_that_sees_the_folder(
-    episodes: Episodes, tmp_path: Path
+    left: str, episodes: Episodes, tmp_path: Path
 ) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    program = f'open("a.txt", "w").write(ask("a"))\nprint("said")\nos.symlink({str(elsewhere)!r}, "../reward")'
+    left = left.replace("ELSEWHERE", repr(str(elsewhere)))
+    wrong = 'for each in ("home", "tmp"):\n    open("../" + each + "/verdict", "w").write("9")\n'
+    program = f'{wrong}open("a.txt", "w").write(ask("a"))\nprint("said")\n{left}'
     rewarded = judge(
+        'places = [os.environ[name] for name in ("HOME", "TMPDIR")]',
+        'assert [os.listdir(place) for place in places] == [[], []], "not what the program has left there"',
         f'right = open("a.txt").read() == {ANSWER!r} and open("../reward/output.txt").read() == "said\\n"',
         'assert sys.argv[1] == "2 + 2 = ?" and "KEY" not in os.environ',
         'print("a word before\\n", 0.25 + right, "\\n")',
@@ -216,19 +260,53 @@ async def test_a_reward_can_be_the_last_line_of_a_command_that_sees_the_folder(
         (judge("print(1.0)", "sys.exit(2)"), "it ended with exit code 2"),
         (judge('print("nan")'), "is to be a number"),
         (judge("print(1.0, flush=True)", "time.sleep(600)", timeout_s=0.5), "was ended at its time limit"),
-        ({"reward": f"{__file__}:words"}, "returned 'right'; return a finite number"),
+        ({"reward": {"path": f"{__file__}:words"}}, "returned 'right'; return a finite number"),
+        ({"reward": {"path": f"{__file__}:fails"}}, "the reward's function raised KeyError: 'x'"),
+        ({"reward": {"path": f"{__file__}:hangs", "timeout_s": 0.5}}, "did not return within 0.5 s"),
     ],
 )
-async def test_a_reward_that_is_no_number_fails_the_episode_by_name(
+async def test_a_reward_that_is_no_number_fails_the_episode_by_name_or_is_its_failure_reward(
     rewarded: dict[str, Any], message: str, episodes: Episodes
 ) -> None:
+    agent = agent_of('ask("a")', **rewarded)
     with pytest.raises(RewardFailed, match=message):
-        await episodes.play(agent_of('ask("a")', **rewarded))
+        await episodes.play(agent)
+    agent = agent_of('ask("a")', reward=rewarded["reward"] | {"failure_reward": -0.5})
+    (sample,) = await episodes.play(agent)
+    assert (sample.reward, sample.metrics["reward_failed"]) == (-0.5, 1.0)
+
+
+async def test_calls_of_a_reward_that_never_return_are_not_without_end(
+    episodes: Episodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_MOST_CALLS", 1)
+    agent = agent_of('ask("a")', reward={"path": f"{__file__}:hangs", "timeout_s": 0.1})
+    for message in ("did not return", "is not called: 1 calls of it never returned"):
+        with pytest.raises(RewardFailed, match=message):
+            await episodes.play(agent)
+
+
+@pytest.mark.parametrize("instead", ["str", "os.mkfifo", "lambda place: os.symlink('/', place)"])
+async def test_a_program_that_removes_its_folder_is_judged(instead: str, episodes: Episodes) -> None:
+    program = f'ask("a")\nos.remove("agent.py")\nos.rmdir("../work")\n({instead})("../work")'
+    (sample,) = await episodes.play(agent_of(program, **judge("print(len(os.listdir()))")))
+    assert sample.reward == 0.0
 
 
 def words(prompt: Prompt, folder: Path) -> str:
     """Not a reward."""
     return "right"
+
+
+def fails(prompt: Prompt, folder: Path) -> float:
+    """Not a reward either."""
+    raise KeyError("x")
+
+
+def hangs(prompt: Prompt, folder: Path) -> float:
+    """Longer than it may."""
+    threading.Event().wait(30)
+    return 1.0
 
 
 DIES = """

@@ -195,6 +195,37 @@ async def test_where_the_engine_dies_the_episode_fails_by_name_and_the_next_ones
     assert engine.asked("ps", "--all", "--quiet") == ""
 
 
+KILLED = """#!/bin/sh
+cd "$(dirname "$0")"
+case $1 in
+    run) rm -f *.ed; kill -KILL $$ ;;
+    ps) if [ -e seen.ed ] && [ ! -e removed.ed ]; then echo 1234; fi; touch seen.ed ;;
+    rm) [ -e refuses ] || touch removed.ed ;;
+esac
+"""
+"""An engine whose command is killed just after it asked for a container, which is there at the second look."""
+
+
+async def test_no_episode_is_judged_while_its_container_may_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = tmp_path / "engine"
+    engine.write_text(KILLED)
+    engine.chmod(0o700)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    agent = CommandAgent(command=["true"], image=IMAGE, engine=str(engine))
+    async with agent._folder() as folder:
+        ended = await agent._ended(folder, ["true"], {}, None)
+        assert ended.exit_code == 128 + signal.SIGKILL
+        assert (tmp_path / "removed.ed").exists()
+        (tmp_path / "refuses").touch()
+        with pytest.raises(EngineFailed, match="may still run and change what is judged"):
+            await agent._ended(folder, ["true"], {}, None)
+        (tmp_path / "refuses").unlink()
+        await agent._ended(folder, ["true"], {}, None)
+    assert agent._folders is None, "what was left is removed with a later episode"
+
+
 DIES = """
     import asyncio, json, sys
     from asyncrl.plugins.agents.command import CommandAgent
