@@ -72,8 +72,11 @@ def install(folder: Path, name: str) -> None:
     stamp, wanted = root / STAMP, f"{program} {AS_OF}"
     if stamp.is_file() and stamp.read_text() == wanted:
         return
+    if not stamp.is_file() and root.exists() and (not root.is_dir() or any(root.iterdir())):
+        sys.exit(f"{root} is not by this command, which would replace it; name another FOLDER, or move it away")
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir(parents=True)
+    stamp.write_text(f"{program}")  # of an installation that is not complete
     (_from_npm if program.registry == "npm" else _from_pypi)(program, root)
     stamp.write_text(wanted)
 
@@ -96,7 +99,7 @@ def _from_pypi(program: Program, root: Path) -> None:
     if shutil.which(python) is None:
         sys.exit(f"{program.requirements[0]} needs {program.python} on the PATH")
     if shutil.which("uv"):
-        _run("uv", "venv", "--quiet", "--python", python, str(root))
+        _run("uv", "venv", "--quiet", "--allow-existing", "--python", python, str(root))
         install = ("uv", "pip", "install", "--quiet", "--python", str(root / "bin" / "python"))
         _run(*install, f"--exclude-newer={AS_OF}", *program.requirements)
     else:

@@ -147,7 +147,8 @@ class ChatClient(GenerationClient, Protocol):
         ...
 
     def samples(self, reward: float = 0.0) -> list[Sample]:
-        """Return every recorded branch that ends in sampled tokens, in order of their beginning, each with `reward`.
+        """Return every recorded branch up to its last answer that is trained, in order of their beginning, each with
+        `reward`. A branch without such an answer is no sample.
 
         A sampled token carries loss (mask 1) in the first branch that contains it, and in no other. The episode's
         client also returns the branches of its `conversation`s, after its own; a conversation's client returns its own

@@ -88,6 +88,7 @@ class GserverManager(AsyncWorker):
             versions_in_use=lambda: self._fleets.versions_in_use(),
             policies=[policy.name for policy in config.policies],
             trained=config.trained_policies,
+            online=config.is_online,
             launch=self.launch,
             curriculum=make_curriculum,
             ledger=self._ledger,

@@ -72,6 +72,7 @@ class ManagerService:
         ledger: records how every rollout ends; None: nothing does.
         policies: names of the policies besides the run's own that agents may ask.
         trained: names of those of them that are trained.
+        online: clients bring the prompts, so no row is blamed for the death of a worker.
     """
 
     def __init__(
@@ -92,8 +93,9 @@ class ManagerService:
         ledger: Ledger | None = None,
         policies: Collection[str] = (),
         trained: Collection[str] = (),
+        online: bool = False,
     ) -> None:
-        self.number, self.launch = number, launch
+        self.number, self.launch, self._online = number, launch, online
         self.begun = False
         """The state is rebuilt, and the gate open."""
         self.pending_reports = PendingReports(clock() + lease_s)
@@ -385,7 +387,7 @@ class ManagerService:
             self.pending_reports.ended.append(ended)
             return
         self.admission.worker_left(worker)
-        if ended.replaced_by is None:
+        if ended.replaced_by is None or self._online:
             lost = self.rollouts.died(worker)
         else:
             lost = self.rollouts.replaced(worker, killed=ended.killed)

@@ -110,7 +110,14 @@ def _endpoint(config: ExperimentConfig) -> Iterator[str]:
             f"rollout.endpoint.host={endpoint.host!r}: not an address of this machine ({why}); give one that `ip addr` "
             "shows, for example 127.0.0.1 or ::1"
         )
-    if endpoint.host in _ANY_ADDRESS and not endpoint.advertise:
+    elif not config.system.hosts and (why := bind_error(endpoint.host, endpoint.port)):
+        yield (
+            f"rollout.endpoint.port={endpoint.port}: cannot be listened on ({why}); give another port, or 0 for any "
+            "free one"
+        )
+    if not endpoint.host:
+        yield "rollout.endpoint.host='': would listen at a port each of IPv4 and IPv6; give 0.0.0.0 or ::"
+    elif endpoint.host in _ANY_ADDRESS and not endpoint.advertise:
         yield (
             f"rollout.endpoint.host={endpoint.host!r}: stands for all addresses, and agents need one; give it as "
             "rollout.endpoint.advertise"

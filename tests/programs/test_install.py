@@ -51,3 +51,14 @@ def test_what_is_missing_is_said(tmp_path: Path, log: Path) -> None:
     (tmp_path / "node").write_text("#!/bin/sh\necho v18.20.4\n")
     with pytest.raises(SystemExit, match=r"claude-code@2.1.197 needs npm, and Node 20 or newer; node here: v18.20.4"):
         install_programs.main([str(tmp_path), "claude-code"])
+
+
+def test_a_folder_that_has_something_else_is_left_alone(tmp_path: Path, log: Path) -> None:
+    (tmp_path / "aider").mkdir()
+    (tmp_path / "aider" / "work.txt").write_text("mine")
+    with pytest.raises(SystemExit, match=f"{tmp_path}/aider is not by this command"):
+        install_programs.main([str(tmp_path), "aider"])
+    assert (tmp_path / "aider" / "work.txt").read_text() == "mine"
+    assert not log.exists()
+    (tmp_path / "aider" / "work.txt").unlink()
+    install_programs.main([str(tmp_path), "aider"])

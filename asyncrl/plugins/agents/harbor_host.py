@@ -61,13 +61,14 @@ class Trials:
         values = {"{base_url}": base_url, "{root_url}": base_url.removesuffix("/v1"), "{api_key}": api_key}
         given = filled(self._args, values)
         agent = {"model_name": f"openai/{MODEL}", **given.get("agent", {})}
-        with tempfile.TemporaryDirectory(prefix="asyncrl-harbor-") as folder:
+        # containers may leave files there that are not this user's
+        with tempfile.TemporaryDirectory(prefix="asyncrl-harbor-", ignore_cleanup_errors=True) as folder:
             own = {"agent": agent, "task": {"path": str(self._tasks[row].absolute())}, "trials_dir": folder}
             result = await (await self._trial_of(self._config_of({**given, **own}))).run()
-        if error := result.exception_info:
-            raise RuntimeError(f"the trial failed: {error.exception_type}: {error.exception_message[:2000]}")
         rewards = (result.verifier_result and result.verifier_result.rewards) or {}
-        if REWARD not in rewards:
+        if REWARD not in rewards:  # an agent that ran out of time, or exited with an error, is scored all the same
+            if error := result.exception_info:
+                raise RuntimeError(f"the trial failed: {error.exception_type}: {error.exception_message[:2000]}")
             raise RuntimeError(f"the verifier gave no reward; its values are {rewards}")
         others = {name: float(value) for name, value in rewards.items() if name != REWARD}
         return {"reward": float(rewards[REWARD]), "parts": {REWARD: float(rewards[REWARD])}, "metrics": others}

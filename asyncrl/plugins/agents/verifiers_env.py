@@ -224,9 +224,11 @@ class _Host:
             )
         except OSError as error:
             raise VerifiersError(f"agent python={python!r} cannot be started: {error}") from None
-        cleaners = [await _cleaner(engine, f"verifiers.run={run_id}") for engine in sorted(_engines(args))]
+        cleaners: list[asyncio.subprocess.Process] = []
         host = cls(process, env, cleaners)
         try:
+            for engine in sorted(_engines(args)):
+                cleaners.append(await _cleaner(engine, f"verifiers.run={run_id}"))
             async with asyncio.timeout(START_LIMIT_S):
                 host._send(_what(env, args))
                 ready = await host._read()
@@ -234,6 +236,11 @@ class _Host:
             fault = f"was not loaded within {START_LIMIT_S:g} s"
         except ValueError as error:
             fault = f"cannot be loaded: {error}"
+        except BaseException:  # the episode's time is over
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            host._clean_up()
+            raise
         else:
             if ready is not None and "error" not in ready:
                 host._reading = asyncio.create_task(host._read_all())

@@ -42,6 +42,7 @@ from asyncrl.manager.messages import GrantedRollout, StatusRequest, WaitExpiring
 from asyncrl.rollout.episode import Group, RolloutDropped
 from asyncrl.rollout.online.sessions import LOST, End, OnlineSession, Sessions
 from asyncrl.rollout.rollout_client import RolloutPolicy
+from asyncrl.rollout.user_code_pool.call_records import named_failure
 
 _log = logging.getLogger(__name__)
 LOOKS: Final = 4
@@ -186,7 +187,9 @@ class Door(Endpoint):
     async def _played(
         self, group: Group, session: OnlineSession, episode: EpisodeClient, served: Session, own: Prompt
     ) -> Sequence[Sample]:
-        """Return the samples of a session that its client has rewarded; none of one that ended otherwise."""
+        """Return the samples of a session that its client has rewarded; none of one that ended otherwise, or failed: it
+        cannot be played again.
+        """
         try:
             if session.end is None:
                 await self._ends[session.session_id]
@@ -195,8 +198,15 @@ class Door(Endpoint):
             self._ends.pop(session.session_id, None)
             served.close()
         if (end := session.end) is End.rewarded:
-            samples = episode.all_samples(session.reward)
-            return [replace(each, episode=own.member, metrics={**each.metrics, **session.metrics}) for each in samples]
+            try:
+                samples = episode.all_samples(session.reward)
+                member = own.member
+                return [replace(each, episode=member, metrics={**each.metrics, **session.metrics}) for each in samples]
+            except Exception as error:
+                name = named_failure(error, group.agent)
+                _log.warning("episode %d of prompt %s is lost: %s", own.member, own.prompt_id, name, exc_info=error)
+                group.lose(name, error)
+                return ()
         if end is not None and (reason := LOST.get(end)) is not None:
             self.lost[end] += 1
             _log.info("episode %d of prompt %s is lost with its session: %s", own.member, own.prompt_id, _WHY[end])
@@ -288,7 +298,7 @@ class Door(Endpoint):
     async def _reward(self, request: web.BaseRequest, session: OnlineSession) -> web.StreamResponse:
         _method(request, "POST")
         given = _REWARD.read(await self._body(request))
-        for name, value in {"reward": given.reward, **given.metrics}.items():
+        for name, value in (("reward", given.reward), *given.metrics.items()):
             if not math.isfinite(value) or abs(value) > MAX_REWARD:
                 raise invalid(name, f"{value}: a finite number of at most {MAX_REWARD:g}")
         if session.end not in (None, End.rewarded):
@@ -320,7 +330,10 @@ class Door(Endpoint):
 def _was_asked(served: Session) -> bool:
     """True if the policy has given an answer, or failed to, which loses the episode."""
     client: Any = served.client
-    return served.calls.failure is not None or bool(client.all_samples())
+    try:
+        return bool(client.all_samples())
+    except Exception:  # of a call, maybe in a side conversation; `_played` meets it again
+        return True
 
 
 def _gone(end: End | None) -> ApiError:

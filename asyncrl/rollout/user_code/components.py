@@ -66,6 +66,11 @@ class AgentSetup:
         parts = load_rewards(config.reward, config.rewards)
         self.rewards = Rewards(parts, runner)
         if any(part.sees != RewardScope.answer for part in parts):
+            if config.is_online:
+                raise ConfigError(
+                    "reward: of an episode or a group, it would be added to what clients of online sessions report; "
+                    "leave it out, or give it to the evaluation (eval.reward)"
+                )
             from asyncrl.rollout.user_code.rewards_of_groups import RewardsOfGroups
 
             self.rewards = RewardsOfGroups(parts, runner, form.tokenizer)

@@ -157,11 +157,12 @@ def interface_of(host: str) -> str:
     raise ValueError(f"system.host={host!r}: {why}; use one of {known}")
 
 
-def bind_error(address: str) -> str:
-    """Return the error of binding to `address` on this host; empty if a process can."""
+def bind_error(address: str, port: int = 0) -> str:
+    """Return the error of binding to `address` on this host, at any port by default; empty if a process can."""
     try:
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as listening:
-            listening.bind((address, 0))
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do, after an earlier run
+            listening.bind((address, port))
     except OSError as error:
         return error.strerror or str(error)
     return ""

@@ -37,7 +37,7 @@ from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.online.agent import OnlineAgent
 from asyncrl.rollout.online.door import Door
 from asyncrl.rollout.rollout_client import RolloutClient
-from asyncrl.rollout.settings import RolloutConfig
+from asyncrl.rollout.settings import ConversationConfig, RolloutConfig
 from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code.conversations import ServedEpisodeClient
 from asyncrl.verify.audit.ledger_files import read_ledger, surviving
@@ -68,7 +68,8 @@ class Run:
         self.generating = asyncio.Event()
         self.generating.set()
         agent = OnlineAgent(**times)
-        self.door = agent.door = Door(sessions=agent.sessions, key=KEY, batch_size=batch)
+        rules = [ConversationConfig(header="x-side", group="side")]
+        self.door = agent.door = Door(sessions=agent.sessions, key=KEY, batch_size=batch, conversations=rules)
 
         def make_client(policy: Any, prompt: Prompt) -> ServedEpisodeClient:
             return ServedEpisodeClient(policy, prompt, chat, endpoint=lambda: self.door)
@@ -169,9 +170,9 @@ class Run:
     # What a client calls.
 
     async def call_door(
-        self, url: str, key: str, body: object = None, *, method: str = "POST"
+        self, url: str, key: str, body: object = None, *, method: str = "POST", side: bool = False
     ) -> tuple[int, dict[str, Any], Any]:
-        headers = {"Authorization": f"Bearer {key}"}
+        headers = {"Authorization": f"Bearer {key}"} | ({"x-side": "yes"} if side else {})
         async with self.http.request(method, url, headers=headers, json=body) as answer:
             return answer.status, await answer.json(), answer.headers
 
@@ -193,8 +194,8 @@ class Client:
         self.run, self.given = run, given
         self.url, self.key = given["base_url"], given["api_key"]
 
-    async def ask(self) -> tuple[int, str]:
-        status, answer, _ = await self.run.call_door(f"{self.url}/chat/completions", self.key, MESSAGES)
+    async def ask(self, *, side: bool = False) -> tuple[int, str]:
+        status, answer, _ = await self.run.call_door(f"{self.url}/chat/completions", self.key, MESSAGES, side=side)
         return status, answer["error"]["code"] if "error" in answer else answer["choices"][0]["message"]["content"]
 
     async def reward(self, reward: object, **more: object) -> tuple[int, str | None]:
@@ -235,7 +236,9 @@ async def test_a_session_is_played_rewarded_once_and_trained(make_run: Any) -> N
     assert (client.given["version"], client.given["lease_s"]) == (0, 300.0)
     assert await client.reward(1.0) == (409, "nothing_to_reward")
     assert (await client.ask())[0] == 200
-    for body in ({"reward": "good"}, {"reward": 1.0, "turns": [1.0]}, {"reward": 1.0, "metrics": {"tests": "all"}}):
+    huge = {"reward": 1e300, "metrics": {"reward": 0.0}}
+    wrong = {"reward": "good"}, {"reward": 1.0, "turns": [1.0]}, {"reward": 1.0, "metrics": {"tests": "all"}}, huge
+    for body in wrong:
         status, answer, _ = await run.call_door(f"{client.url}/reward", client.key, body)
         assert status == 400, answer
     assert await client.reward(0.5, metrics={"tests": 3}) == (200, None)
@@ -350,14 +353,21 @@ async def test_a_group_is_trained_without_its_silent_member(make_run: Any) -> No
     assert trajectory.metrics["rollout/lost_episodes: online session silent"] == 1.0
 
 
-async def test_a_session_whose_policy_failed_is_not_trained_whatever_its_client_says(make_run: Any) -> None:
+@pytest.mark.parametrize("side", [False, True])
+async def test_a_session_whose_policy_failed_is_not_trained_whatever_its_client_says(
+    side: bool, make_run: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     run = await make_run(batch=1)
+    run.loop._tries = type(run.loop._tries)(3)
     client = await run.session()
     assert (await client.ask())[0] == 200
     run.error = RuntimeError("no server")
-    assert await client.ask() == (500, "policy_failed")
+    assert await client.ask(side=side) == (500, "policy_failed")
     assert await client.reward(1.0) == (200, None)
     await until(lambda: run.counts.dropped == {"failed": 1})
+    assert [each.message.partition("is lost: ")[2] for each in caplog.records if "episode 0" in each.message] == [
+        "agent OnlineAgent raised RuntimeError"
+    ], "at once: the session is over"
     run.error = None
     await (await run.session()).play()
     await run.train()

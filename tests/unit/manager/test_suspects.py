@@ -61,10 +61,9 @@ ORDER = DataOrder(1000, 0)
 class Run:
     """Plays whatever is admitted, 3 at a time; the prompts at `deadly` orders end the worker."""
 
-    def __init__(self, *deadly: int) -> None:
-        self.service = ManagerService(
-            batch_size=3, max_staleness=1, routing="least_requests", lease_s=1e9, clock=lambda: 0.0, order=ORDER
-        )
+    def __init__(self, *deadly: int, online: bool = False) -> None:
+        bounds: dict[str, Any] = {"batch_size": 3, "max_staleness": 1, "order": ORDER, "online": online}
+        self.service = ManagerService(routing="least_requests", lease_s=1e9, clock=lambda: 0.0, **bounds)
         self.service.begin(m.RunBegin())
         self.deadly, self.deaths, self.ids = deadly, 0, 0
         self.ended: list[int] = []
@@ -95,6 +94,13 @@ def test_a_deadly_prompt_is_dropped_after_three_deaths_and_nobody_with_it() -> N
     assert counts.dropped["crashed_worker"] == 1
     assert counts.balanced
     assert run.service.rollouts.queue.is_used(1)
+
+
+def test_a_row_of_an_online_run_is_never_to_be_blamed() -> None:
+    run = Run(*range(1000), online=True)
+    run.play(rounds=9)
+    assert run.deaths == 9
+    assert (len(run.ask(count=3)), run.service.gate.counts().dropped) == (3, {"worker_died": 27})
 
 
 def test_two_deadly_prompts_in_one_hand_cost_five_deaths() -> None:

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
+from asyncrl.config.setting import ConfigError
 from asyncrl.rollout.checks import check
 from asyncrl.rollout.settings import ONLINE_AGENT
+from asyncrl.rollout.user_code.components import AgentSetup
 
 FOLDER = Path(__file__).parents[3] / "experiments"
 
 
-def problems(*overrides: str) -> list[str]:
+def load(*overrides: str) -> ExperimentConfig:
     config = load_experiment("online", overrides, FOLDER)
     assert isinstance(config, ExperimentConfig)
-    return list(check(config))
+    return config
+
+
+def problems(*overrides: str) -> list[str]:
+    return list(check(load(*overrides)))
 
 
 def test_the_experiment_has_no_problem() -> None:
@@ -46,3 +55,11 @@ def test_each_setting_that_an_online_run_cannot_have_is_named() -> None:
 
 def test_rows_of_a_data_set_are_not_evaluated_by_clients() -> None:
     assert any(each.startswith("eval.interval=5") for each in problems("eval.path=null"))
+
+
+def test_a_reward_that_would_be_added_to_the_clients_is_refused() -> None:
+    config, unused = load(), Any
+    for name in ("truncated_penalty", "shorter_in_group"):
+        config.reward.path = f"asyncrl.plugins.rewards.length:{name}"
+        with pytest.raises(ConfigError, match=r"^reward: of an episode or a group, it would be added to what clients"):
+            AgentSetup(config, unused, None, unused, unused)  # type: ignore[arg-type]

@@ -103,6 +103,34 @@ def test_a_process_that_stays_after_its_input_is_killed(
     asyncio.run(play())
 
 
+@pytest.mark.timeout(30)
+def test_an_environment_that_is_still_loading_as_its_episode_ends_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "podman").write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\n")
+    (tmp_path / "podman").chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+    def has_left() -> bool:
+        return any(str(tmp_path) in each or "verifiers.run=" in each for each in commands_of_children())
+
+    async def play() -> None:
+        args = {"runtime": {"type": "podman"}}
+        starting = asyncio.create_task(_Host.start(program(tmp_path, last="read -r env\nread -r more"), "env", args))
+        async with asyncio.timeout(20.0):
+            while not any("verifiers.run=" in each for each in commands_of_children()):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(0.2)  # it waits for the reply by now
+            starting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await starting
+            while has_left():  # noqa: ASYNC110 - what happens is the other end's
+                await asyncio.sleep(0.05)
+
+    asyncio.run(play())
+    assert (tmp_path / "asked").exists()
+
+
 ENGINE = """#!/bin/sh
 cd {folder}
 echo "$@" >> asked
