@@ -311,15 +311,16 @@ def test_the_documents_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     OpenAIAgent(**settings[0]["agent"]["args"])
     for code in python[1:]:
         compile(code, "docs/endpoint.md", "exec")
-    _, side, verifiers = settings
+    _, side, command, in_container = settings
     rules = ExperimentConfig()
     rules.rollout.endpoint.conversations = [
         ConversationConfig(**{**rule, "tools": OfferedTools(rule.get("tools", "any"))})
         for rule in side["rollout"]["endpoint"]["conversations"]
     ]
     assert list(check(rules)) == []
-    assert verifiers["agent"]["path"] == "asyncrl.plugins.agents.verifiers_env:VerifiersAgent"
-    assert verifiers["dataset"]["path"] == "asyncrl.plugins.agents.verifiers_env:VerifiersDataset"
+    for agent in (command["agent"], in_container["agent"]):
+        assert agent["path"] == "asyncrl.plugins.agents.command:CommandAgent"
+        inspect.signature(CommandAgent).bind(**agent["args"])
     shells = [shlex.split(line, comments=True) for kind, code in blocks if kind == "bash" for line in code.splitlines()]
     assert shells
     ran: list[list[str]] = []

@@ -75,9 +75,9 @@ def test_options_are_those_of_the_command(file: Path, tmp_path: Path) -> None:
 
 
 def test_experiments_of_a_folder_of_ones_own_are_read_at_the_tab(file: Path, tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").touch()
-    assert offered(file, f"{LAUNCH} --config-dir . mi", tmp_path) == ["mine"]
-    assert offered(file, f"{LAUNCH} mi", tmp_path) == []
+    (tmp_path / "yard.yaml").touch()
+    assert offered(file, f"{LAUNCH} --config-dir . ya", tmp_path) == ["yard"]
+    assert offered(file, f"{LAUNCH} ya", tmp_path) == []
 
 
 def test_other_python_commands_are_left_alone(file: Path, tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_tab_in_an_interactive_bash_completes(file: Path, tmp_path: Path) -> N
         ("asyncrl doctor --pl\t4", "doctor --plan 4"),
         (f"{LAUNCH} doctor async_ppo optimizer.l\t3", "-m asyncrl.launch doctor async_ppo optimizer.lr=3"),
         (f"{LAUNCH} async_ppo dataset.path=ro\tseed=1", "-m asyncrl.launch async_ppo dataset.path=rows.jsonl seed=1"),
-        (f"{LAUNCH} --config-dir ow\t mi\tseed=1", "-m asyncrl.launch --config-dir own mine seed=1"),
+        (f"{LAUNCH} --config-dir ow\t ya\tseed=1", "-m asyncrl.launch --config-dir own yard seed=1"),
         ("python scr\t-q", "script.py -q"),
     ],
 )
@@ -140,5 +140,5 @@ def test_a_tab_in_an_interactive_zsh_completes(line: str, wanted: str, tmp_path:
     (tmp_path / "rows.jsonl").touch()
     (tmp_path / "script.py").touch()
     (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "mine.yaml").touch()
+    (tmp_path / "own" / "yard.yaml").touch()
     assert typed([ZSH, "-f"], tmp_path / "asyncrl.zsh", line, tmp_path) == wanted
