@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import shlex
@@ -19,7 +20,6 @@ from openai.types.chat import completion_create_params
 from openai.types.responses import response_create_params
 
 from asyncrl.api import SamplingParams
-from asyncrl.chat.checks import check
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.openai import anthropic as api_of_anthropic
 from asyncrl.inference.openai import chat_completions, responses
@@ -28,7 +28,9 @@ from asyncrl.inference.openai.api_call import ApiCall, ApiError, pieces
 from asyncrl.inference.openai.chat_completions import ChatCompletions
 from asyncrl.inference.openai.responses import Responses
 from asyncrl.launch import __main__ as launch
+from asyncrl.plugins.agents.command import CommandAgent
 from asyncrl.plugins.agents.openai_agent import OpenAIAgent
+from asyncrl.rollout.conversation_checks import check
 from asyncrl.rollout.settings import ConversationConfig, OfferedTools
 
 DOC = (Path(__file__).parents[3] / "docs" / "endpoint.md").read_text()
