@@ -528,7 +528,7 @@ def policy_loss_inputs(
 
 
 def loss_tokens(items: Sequence[Item], mask_T: Tensor) -> LossTokens:
-    """Return the tokens of a minibatch; each is told the tokens with loss in its episode, over all of its samples."""
+    """Return the tokens of a minibatch; each with the number of tokens with loss in its episode."""
     seq_ids_T = mask_and_ids([item.sample for item in items])[1]
     names = [(item.rollout, item.sample.episode) for item in items]
     number_of = {name: number for number, name in enumerate(dict.fromkeys(names))}

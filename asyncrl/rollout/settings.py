@@ -139,7 +139,7 @@ class Pacing(StrEnum):
 
 
 class OfferedTools(StrEnum):
-    """Which calls a rule is for, by the tools that they offer to the policy."""
+    """Tools that a call offers to the policy, by which a rule applies to it."""
 
     any = auto()
     """All calls."""

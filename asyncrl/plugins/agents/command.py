@@ -595,7 +595,7 @@ def _program(what: str, name: str, path: str | None) -> str:
     """Return the absolute path of the program that the setting `what` names.
 
     Raises:
-        ValueError: there is none of this name.
+        ValueError: there is no such program.
     """
     given = str(Path(name).expanduser())
     found = shutil.which(given, path=path)

@@ -1,4 +1,4 @@
-"""Compaction: a conversation that has become long is summarised by the policy, which goes on from its summary.
+"""Compaction: a conversation that has become long is summarised by the policy, and continues from the summary.
 
 The request for the summary extends the conversation. So the summary is the last answer of that sample, carries loss
 and has the episode's reward. The conversation that follows is a new sample: the task with the summary below it, and the

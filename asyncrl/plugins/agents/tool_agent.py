@@ -46,7 +46,7 @@ class ToolAgent(Agent):
         ordered_calls: the calls of one turn run one after the other, as written; False: at the same time.
         malformed_penalty: deducted from the reward for each malformed call, as the part `malformed_calls`.
         compaction: fields of `CompactionRules` (asyncrl.plugins.agents.compaction), such as `{at: 0.75}`: a
-            conversation that has become long is summarised, and goes on from the summary. Its metrics are
+            conversation that has become long is summarised, and continues from the summary. Its metrics are
             `compactions` and `cut_summaries`. None: it ends at the context's end.
 
     Raises:

@@ -35,7 +35,7 @@ class OnlineAgent(Agent):
         tokenizer: the run's tokenizer; not needed.
         lease_s: silence after which a session ends; its episode is lost.
         hold_s: time for which a session may keep a train step waiting (`on_stale=wait`); then it ends.
-        wait_s: time for which a client waits for a session; then it is told to ask again (429).
+        wait_s: time for which a client waits for a session; then it gets 429, and may ask again.
 
     Raises:
         ValueError: one of them is not a positive number.

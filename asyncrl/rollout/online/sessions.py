@@ -1,4 +1,4 @@
-"""What becomes of online sessions: which clients wait for one, which sessions are open, and how the others ended.
+"""State of online sessions: the clients that wait for one, the sessions that are open, and how the others ended.
 
     a client    asks ──▶ waiting ──a rollout is admitted──▶ has its sessions
                             └──────leaves──▶ gone; a rollout that was admitted for it is dropped: client_left
@@ -34,7 +34,7 @@ REMEMBERED: Final = 16_384
 
 
 class End(StrEnum):
-    """How a session ended; see the module."""
+    """How a session ended; the diagram of this module shows when."""
 
     rewarded = auto()
     rejected = auto()
