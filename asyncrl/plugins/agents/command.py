@@ -19,46 +19,41 @@ removed by the next one on the host: it finds the folder without a lock.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import ipaddress
 import itertools
 import json
 import logging
 import math
 import os
-import shutil
 import signal
-import stat
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
-from functools import partial
-from numbers import Real
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 from asyncrl.api import Agent, Environment, Outcome, Prompt
 from asyncrl.comm.files import FileLock, NotPrivate, read_own_file
-from asyncrl.comm.waits import REPEAT_S, STOP_S, TOOL_S, RunningTimeout
-from asyncrl.config.plugin_code.import_paths import load_plugin
-from asyncrl.config.plugin_code.threads import DaemonThreads
+from asyncrl.comm.waits import REPEAT_S, STOP_S, TOOL_S
 from asyncrl.plugins.agents.command_files import (
     OF_SESSION,
     Copied,
     files_of,
     filled,
     place_of,
+    program_of,
+    remove,
     text_of,
     texts_of,
     write,
 )
+from asyncrl.plugins.agents.command_reward import Ended, Judge
 from asyncrl.plugins.agents.containers import (
     EXIT_BY_SIGNAL,
     EXIT_ENGINE_FAILED,
@@ -71,8 +66,6 @@ from asyncrl.plugins.agents.containers import (
 
 INSIDE: Final = Path(__file__).with_name("command_inside.py")
 PATH: Final = "/tmp/episode"
-REWARD_S: Final = 60.0
-"""Default time limit, in s, of a reward: it runs tests, not an agent."""
 GONE_S: Final = 15.0
 """Longest time, in s, for a program to end with all that it started; `supervisor.GONE_LIMIT_S` and a margin."""
 _PREFIX: Final = "asyncrl-episodes-"
@@ -81,78 +74,12 @@ _INHERITED: Final = ("PATH", "LANG", "LC_ALL", "TZ", "ASYNCRL_LAUNCH")
 _OWN: Final = ("HOME", "TMPDIR", "PWD", "NO_PROXY", "no_proxy")
 """Variables of each episode; `env` may not give them, but adds to the last two."""
 _CHUNK: Final = 1 << 16
-_MOST_CALLS: Final = 32
-"""Calls of a reward's function that run at a time; and calls that may be abandoned and still run."""
-_SHOWN_LINES, _SHOWN_CHARS = 8, 1500
 
 _log = logging.getLogger(__name__)
 
 
 class ProgramFailed(RuntimeError):
     """The program got no answer from the policy: it is not installed, or failed before. The message has its output."""
-
-
-class RewardFailed(RuntimeError):
-    """The reward gave no number, or not in time."""
-
-
-@dataclass(frozen=True, slots=True)
-class RewardCommand:
-    """A reward that a command prints: the number in the last line of its output.
-
-    It starts in the program's folder after the program's end, with nothing of the episode still running. Next to that
-    folder, in `../reward`, are `output.txt`, what the program printed, `files`, and new folders `home` and `tmp`, its
-    HOME and TMPDIR.
-
-    Attributes:
-        command: the command, with placeholders of the row.
-        files: text by name, with placeholders of the row; or `{path: ...}`, a file or folder to copy.
-        timeout_s: time limit, in s.
-        failure_reward: reward of an episode for which the command fails; None: the episode fails.
-    """
-
-    command: list[str]
-    files: dict[str, Any] = field(default_factory=dict)
-    timeout_s: float = REWARD_S
-    failure_reward: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RewardFunction:
-    """A reward that a function gives. It is called in a thread, which goes on after the time limit.
-
-    Attributes:
-        path: its import path.
-        timeout_s: time limit, in s.
-        failure_reward: reward of an episode for which the function fails; None: the episode fails.
-    """
-
-    path: str
-    timeout_s: float = REWARD_S
-    failure_reward: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """How a program ended.
-
-    Attributes:
-        exit_code: exit code; 128 + the number of a signal that ended it; None if it was ended at its time limit.
-        stdout, stderr: the ends of its output.
-        truncated: True if there was more output.
-        seconds: from start to end.
-    """
-
-    exit_code: int | None
-    stdout: str
-    stderr: str
-    truncated: bool
-    seconds: float
-
-    def __str__(self) -> str:
-        how = "was ended at its time limit" if self.exit_code is None else f"ended with exit code {self.exit_code}"
-        lines = (self.stderr.strip() or self.stdout.strip()).splitlines()[-_SHOWN_LINES:]
-        return f"{how} after {self.seconds:.1f} s" + (": " + "\n".join(lines)[-_SHOWN_CHARS:] if lines else "")
 
 
 class CommandAgent(Agent):
@@ -212,11 +139,7 @@ class CommandAgent(Agent):
         if taken := [name for name in _OWN[:3] if name in self._env]:
             raise ValueError(f"env[{taken[0]}]: is of each episode; leave it out")
         self._files, self._row_files = files_of("files", files or {}, OF_SESSION), row_files
-        self._reward = _reward_of(reward)
-        self._reward_command = self._reward if isinstance(self._reward, RewardCommand) else None
-        self._function = _function_of(self._reward.path) if isinstance(self._reward, RewardFunction) else None
-        self._threads, self._free_threads = DaemonThreads(), asyncio.Semaphore(_MOST_CALLS)
-        self._abandoned: set[Future[object]] = set()
+        self._judge = None if reward is None else Judge(reward, self._ended, on_host=image is None)
         if timeout_s is not None and timeout_s <= 0:
             raise ValueError(f"timeout_s={timeout_s}: give a positive number of seconds, or null")
         if output_kb < 1:
@@ -234,11 +157,7 @@ class CommandAgent(Agent):
             except EngineFailed as error:
                 raise ValueError(str(error)) from None
         else:
-            self._command[0] = _program("command[0]", self._command[0], self._env.get("PATH"))
-            if self._reward_command is not None:
-                program, *arguments = self._reward_command.command
-                judge = _program("reward: command[0]", program, None)
-                self._reward_command = replace(self._reward_command, command=[judge, *arguments])
+            self._command[0] = program_of("command[0]", self._command[0], self._env.get("PATH"))
             if path is not None:
                 _try_to_mount(path)
         self._folders: _Folders | None = None
@@ -250,7 +169,7 @@ class CommandAgent(Agent):
 
         Raises:
             ProgramFailed: it got no answer from the policy.
-            RewardFailed: the reward gave no number, and has no `failure_reward`.
+            RewardFailed: the reward gave no number, and has no `failure_reward` (`command_reward`).
             EngineFailed: the container could not be started, or the engine failed.
         """
         session = await client.endpoint()
@@ -273,7 +192,11 @@ class CommandAgent(Agent):
             if ended.exit_code != 0 and time.monotonic() - self._told_at > REPEAT_S:
                 self._told_at = time.monotonic()
                 _log.info("a program %s (further ones are not logged for %g s)", ended, REPEAT_S)
-            reward, reward_failed = await self._judge(prompt, env, folder, ended)
+            if self._judge is not None:
+                reward, reward_failed = await self._judge.reward(prompt, folder, ended)
+            else:
+                await env.reset(options={"data": prompt.data})
+                reward, reward_failed = float((await env.step(ended.stdout.strip()))[1]), False
         if reward is None:
             return None
         metrics = {
@@ -365,77 +288,6 @@ class CommandAgent(Agent):
             return False
         return True
 
-    async def _judge(self, prompt: Prompt, env: Environment, folder: Path, ended: Ended) -> tuple[float | None, bool]:
-        """Return the episode's reward, None to reject it; and whether it is the `failure_reward`."""
-        if self._reward is None:
-            await env.reset(options={"data": prompt.data})
-            return float((await env.step(ended.stdout.strip()))[1]), False
-        await asyncio.to_thread(_mend, folder)
-        try:
-            if self._function is not None:
-                work = partial(self._function, prompt, folder / "work", ended.stdout)
-                return _number(await self._called(work, self._reward.timeout_s)), False
-            return await self._of_command(folder, ended, prompt.data), False
-        except RewardFailed as error:
-            if self._reward.failure_reward is None:
-                raise
-            _log.info("%s; the episode is given failure_reward=%g", error, self._reward.failure_reward)
-            return self._reward.failure_reward, True
-
-    async def _called(self, function: Callable[[], object], limit_s: float) -> object:
-        """Return what the reward's function returns.
-
-        Raises:
-            RewardFailed: it raised, or did not return in time, or too many calls never did.
-        """
-        self._abandoned = {call for call in self._abandoned if not call.done()}
-        if len(self._abandoned) >= _MOST_CALLS:
-            raise RewardFailed(f"the reward's function is not called: {_MOST_CALLS} calls of it never returned")
-        async with self._free_threads:
-            call, limit = self._threads.run(function), RunningTimeout(limit_s)
-            try:
-                async with limit:
-                    return await asyncio.wrap_future(call)
-            except Exception as error:
-                if limit.expired():
-                    said = f"did not return within {limit_s:g} s; its thread continues"
-                else:
-                    said = f"raised {type(error).__name__}: {error}"
-                raise RewardFailed(f"the reward's function {said}") from error
-            finally:
-                if not call.done():
-                    self._abandoned.add(call)
-
-    async def _of_command(self, folder: Path, ended: Ended, row: Mapping[str, Any]) -> float:
-        """Return the number that the reward's command prints.
-
-        Raises:
-            RewardFailed: it prints none.
-        """
-        reward = self._reward_command
-        assert reward is not None
-        await asyncio.to_thread(self._fill_reward, folder, ended, row)
-        command = [filled(word, {}, row) for word in reward.command]
-        judged = await self._ended(folder, command, {}, reward.timeout_s, "reward/")
-        last = (judged.stdout.strip().splitlines() or [""])[-1]
-        with suppress(ValueError):
-            if judged.exit_code == 0 and math.isfinite(number := float(last)):
-                return number
-        raise RewardFailed(
-            f"{command[0]} is to end with exit code 0, and the last line of its output is to be a number; it {judged}"
-        )
-
-    def _fill_reward(self, folder: Path, ended: Ended, row: Mapping[str, Any]) -> None:
-        """Write what the reward's command reads into a new folder, whatever the program has put in its place."""
-        assert self._reward_command is not None
-        beside = folder / "reward"
-        remove(beside)
-        for name in ("", "home", "tmp"):  # in the program's own, Python and others would find what it put there
-            (beside / name).mkdir()
-        (beside / "output.txt").write_text(ended.stdout, encoding="utf-8")
-        for name, content in files_of("reward: files", self._reward_command.files, ()).items():
-            write(beside, beside / name, content, {}, row)
-
 
 class _Folders:
     """Folders of the episodes that an agent runs, after what dead workers left is removed. Blocks.
@@ -492,42 +344,9 @@ def remove_abandoned(folder: Path) -> None:
         _log.warning("%s, which a dead worker left, cannot be removed: %s", folder, error)
 
 
-def remove(path: Path) -> None:
-    """Remove a file or folder with all that it contains, folders that nobody may write to included.
-
-    Only folders are opened: a pipe would wait for its other end, and a link leads elsewhere.
-    """
-    try:
-        is_folder = stat.S_ISDIR(path.lstat().st_mode)
-    except FileNotFoundError:
-        return
-    if not is_folder:
-        path.unlink()
-        return
-    shutil.rmtree(path, ignore_errors=True)
-    if path.exists():
-        for folder, _, _ in os.walk(path):
-            with suppress(OSError):
-                os.chmod(folder, stat.S_IRWXU)
-        shutil.rmtree(path, ignore_errors=True)
-    if path.exists():
-        _log.warning("%s cannot be removed, for want of rights", path)
-
-
 def _made(folder: Path) -> None:
     for name in ("", "work", "home", "tmp"):
         (folder / name).mkdir(mode=0o700)
-
-
-def _mend(folder: Path) -> None:
-    """Make `work` and the folder itself usable again, whatever the program has done with them."""
-    for place in (folder, folder / "work"):
-        mode = place.lstat().st_mode if os.path.lexists(place) else 0
-        if not stat.S_ISDIR(mode):
-            remove(place)
-            place.mkdir(mode=0o700)
-        elif mode & stat.S_IRWXU != stat.S_IRWXU:
-            place.chmod(stat.S_IMODE(mode) | stat.S_IRWXU)
 
 
 async def _run(
@@ -591,19 +410,6 @@ class _Tail:
                 del self.kept[:-most_bytes]
 
 
-def _program(what: str, name: str, path: str | None) -> str:
-    """Return the absolute path of the program that the setting `what` names.
-
-    Raises:
-        ValueError: there is no such program.
-    """
-    given = str(Path(name).expanduser())
-    found = shutil.which(given, path=path)
-    if found is None:
-        raise ValueError(f"{what}={name!r}: no such program here; install it on each host, or give its path")
-    return os.path.abspath(found)
-
-
 def _try_to_mount(path: str) -> None:
     """Check that programs can have their folders at `path`.
 
@@ -625,60 +431,6 @@ def _try_to_mount(path: str) -> None:
             "namespaces (user.max_user_namespaces), or give an image, or path=null, with which each episode's folder "
             "has another path"
         )
-
-
-def _reward_of(given: object) -> RewardFunction | RewardCommand | None:
-    """Return the reward that a setting describes.
-
-    Raises:
-        ValueError: it describes none.
-    """
-    if given is None:
-        return None
-    if isinstance(given, str):
-        return RewardFunction(given)
-    if not isinstance(given, Mapping):
-        raise ValueError(f"reward={given!r:.80}: give the import path of a function, or {{command: [...]}}")
-    try:
-        reward = (RewardFunction if "path" in given else RewardCommand)(**given)
-    except TypeError as error:
-        raise ValueError(f"reward={dict(given)}: {error}") from None
-    if reward.timeout_s <= 0:
-        raise ValueError(f"reward: timeout_s={reward.timeout_s}: give a positive number of seconds")
-    if reward.failure_reward is not None and not math.isfinite(reward.failure_reward):
-        raise ValueError(f"reward: failure_reward={reward.failure_reward}: give a finite number, or null")
-    if isinstance(reward, RewardFunction):
-        return reward
-    words = texts_of("reward: command", reward.command, ())
-    files_of("reward: files", reward.files, ())
-    return replace(reward, command=words)
-
-
-def _function_of(path: str) -> Callable[[Prompt, Path, str], object]:
-    """Return the function at an import path.
-
-    Raises:
-        ValueError: it cannot be called so.
-    """
-    function: Any = load_plugin(path)
-    if inspect.iscoroutinefunction(function):
-        raise ValueError(f"reward={path!r}: is asynchronous; write a plain `def`, which is called in a thread")
-    try:
-        takes_output = "output" in inspect.signature(function).parameters
-        inspect.signature(function).bind(None, None, **({"output": ""} if takes_output else {}))
-    except TypeError as error:
-        raise ValueError(f"reward={path!r} is to take (prompt, folder), and perhaps output: {error}") from None
-    if takes_output:
-        return lambda prompt, folder, output: function(prompt, folder, output=output)
-    return lambda prompt, folder, _: function(prompt, folder)
-
-
-def _number(given: object) -> float | None:
-    if given is None:
-        return None
-    if isinstance(given, Real) and math.isfinite(given):
-        return float(given)
-    raise RewardFailed(f"the reward's function returned {given!r:.80}; return a finite number, or None to reject it")
 
 
 def _is_loopback(host: str) -> bool:

@@ -1,4 +1,4 @@
-"""The files and words that a program of an episode is given: texts with placeholders, and copies.
+"""Files and words of a program's episode: texts with placeholders, copies, and how what it leaves is removed.
 
 In a text, `{base_url}`, `{root_url}` and `{api_key}` stand for the policy's address and key, `{row.<field>}` for a
 field of the dataset's row, and `{brace}` for `{`. Braces around anything but one word stay as they are, as in JSON, and
@@ -8,13 +8,18 @@ so does `{{word}}`, as templates of other programs have it.
 from __future__ import annotations
 
 import json
+import logging
+import os
 import re
 import shutil
+import stat
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
+_log = logging.getLogger(__name__)
 OF_SESSION: Final = ("base_url", "root_url", "api_key")
 """Placeholders that only the program gets, not its reward."""
 _WORD: Final = re.compile(r"\{\{[A-Za-z_][\w.-]*\}\}|\{([A-Za-z_][\w.-]*)\}")
@@ -128,3 +133,38 @@ def filled(text: str, values: Mapping[str, str], row: Mapping[str, Any]) -> str:
         return row[key] if isinstance(row[key], str) else json.dumps(row[key], ensure_ascii=False)
 
     return _WORD.sub(value, text)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or folder with all that it contains, folders that nobody may write to included.
+
+    Only folders are opened: a pipe would wait for its other end, and a link leads elsewhere.
+    """
+    try:
+        is_folder = stat.S_ISDIR(path.lstat().st_mode)
+    except FileNotFoundError:
+        return
+    if not is_folder:
+        path.unlink()
+        return
+    shutil.rmtree(path, ignore_errors=True)
+    if path.exists():
+        for folder, _, _ in os.walk(path):
+            with suppress(OSError):
+                os.chmod(folder, stat.S_IRWXU)
+        shutil.rmtree(path, ignore_errors=True)
+    if path.exists():
+        _log.warning("%s cannot be removed, for want of rights", path)
+
+
+def program_of(what: str, name: str, path: str | None) -> str:
+    """Return the absolute path of the program that the setting `what` names.
+
+    Raises:
+        ValueError: there is no such program.
+    """
+    given = str(Path(name).expanduser())
+    found = shutil.which(given, path=path)
+    if found is None:
+        raise ValueError(f"{what}={name!r}: no such program here; install it on each host, or give its path")
+    return os.path.abspath(found)

@@ -22,8 +22,9 @@ from asyncrl.api import Prompt, SamplingParams
 from asyncrl.chat.template import ChatFormat
 from asyncrl.data.tokenizers import load_tokenizer
 from asyncrl.inference.openai.endpoint import Endpoint
-from asyncrl.plugins.agents import command
-from asyncrl.plugins.agents.command import CommandAgent, ProgramFailed, RewardFailed
+from asyncrl.plugins.agents import command, command_reward
+from asyncrl.plugins.agents.command import CommandAgent, ProgramFailed
+from asyncrl.plugins.agents.command_reward import RewardFailed
 from tests.integration.endpoint.programs_of_episodes import ANSWER, Episodes, agent_of, dies, wait_until
 from tests.ports import free_ports
 
@@ -279,7 +280,7 @@ async def test_a_reward_that_is_no_number_fails_the_episode_by_name_or_is_its_fa
 async def test_calls_of_a_reward_that_never_return_are_not_without_end(
     episodes: Episodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "_MOST_CALLS", 1)
+    monkeypatch.setattr(command_reward, "_MOST_CALLS", 1)
     agent = agent_of('ask("a")', reward={"path": f"{__file__}:hangs", "timeout_s": 0.1})
     for message in ("did not return", "is not called: 1 calls of it never returned"):
         with pytest.raises(RewardFailed, match=message):

@@ -25,6 +25,7 @@ from asyncrl.data.tokenizers import load_tokenizer
 from asyncrl.inference.openai.endpoint import Endpoint
 from asyncrl.plugins.agents import command
 from asyncrl.plugins.agents.command import CommandAgent, ProgramFailed
+from asyncrl.plugins.agents.command_files import remove
 from asyncrl.plugins.agents.containers import EngineFailed
 from tests.integration.endpoint.programs_of_episodes import ADDRESS, ANSWER, Episodes, dies, wait_until
 
@@ -108,7 +109,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Running]:
         made.daemon.wait(60)
     mounted = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     subprocess.run(["umount", *reversed([place for place in mounted if place.startswith(f"{folder}/")])], check=False)
-    command.remove(folder)
+    remove(folder)
     assert not folder.exists()
 
 
